@@ -18,8 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 WORKING_SHARE = 0.01
 LAST_WORDS_SEC = 10.0
 FLUSH_SEC = 2.0
-# How long a program that is done waits for threads and handlers of a user's code, and when it says
-# so.
+# How long a finished program waits for a user's threads and handlers, and when it says so.
 SAY_AFTER_SEC = 3.0
 WAIT_FOR_THREADS_SEC = 60.0
 

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,7 @@ def refuse_arguments(
 ) -> None:
     """Refuse keyword arguments that a function does not take, if it shows its signature."""
     try:
-        inspect.signature(function).bind(**given)
-    except ValueError:
-        pass
+        with suppress(ValueError):  # it hides its signature, as one written in C may
+            inspect.signature(function).bind(**given)
     except TypeError as error:
         raise UserError(key, f"cannot call {name} with {', '.join(given)}: {error}", fix) from error

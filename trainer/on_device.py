@@ -109,8 +109,7 @@ def scale_gradients(gradients: list[Tensor], loss_factor: Tensor, grad_sq: Tenso
     one = torch.ones_like(loss_factor)
     shrink = one
     if limit:
-        # A tensor divided by a tensor: dividing a number multiplies by an inverse, which rounds
-        # twice.
+        # Not `limit / tensor`, which multiplies by an inverse and so rounds twice.
         shrink = torch.minimum(one * limit / (grad_sq.sqrt() / loss_factor + 1e-6), one)
     scale = shrink / loss_factor
     if {*map(attrgetter("dtype"), gradients)} == {torch.float32}:

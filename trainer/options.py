@@ -39,8 +39,7 @@ class Limits:
         return {**handler(source), **self.limits}
 
 
-# Every number has an upper bound: what lies beyond it is a typing mistake, and would overflow or
-# never end.
+# Every number has an upper bound: beyond it is a typing mistake, which would overflow.
 Count = Annotated[int, Limits(ge=1, le=10**9)]  # over a whole run: steps, groups
 WholeNumber = Annotated[int, Limits(ge=0, le=10**9)]
 Size = Annotated[int, Limits(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
@@ -55,8 +54,7 @@ Text = Annotated[str, Limits(min_length=1, max_length=4096, pattern=NO_NUL)]
 @dataclass_transform(field_specifiers=(field,))
 def part_options(cls: Any) -> Any:
     """A frozen dataclass."""
-    # Type checkers are not told that it is frozen: they would reject it as a base of pydantic's
-    # models.
+    # Type checkers are not told: they would reject frozen bases of pydantic's models.
     return dataclass(frozen=True)(cls)
 
 

@@ -30,15 +30,13 @@ from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
 EXIT_CODE, RUN_DIR = "exit_code", "run_dir"
-# Launchers whose processes are no ranks of torchrun: the variables with their number, and the
-# number of this one.
+# Launchers of processes that are no ranks of torchrun: variables with their number and rank.
 OTHER_LAUNCHERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
 }
-# Mapping each smaller block anew would cost time, and so would returning the end of the heap after
-# each step.
+# Smaller blocks would be mapped anew, and the heap's end be returned, in each step.
 MALLOC_OPTIONS = {"M_MMAP_THRESHOLD": (-3, 4 * 2**20), "M_TRIM_THRESHOLD": (-1, 64 * 2**20)}
 
 
@@ -58,8 +56,7 @@ def run_training(
     """
     began = time.monotonic()
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
-        # A signal that ends the process (SIGBUS: a mapped file was cut; SIGSEGV) then leaves a
-        # stack.
+        # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
         faulthandler.enable()
     config = load_config(config_path, overrides)
     give_back_freed_blocks()
@@ -74,8 +71,7 @@ def run_training(
     if config.metrics.profile:
         # Read when torch is imported: its profiler would say when it starts.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # Before torch is imported, so that a signal during the import stops the run instead of killing
-    # it.
+    # Before torch is imported, whose import a signal would otherwise kill.
     stop = StopRequest(say_stopping)
     stop.install()
     timeout = config.distributed.timeout_sec

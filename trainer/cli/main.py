@@ -82,11 +82,10 @@ def train(
         return
     verb = context.invoked_subcommand
     if verb is not None:
-        for option, value in context.params.items():
-            if value not in (None, False, [], ()):
-                name = f"--{option.replace('_', '-')}".replace("--overrides", "--set")
-                fix = f"write it after, if {verb} takes it: train {verb} --help"
-                raise UserError(name, f"stands before {verb}", fix)
+        given = [option for option, value in context.params.items() if value not in (None, False, [], ())]
+        if given:
+            name = f"--{given[0].replace('_', '-')}".replace("--overrides", "--set")
+            raise UserError(name, f"stands before {verb}", f"write it after, if {verb} takes it: train {verb} --help")
         return
     config_path = require_config(config, "train")
     options = {key: context.params[name] for name, key in SETTINGS.items()}
@@ -121,8 +120,7 @@ def run() -> None:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Paths may hold bytes that are not UTF-8, in Python lone surrogates: shown as escapes,
-            # not a traceback.
+            # Bytes of paths that are not UTF-8 are shown as escapes, not as a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
         with lab_or_refusal():
@@ -134,8 +132,7 @@ def run() -> None:
             refuse(f"{str(error.filename)[:60]}...: {error.strerror}; use a shorter path")
         if not isinstance(error, BrokenPipeError):
             raise
-        # Whoever read our stdout is gone. Python flushes stdout once more at exit, which must not
-        # fail.
+        # Whoever read our stdout is gone. Python flushes it once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):

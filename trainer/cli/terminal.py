@@ -34,11 +34,8 @@ def require_config(config: str | None, command: str) -> str:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without garbage collections, and leave what was imported out of all that follow: it
-    stays anyway.
-
-    Some 20 % of the time that importing torch takes, and most of that of each later collection.
-    """
+    """Import without garbage collections, and leave the imported objects out of all later ones."""
+    # Some 20 % of the time that importing torch takes, and most of that of each later collection.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -55,8 +52,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 EXIT_USER_ERROR = 2
-# A rank that has not answered by then is not waited for; those that have still agree on one
-# speaker.
+# A rank that has not answered by then is not waited for.
 WAIT_FOR_RANKS_SEC = 60.0
 # For that agreement once the wait is over. torchrun kills a rank 30 s after its SIGTERM.
 AGREE_SEC = 20.0

@@ -330,7 +330,6 @@ class DatasetFile(Table):
     """A dataset file that a source includes."""
 
     source: Annotated[list[SourceTable], Field(min_length=1)]
-    """The file's sources."""
 
 
 class DataTable(Table):

@@ -68,8 +68,7 @@ OTHER_NAMES = {
     "train.precision": "mixed_precision amp dtype bf16 fp16",
     "train.steps": "max_steps num_steps total_steps train_steps max_iters",
 }
-# Name elsewhere -> key here, of the same meaning: read as that key, under which the resolved
-# config has it.
+# Name elsewhere -> key here, of the same meaning: read as that key.
 SAME_KEYS = {
     "data.batch_size": "data.mixing.batch_size",
     "train.max_steps": "train.steps",

@@ -82,8 +82,7 @@ def largest_batch(mixing: MixingTable) -> int:
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
     """The numbers that follow from a config. Raises UserError, or `UserErrors`, if it cannot work."""
     mixings = _mixings(config, sources)
-    # One group in each lane: a reader has a lane per cell of its batch. Full rows are lanes
-    # themselves.
+    # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
     if reads_lanes(config):
         in_flight = config.data.mixing.batch_size

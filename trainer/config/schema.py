@@ -45,8 +45,7 @@ from trainer.options import (
 class RunTable(Table):
     """`[run]`: name, directory and seed of the run."""
 
-    # The name becomes a directory name. The pattern admits no separator and no leading dot, so it
-    # stays inside run.dir.
+    # It becomes a directory: no separator and no leading dot, so it stays inside run.dir.
     name: Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)] = "run"
     """Letters, digits, `_`, `-` and `.`."""
     dir: Text = "runs"

@@ -61,7 +61,8 @@ def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.Process
     assert layout is not None
     if mesh.ndim == 1:
         return layout, mesh.get_group()
-    return layout, world if world is not None and mesh.size() == world.size() else None
+    has_all = world is not None and mesh.size() == world.size()
+    return layout, world if has_all else None
 
 
 def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:

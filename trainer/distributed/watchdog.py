@@ -37,8 +37,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
-# Without progress for so long, a run that was asked to stop ends. torchrun kills its ranks 30 s
-# after their SIGTERM.
+# Without progress for so long, a run that was asked to stop ends: torchrun kills after 30 s.
 GRACE_SEC = 10.0
 HANG_KEY = "hang"
 GONE_KEY = "gone"
@@ -74,8 +73,7 @@ class Watchdog:
         self._store = dist.PrefixStore(PREFIX, store)
         self._info = info
         self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
-        # Shorter than the backend's timeout, so that the waiting ranks still wait when their
-        # stacks are written.
+        # Shorter than the backend's timeout: waiting ranks still wait when stacks are written.
         self._limit = timeout_sec - 4 * self._interval
         self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
         self._collectives, self._on_end = collectives, on_end
@@ -149,18 +147,15 @@ class Watchdog:
         # The first heartbeat is immediate, so that a rank that hangs early has been heard of.
         is_over = False
         while not is_over:
-            # If something holds the interpreter so that this thread cannot run, the stacks are
-            # written without it.
+            # If something holds the interpreter, stacks are written without this thread.
             faulthandler.dump_traceback_later(self._limit, file=self._log)
-            # Its own time: that in which the process is suspended (Ctrl-Z, a scheduler) does not
-            # count.
+            # Its own time: while the process is suspended (Ctrl-Z, a scheduler) none passes.
             now = time.monotonic()
             self._time += min(now - self._looked_at, 3 * self._interval)
             self._looked_at = now
             beat = self._own_heartbeat()
             if self._if_store_lives(partial(self._exchange, beat)) is None:
-                # The rank that hosts it is gone; this one may be anywhere, also in a read that
-                # never ends.
+                # The rank that hosts it is gone; this one may be in a read that never ends.
                 self.hang = self._alone.update([replace(beat, collectives=0)])
             if self.hang is not None:
                 self._end(self.hang, was_asked=beat.is_asked)
