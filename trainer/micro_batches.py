@@ -75,6 +75,11 @@ class MicroBatches:
         return self.at(1, 0)
 
     @property
+    def least(self) -> int:
+        """The smallest m that a step can have."""
+        return min(m for _, m in self.points)
+
+    @property
     def most(self) -> int:
         """The largest m that a step can have."""
         return max(m for _, m in self.fastest().points)

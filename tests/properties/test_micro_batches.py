@@ -37,7 +37,7 @@ def test_batches_and_steps_of_a_plan_are_those_of_a_loop_that_counts(points):
     assert [plan.step_of(batch) for batch in range(len(steps))] == steps
     assert positions("step", np.arange(len(steps)), plan).tolist() == steps
     assert [plan.batches_before(step) for step in range(1, 60)] == [steps.index(step) for step in range(1, 60)]
-    assert plan.most == max(points.values())
+    assert (plan.least, plan.most) == (min(points.values()), max(points.values()))
 
 
 @QUICK
