@@ -77,4 +77,5 @@ def _relative(text: str) -> str:
         here = os.path.join(os.getcwd(), "")
     except FileNotFoundError:  # somebody has removed it
         return text
+    # A directory at the start of a path, not within another one or at its end.
     return re.sub(rf"(?<![^\s\"'(=,:]){re.escape(here)}(?=[^\s/])", "", text)

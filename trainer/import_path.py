@@ -35,7 +35,7 @@ def resolve_target(target: str, key: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except UserError:
+    except UserError:  # which names its own key
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         problem, fix = f"cannot import {module_name}: {format_error(error)}", "fix it there"
@@ -83,6 +83,7 @@ def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
+    # Frames of packages and of Python itself do not help to locate the mistake.
     installed = [place for place in map(Path, sys.path) if any(place.glob("*.dist-info"))]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)

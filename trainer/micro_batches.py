@@ -87,7 +87,8 @@ class MicroBatches:
     def at(self, step: int, tokens: int) -> int:
         """The planned m of `step`, after training on so many tokens; of `auto` its start."""
         x = step if self.unit == "steps" else tokens
-        return self.points[max(bisect_right(self.points, (x, FAR)) - 1, 0)][1]
+        index = bisect_right(self.points, (x, FAR)) - 1
+        return self.points[max(index, 0)][1]  # the first point holds before it, too
 
     def lr_factor(self, m: int) -> float:
         """The factor on the schedule's learning rate at m: 1, sqrt(m / m_start) or m / m_start."""
@@ -106,7 +107,7 @@ class MicroBatches:
             return replace(self.constant(self.first), lr=self.lr)
         points, step, tokens = [(0, self.first)], 1, 0
         for (_, m), (x, following) in zip(self.points, self.points[1:], strict=False):
-            steps = -(-max(x - tokens, 0) // (micro_tokens * m))
+            steps = -(-max(x - tokens, 0) // (micro_tokens * m))  # whole steps, up to the point
             step, tokens = step + steps, tokens + steps * micro_tokens * m
             # A step may pass several points: the last of them holds.
             points = [point for point in points if point[0] < step] + [(step, following)]

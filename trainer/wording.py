@@ -72,7 +72,7 @@ def number_text(value: float, digits: int = 4) -> str:
     """A number with at most `digits` significant digits after the point: 12,345, 3.2e-05."""
     if not math.isfinite(value):
         return str(value)
-    if value == int(value) and abs(value) < 1e15:
+    if value == int(value) and abs(value) < 1e15:  # so far every digit counts
         return f"{int(value):,}"
     if 10 ** (digits - 1) <= abs(value) < 1e9:
         return f"{value:,.0f}"

@@ -191,7 +191,7 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
         reason = f"rank {rank} {_ending(failure.exitcode)}"
         if not _leave_status(reason) and failure.exitcode < 0:  # killed: it could say nothing itself
             _say(f"train: {reason}")
-        return failure.exitcode if failure.exitcode > 0 else 1
+        return max(failure.exitcode, 1)  # below 0: a signal ended it
     except SignalException as error:
         codes = [_reported(EXIT_CODE, rank) for rank in range(nproc)]
         if None in codes:

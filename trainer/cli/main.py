@@ -136,7 +136,7 @@ def run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        sys.exit(130)  # 128 + SIGINT, as of a process that the signal ends
     except SystemExit as error:
         from trainer.import_path import place_of
 

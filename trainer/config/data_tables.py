@@ -102,11 +102,11 @@ class Table(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
-        strict=True,
+        strict=True,  # "2" and 2.0 are no integers
         extra="forbid",
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        validate_default=True,
+        validate_default=True,  # a default of options has passed no check of pydantic's
     )
 
     @model_validator(mode="after")

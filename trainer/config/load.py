@@ -69,7 +69,7 @@ def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -
         return model.model_validate(source.raw)
     except ValidationError as error:
         raise_found(user_errors(error, model, source.where))
-        raise
+        raise  # for type checkers: pydantic never raises without an error
     except RecursionError:
         raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
 
@@ -172,7 +172,7 @@ def _read(path: str | Path) -> str:
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise UserError(str(path), problem, did_you_mean(path) or "check the path") from None
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")  # some editors begin with a byte order mark
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError("encoding", "is not UTF-8", "save the file as UTF-8", where=f"{path}:{line}") from None

@@ -85,7 +85,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
     if reads_lanes(config):
-        in_flight = config.data.mixing.batch_size
+        in_flight = config.data.mixing.batch_size  # a document in each row
     num_shards = data_shards(config, world_size)
     micro_tokens = tokens_per_micro(config, sources, num_shards)
     tokens = micro_tokens * config.micro_batches.most
@@ -120,7 +120,7 @@ def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
     """Steps of the run; with `train.tokens` if all batches are full and m never grows."""
     if not config.train.tokens:
         return config.train.steps
-    batches = -(-config.train.tokens // max(tokens_per_micro, 1))
+    batches = -(-config.train.tokens // max(tokens_per_micro, 1))  # rounded up
     return config.micro_batches.by_steps(tokens_per_micro).step_of(batches - 1)
 
 
@@ -226,7 +226,7 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     elif table.replicas and world_size % table.replicas:
         problem = f"{table.replicas} replicas do not divide {counted(world_size, 'rank')}"
         yield "distributed.replicas", problem, "choose a divisor"
-    if table.strategy == "ddp":
+    if table.strategy == "ddp":  # nothing below concerns it
         return
     if config.train.precision == "fp16":
         yield "train.precision", f'"fp16" with {strategy}: loss scaling does not work on shards', 'use "bf16"'
@@ -267,7 +267,7 @@ def _ownership(config: RunConfig, sources: list[SourceTable], num_shards: int) -
     if config.ledger.ownership == "exchange":
         return "exchange", "as configured"
     foreign = _foreign(sources)
-    if foreign is None or num_shards == 1:
+    if foreign is None or num_shards == 1:  # a single shard reads every group
         return "reader", "one rank reads a document, up to max_group_cells, and keeps its state"
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"
 

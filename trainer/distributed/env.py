@@ -190,7 +190,7 @@ def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives
     """Answer, and wait for the others. The rank that prints; None: all are ready."""
     store = dist.PrefixStore("startup", store)
     store.set(f"{answer}_{rank}", "")
-    is_last = store.add("answers", 1) == world_size
+    is_last = store.add("answers", 1) == world_size  # atomically, so exactly one rank is
     while not (is_last or store.check(["speaker"]) or gives_up()):
         time.sleep(CHECK_EVERY_SEC)
     _decide(store, world_size)

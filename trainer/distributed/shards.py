@@ -59,7 +59,7 @@ def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.Process
         raise ValueError("parameters sharded over several meshes")
     layout, world = layout_of(parameters), dist.group.WORLD
     assert layout is not None
-    if mesh.ndim == 1:
+    if mesh.ndim == 1:  # no replicas: the ranks that share a parameter average its gradient
         return layout, mesh.get_group()
     has_all = world is not None and mesh.size() == world.size()
     return layout, world if has_all else None
@@ -86,7 +86,7 @@ def own_range(tensor: Tensor) -> tuple[int, int]:
     if not is_dtensor(tensor):
         return 0, rows
     mesh = tensor.device_mesh
-    most = -(-rows // mesh.size(mesh.ndim - 1))
+    most = -(-rows // mesh.size(mesh.ndim - 1))  # torch gives the last ranks fewer, or none
     start = min(mesh.get_local_rank(mesh.ndim - 1) * most, rows)
     return start, min(start + most, rows)
 

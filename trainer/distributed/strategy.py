@@ -121,7 +121,7 @@ class Replicated(Strategy):
             self._ddp = DistributedDataParallel(
                 row_model,
                 device_ids=device_ids,
-                gradient_as_bucket_view=True,
+                gradient_as_bucket_view=True,  # otherwise every gradient is held twice
                 find_unused_parameters=self._options.find_unused_parameters,
             )
         return self._ddp
@@ -188,7 +188,7 @@ class Sharded(Strategy):
 
         for unit in units():
             fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._sharding)
-        fully_shard(model, **self._sharding)
+        fully_shard(model, **self._sharding)  # last: the parameters of no unit
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """As it is: FSDP2 has put its hooks into the model."""
@@ -243,6 +243,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     Raises:
         UserError: a parameter has no rows; or `shard_units` does not give such modules.
     """
+    # Shards are rows, which a scalar has none of.
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise UserError(KEY, f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
