@@ -82,12 +82,16 @@ SAME_KEYS = {
     "ledger.probe_interval": "ledger.probe_every",
 }
 _WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
+_ENTITY = "set WANDB_ENTITY in the environment"
+_BASE_URL = "set WANDB_BASE_URL in the environment"
 _LAUNCHER = "the launcher sets the number of processes: torchrun --nproc_per_node=N"
 _EPOCHS = "set train.steps, or data.mixing.repeat = false to stop after one epoch"
 # Names for which there is no single key.
 EXPLAINED = {
     "enable_wandb": _WANDB,
     "use_wandb": _WANDB,
+    "entity": _ENTITY,
+    "base_url": _BASE_URL,
     "enable_tensorboard": "set metrics.tensorboard = true",
     "num_gpus": _LAUNCHER,
     "world_size": _LAUNCHER,
@@ -108,8 +112,8 @@ REMOVED = {
     "ledger.probe_cells": "remove it: a probe reads 8 cells again",
     "ledger.sweep_every": "set ledger.wipe_every, which is the interval of both periodic modes",
     "metrics.smoothing_alpha": "remove it: smoothed/* give the newest value a weight of 0.1",
-    "metrics.wandb.base_url": "set WANDB_BASE_URL in the environment",
-    "metrics.wandb.entity": "set WANDB_ENTITY in the environment",
+    "metrics.wandb.base_url": _BASE_URL,
+    "metrics.wandb.entity": _ENTITY,
     "sample.temperature": "remove it, or call train sample with --temperature",
     "sample.top_k": "remove it, or call train sample with --top-k",
     "source.layout": _LAYOUT,  # of a dataset file
