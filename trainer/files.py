@@ -137,8 +137,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-MOST_BYTES: Final = 1 << 28
-"""Of a file that is read as a whole; none of ours comes near."""
+MOST_BYTES: Final = 1 << 28  # of a file that is read as a whole; none of ours comes near
 LONGEST_LINE: Final = 1 << 24
 _MOST_LEVELS: Final = 64
 _MOST_BITS: Final = 1023  # of an integer, which a float can still be made of

@@ -16,8 +16,8 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.wording import message_of
 
+# Run by another Python, this is `train` of this installation, wherever it is started.
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
-"""What another Python runs as `train`, of this installation, wherever it is started."""
 _NOT_USER_CODE = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 # Directories of packages, of this environment or of one below it that it sees.
 _INSTALLED = {"site-packages", "dist-packages"}

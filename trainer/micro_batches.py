@@ -14,8 +14,7 @@ Unit = Literal["steps", "tokens"]
 LrRule = Literal["none", "sqrt", "linear"]
 MOST_MICRO_BATCHES: Final = 10_000  # of a step on one rank, which runs them in turn
 MicroBatchCount = Annotated[int, Limits(ge=1, le=MOST_MICRO_BATCHES)]
-FAR = 2**62
-"""A step beyond every run."""
+FAR = 2**62  # a step beyond every run
 
 
 @part_options
@@ -148,4 +147,3 @@ class MicroBatches:
 
 
 ONE = MicroBatches.constant(1)
-"""One micro-batch per step."""

@@ -105,7 +105,7 @@ def _broken_rule(value: Any, kind: Any) -> str:
 
 def _broken_limit(value: Any, limits: dict[str, Any]) -> str:
     for key, limit in limits.items():
-        # Not `is_broken(value, limit)`: NaN compares false with everything, and must keep no limit.
+        # Negated, so that NaN, which compares false with everything, breaks every limit.
         if key in _COMPARED and not _COMPARED[key][0](value, limit):
             return f"{_COMPARED[key][1]} {limit}"
     return ""

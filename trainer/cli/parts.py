@@ -70,8 +70,7 @@ _LAB = {
 _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
 _MISSING = f"{LAB} is not installed"
-PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
-"""The parts that a run is given."""
+PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)  # that a run is given
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -69,8 +68,7 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     rank = os.environ.get("RANK", "0")
     is_waiting = False
     if message and speaker is None and os.environ.get("WORLD_SIZE", "1") != "1":
-        meeting = _Meeting(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
-        speaker, is_waiting = meeting.speaker(), meeting.is_alive()
+        speaker, is_waiting = _meet_ranks(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
     # As soon as one rank has exited, torchrun ends the others. That must swallow neither the
     # message nor the exit code.
     if "RANK" in os.environ:
@@ -85,38 +83,35 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     sys.exit(EXIT_USER_ERROR)
 
 
-class _Meeting(threading.Thread):
-    """Tells the other ranks, in a thread, that this one refuses: signals must be handled."""
+def _meet_ranks(wait_sec: float) -> tuple[int | None, bool]:
+    """Tell the other ranks that this one refuses.
 
-    def __init__(self, wait_sec: float) -> None:
-        super().__init__(name="meeting", daemon=True)
-        self._end = time.monotonic() + wait_sec
-        self._speaker: int | None = None
+    Returns:
+        The rank that prints, None if the others cannot be reached; whether a thread still waits.
+    """
+    end = time.monotonic() + wait_sec
+    speakers: list[int] = []
 
-    def speaker(self) -> int | None:
-        """The rank that prints; None if the others cannot be reached."""
-        signal.signal(signal.SIGTERM, self._end_wait)
-        self.start()
-        while self.is_alive() and time.monotonic() < self._end + AGREE_SEC:
-            self.join(0.1)
-        return self._speaker
+    def stop_waiting(*_: object) -> None:  # torchrun ends ranks after a failure: who is silent stays so
+        nonlocal end
+        end = min(end, time.monotonic())
 
-    def _end_wait(self, number: int, frame: FrameType | None) -> None:
-        """torchrun ends the ranks after a failure: who is silent now stays so."""
-        self._end = min(self._end, time.monotonic())
-
-    def run(self) -> None:
-        """Meet the others, if there is a launcher and the host of its store lives."""
+    def meet() -> None:
         import torch.distributed as dist
 
         from trainer.distributed.env import answer_refusal, rank_info, rendezvous_store
-        from trainer.errors import UserError
 
+        # No launcher, or the host of its store is gone.
         with suppress(UserError, ValueError, RuntimeError, dist.DistError):
             info = rank_info()
             store = rendezvous_store(info, timeout=timedelta(seconds=WAIT_FOR_RANKS_SEC))
             ranks = {"rank": info.rank, "world_size": info.world_size}
-            self._speaker = answer_refusal(store, **ranks, gives_up=self._is_over)
+            speakers.append(answer_refusal(store, **ranks, gives_up=lambda: time.monotonic() > end))
 
-    def _is_over(self) -> bool:
-        return time.monotonic() > self._end
+    # A thread, since it may block for long and signals must be handled.
+    thread = threading.Thread(target=meet, name="meeting", daemon=True)
+    signal.signal(signal.SIGTERM, stop_waiting)
+    thread.start()
+    while thread.is_alive() and time.monotonic() < end + AGREE_SEC:
+        thread.join(0.1)
+    return next(iter(speakers), None), thread.is_alive()

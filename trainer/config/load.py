@@ -108,29 +108,20 @@ def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
     """Move values of `SAME_KEYS` to the keys themselves. Returns key -> the name that was written."""
     written: dict[KeyPath, KeyPath] = {}
     for name, key in SAME_KEYS.items():
-        (*outer, last), (*tables, own) = name.split("."), key.split(".")
-        table = _table_at(raw, outer)
-        if table is None or last not in table:
+        outer, last = name.split(".")
+        _, *inner, own = key.split(".")
+        target = table = raw.get(outer)
+        if not isinstance(table, dict) or last not in table:
             continue
-        if tables != outer:  # one below it: `data.batch_size` is a key of `data.mixing`
-            table.setdefault(tables[-1], {})
-        target = _table_at(raw, tables)
-        if target is None:  # refused as what it is
+        for part in inner:  # `data.batch_size` is a key of `data.mixing`
+            target = table.setdefault(part, {})
+        if not isinstance(target, dict):  # refused as what it is
             continue
         if own in target:
             raise UserError(name, f"is {key} by another name, and that is set too", "keep one", where=path)
         target[own] = table.pop(last)
-        written[(*tables, own)] = (*outer, last)
+        written[(outer, *inner, own)] = (outer, last)
     return written
-
-
-def _table_at(raw: Any, names: Sequence[str]) -> dict[str, Any] | None:
-    """The table that these keys lead to; None if there is none."""
-    for name in names:
-        if not isinstance(raw, dict):
-            return None
-        raw = raw.get(name)
-    return raw if isinstance(raw, dict) else None
 
 
 def line_of(text: str, key: KeyPath) -> int | None:

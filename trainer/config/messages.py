@@ -14,8 +14,7 @@ from trainer.config.data_tables import FORMS, TAGS
 from trainer.errors import UserError
 from trainer.wording import short_repr
 
-KeyPath = tuple[str | int, ...]
-"""Path of a key, with indices in arrays of tables: `("data", "source", 0, "name")`."""
+KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
 
 # pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
 _MUST = {

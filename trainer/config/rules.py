@@ -17,8 +17,7 @@ from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
 from trainer.micro_batches import MOST_MICRO_BATCHES
 from trainer.wording import counted
 
-Mistake = tuple[str, str, str]
-"""(key, problem, fix)."""
+Mistake = tuple[str, str, str]  # key, problem, fix
 
 
 @dataclass(frozen=True)
@@ -30,19 +29,15 @@ class Facts:
     """
 
     world_size: int
-    data_shards: int
-    """As many as there are ranks, or `distributed.shards`."""
-    steps: int
-    """Steps of the run; with `train.tokens` if all batches were full and m never grew."""
+    data_shards: int  # the ranks, or `distributed.shards`
+    steps: int  # of the run; with `train.tokens` if all batches were full and m never grew
     cells_per_step: int
     tokens_per_step: int
-    tokens_per_micro: int
-    """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
+    tokens_per_micro: int  # over all data shards; 0 if all data sets are the user's own
     tokens_in_run: int
-    groups_in_flight: int
-    """Most groups whose state a data shard has to hold at once."""
+    groups_in_flight: int  # most groups whose state a data shard has to hold at once
+    # After a resume with another number of data shards, each keeps what was in flight in all of them.
     capacity_to_change_ranks: int
-    """Capacity that a resume with another number of data shards may need."""
     ledger_capacity: int
     ledger_mode: str
     ownership: str

@@ -297,11 +297,8 @@ class WandbTable(Table):
     """Project name; absent: WANDB_PROJECT, or "trainer"."""
 
 
-FIRST_PROFILED = 11
-"""The first step that `metrics.profile` records: those before compile and fill caches."""
-
-PROBED_CELLS = 8
-"""Most cells that a probe of carried states (`ledger.probe_every`) reads again."""
+FIRST_PROFILED = 11  # step that `metrics.profile` records: those before compile and fill caches
+PROBED_CELLS = 8  # most cells that a probe of carried states (`ledger.probe_every`) reads again
 
 
 class MetricsTable(Table, TrackerOptions):

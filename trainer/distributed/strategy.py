@@ -62,14 +62,10 @@ def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
 class Strategy:
     """How ranks share a model and average gradients; this one is that of a single rank."""
 
-    is_sharded = False
-    """A forward needs all ranks, since none holds the whole model."""
-    copies = 1
-    """How many ranks hold the same part of the averaged gradient."""
-    groups: Sequence[dist.ProcessGroup] = ()
-    """Process groups of a part of the ranks (all ranks are in equally many)."""
-    stream: torch.cuda.Stream | None = None
-    """Where a graph of DDP's backward has to be captured. None: there is no DDP on CUDA."""
+    is_sharded = False  # a forward needs all ranks, since none holds the whole model
+    copies = 1  # how many ranks hold the same part of the averaged gradient
+    groups: Sequence[dist.ProcessGroup] = ()  # of a part of the ranks; all are in equally many
+    stream: torch.cuda.Stream | None = None  # where a graph of DDP's backward has to be captured
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
         """Leave this rank its part of the parameters, which `units()` gather one at a time."""

@@ -269,16 +269,11 @@ def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **o
 class Heartbeat:
     """The last message of a rank."""
 
-    collectives: int
-    """Collectives entered since the process group began."""
-    activity: str
-    """What the main thread is doing."""
-    progress: int
-    """Heartbeats with progress since the one before."""
-    is_asked: bool
-    """Whether the rank was asked to stop."""
-    count: int
-    """Number of this heartbeat."""
+    collectives: int  # entered since the process group began
+    activity: str  # of the main thread
+    progress: int  # number of heartbeats that followed progress
+    is_asked: bool  # whether the rank was asked to stop
+    count: int  # number of this heartbeat
 
     @property
     def place(self) -> tuple[int, str]:
