@@ -149,7 +149,7 @@ class MixingOptions(Options):
     num_streams_mixed: Size = 4
     """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
-    """How to pick a micro-batch's stream. weighted: in proportion to the batches left."""
+    """How to pick a micro-batch's stream. weighted: by the batches left; uniform: equally."""
     batching_mode: BatchingMode = "per_row"
     """per_row: full rows of one document after the other; per_stream: a micro-batch is of one
     stream, which all ranks pick; device_per_stream: each rank picks its own."""

@@ -174,7 +174,7 @@ class ScheduleTable(Table):
 
 
 class BatchScheduleTable(Table):
-    """A plan of m: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
+    """A planned m: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
 
     schedule: Literal["step"]
     """step: take the last point reached, or the first one."""
@@ -187,7 +187,7 @@ class BatchScheduleTable(Table):
 
 
 class AutoBatchTable(Table, AutoRule):
-    """m doubles when the noise scale B permits: `{ schedule = "auto", start = 1, max = 16 }`."""
+    """An m that doubles when the noise scale allows: `{ schedule = "auto", start = 1, max = 16 }`."""
 
     schedule: Literal["auto"]
     """auto: decide during the run. Needs gns.enabled."""
@@ -358,10 +358,10 @@ class DataTable(Table):
 
 
 class EvalSourceTable(FilesTable):
-    """`[[eval.source]]`: a validation set, with keys of `[[data.source]]`, name to column."""
+    """`[[eval.source]]`: a validation set, with the keys `name` to `column` of a source."""
 
     batches: WholeNumber = 0
-    """About how many random micro-batches per rank and evaluation; 0: the whole set."""
+    """Number of random micro-batches per rank and evaluation, about; 0: the whole set."""
 
     def as_source(self) -> SourceTable:
         """The same files as a source that is read once."""
@@ -374,7 +374,7 @@ class EvalTable(Table):
     every: WholeNumber = 0
     """Steps between evaluations, and one after the last step; 0: none."""
     batches: WholeNumber = 0
-    """About how many random held-out micro-batches per rank and evaluation; 0: all, or as many
+    """Number of random held-out micro-batches per rank and evaluation, about; 0: all, or as many
     as cost about 5 % of the time (docs/evaluation.md)."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each stream's documents to hold out, by a hash of their id."""

@@ -62,27 +62,27 @@ class TrainTable(Table):
     tokens: Tokens = 0
     """Length in target tokens over all ranks, to within two steps; 0: see steps."""
     micro_batches: BatchSize = 1
-    """m: micro-batches per step and rank: a number, a schedule, or "auto" (docs/gns.md)."""
+    """m: micro-batches per step and rank (gradient accumulation), or a plan (docs/gns.md)."""
     tbptt_cells: Size = 1
-    """k: cells that the gradient flows through. Rows have k * data.seq_len tokens."""
+    """k: cells that the gradient flows through (TBPTT). Rows have k * data.seq_len tokens."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
     """Recompute activations by block (of the nn.ModuleList) or, with tbptt_cells, by cell."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast to bf16 or fp16 (CUDA only), or fp32. auto: bf16 on CUDA devices that have it."""
+    """Autocast to bf16, or fp16 with loss scaling (CUDA), or fp32. auto: bf16 if CUDA has it."""
     compile: AutoSwitch = "auto"
     """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
     """Replay CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where possible."""
     memory_snapshot: bool = False
-    """Write torch's snapshot of CUDA's allocations when the run ends (docs/memory.md)."""
+    """Write a snapshot of CUDA's allocations to the run directory at the end (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip the step, up to 10 in a row."""
     spike_sigma: Factor = 0.0
-    """Record a loss this many standard deviations (such as 6) above its mean; 0: off."""
+    """Record a loss this many standard deviations (such as 6) above the running mean; 0: off."""
 
     def check(self) -> None:
         """Refuse a run without a length."""
@@ -125,7 +125,7 @@ class LedgerTable(Table, LedgerOptions):
     """`[ledger]`: storage of recurrent states between steps."""
 
     ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Who holds a group's state. reader: its reader; exchange: by hash; auto: the reader."""
+    """Who holds a group's state. exchange: by hash; auto: its reader, where possible."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
 
@@ -135,7 +135,7 @@ class CoordTable(Table, CoordOptions):
 
 
 class LossTable(Table):
-    """`[objective] losses`: one more loss (docs/models.md#losses-and-metrics)."""
+    """`[objective] losses`: one more loss, or its weight (docs/models.md#losses-and-metrics)."""
 
     weight: Factor = 1.0
     """Factor in the objective; 0: computed and not trained on."""
@@ -213,7 +213,7 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for matrices within the model, adamw for the rest."""
+    """muon (Jordan et al., 2024): for matrices but embedding and output, adamw for the rest."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
@@ -353,7 +353,8 @@ class DistributedTable(Table, StrategyOptions):
     """`[distributed]`: the ranks, and how they share the model."""
 
     shards: WholeNumber = 0
-    """Data shards, a multiple of the ranks, which may then vary (docs/scale.md); 0: ranks."""
+    """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all
+    ranks that divide N (docs/scale.md)."""
     timeout_sec: Seconds = 600.0
     """Seconds without progress that end the run (docs/reliability.md); raise it for slow reads."""
 
