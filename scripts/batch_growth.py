@@ -52,7 +52,6 @@ batch_size = 4
 
 [[data.source]]
 name = "text"
-layout = "nested"
 root = "{corpus}"
 
 [eval]

@@ -48,13 +48,11 @@ num_streams_mixed = 4
 batch_size = 4
 [[data.source]]
 name = "first"
-layout = "nested"
 root = "{corpus}"
 modalities = ["a"]
 weight = 3.0
 [[data.source]]
 name = "second"
-layout = "nested"
 root = "{corpus}"
 modalities = ["b"]
 weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 100 = 1.0 }} }}

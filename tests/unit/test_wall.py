@@ -75,7 +75,7 @@ def test_no_file_of_the_core_but_one_names_what_is_around_it():
 def test_the_smoke_run_imports_nothing_of_the_lab_on_any_rank(tmp_path):
     write_tiny_config(tmp_path)
     (tmp_path / "listed.py").write_text(LISTED)
-    sources = ", ".join(f'{{name="{each}",layout="nested",root="corpus",modalities=["{each}"]}}' for each in "ab")
+    sources = ", ".join(f'{{name="{each}",root="corpus",modalities=["{each}"]}}' for each in "ab")
     words = (*EVALUATED, f"data.source=[{sources}]", "data.seq_len=16", 'extension=[{target="listed:Listed"}]')
     command = f"-m trainer --nproc 2 --config {ROOT}/train_configs/smoke.toml --run-dir run --stdout off".split()
     done = launched(tmp_path, *command, *(word for each in words for word in ("--set", each)))

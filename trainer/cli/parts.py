@@ -1,4 +1,4 @@
-"""The verbs of `train` and the parts of a run that are not in the core; nothing else in the core names tools or lab."""
+"""The verbs, and a run's parts outside the core; nothing else in the core names tools or lab."""
 
 from __future__ import annotations
 
@@ -96,8 +96,7 @@ _LAB = {
 _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
 _MISSING = f"{LAB} is not installed"
-PARTS = Parts(_TOOLS | (_LAB if _IS_THERE else {}), problem=_MISSING)
-"""What a run is given."""
+PARTS = Parts(_TOOLS | (_LAB if _IS_THERE else {}), problem=_MISSING)  # that a run is given
 
 
 @contextmanager

@@ -41,11 +41,13 @@ class Snapshot:
 
 
 class Cache:
-    """The copies below the directory that `[data] cache_dir` names (None: the user's own), at most
-    `cache_gb` of them (0: any). Raises UserError: it can be no directory."""
+    """The copies below the directory that `[data] cache_dir` names (None: the user's own).
 
-    def __init__(self, directory: str | Path | None, limit_gb: float) -> None:
-        self.limit = round(limit_gb * 1e9)  # bytes
+    Raises:
+        UserError: it cannot be a directory.
+    """
+
+    def __init__(self, directory: str | Path | None) -> None:
         place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
         with suppress(OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
             place = place.expanduser().resolve()
@@ -100,26 +102,18 @@ class Cache:
 
     def make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
         """Delete the least recently used copies that nobody uses, as far as needed."""
-        others = {other: int(read_entry(other / "plan.json").get("bytes", 0)) for other in self.others(place)}
-        used = sum(others.values())
-
-        def lack() -> str:
-            if self.limit and used + size > self.limit:
-                return f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
-            free = shutil.disk_usage(self.directory).free
-            return f"{free / 1e9:.3g} GB are free in {self.directory}" if free < to_download else ""
-
-        for other, num_bytes in others.items():
-            # Nothing is deleted for what can never fit.
-            if not lack() or 0 < self.limit < size:
+        for other in self.others(place):
+            if self._free() >= to_download:
                 break
-            if self._delete(other):
-                used -= num_bytes
-        problem = lack()
-        if problem:
+            self._delete(other)
+        free = self._free()
+        if free < to_download:
             shutil.rmtree(place)
-            fix = "raise data.cache_gb, name another data.cache_dir, or read fewer modalities"
-            raise UserError(url, f"takes {size / 1e9:.3g} GB as a local copy; {problem}", fix)
+            problem = f"takes {size / 1e9:.3g} GB as a local copy; {free / 1e9:.3g} GB are free in {self.directory}"
+            raise UserError(url, problem, "name another data.cache_dir, or read fewer modalities")
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.directory).free
 
     def others(self, place: Path) -> list[Path]:
         """The other copies, the least recently used first."""
@@ -132,16 +126,15 @@ class Cache:
 
         return sorted(others, key=used_at)
 
-    def _delete(self, place: Path) -> bool:
+    def _delete(self, place: Path) -> None:
         """Delete a copy, unless a process uses it."""
         with open_plain(self.directory / f"{place.name}.lock", "ab") as lock:
             if not _try(lock, fcntl.LOCK_EX):  # a process reads it
-                return False
+                return
             url = read_entry(place / "plan.json").get("url")
             (place / ENTRY).unlink(missing_ok=True)
             shutil.rmtree(place)
         logger.info("deleted the local copy of %s to make room", url)
-        return True
 
     @contextmanager
     def alone(self) -> Iterator[None]:

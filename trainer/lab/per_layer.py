@@ -314,7 +314,6 @@ class LayerNumbers(Extension):
             run.state.optimizer,
             run.gns,
             group_names=names_of_groups(run.state.optimizer, run.model, run.config.optimizer),
-            ema=run.config.gns.ema,
             process_group=dist.group.WORLD if run.info.world_size > 1 else None,
         )
         self.num_sums = self._layers.num_sums

@@ -126,7 +126,7 @@ Listing = Callable[[bool], dict[str, StoredFile]]
 
 def streams_of(table: SourceTable, data: DataTable) -> tuple[list[Stream], tuple[Snapshot, ...]]:
     """The streams of a source with URLs, and its local copies in the cache of `[data]`."""
-    cache = Cache(data.cache_dir, data.cache_gb)
+    cache = Cache(data.cache_dir)
     if table.root is not None:
         streams, copy = stored_nested(table.root, table.modalities, format=table.format, cache=cache)
         return streams, (copy,)

@@ -243,7 +243,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
         return source
     data = plan.config.data
     try:
-        cache = Cache(data.cache_dir, data.cache_gb)
+        cache = Cache(data.cache_dir)
     except UserError as error:
         return _not_once(source, error)
     key = _key(streams, source, Path(data.tokenizer), data.eod)

@@ -33,6 +33,7 @@ from trainer.options import TrackerOptions
 from trainer.wording import message_of
 
 _SMOOTHED = ("loss", "tokens", "step_time")
+SMOOTHING = 0.1  # weight of the newest value in `smoothed/*`
 _OF_MEMORY = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
 
 
@@ -161,7 +162,7 @@ class MetricsTracker:
         )
         self._strict_keys, self._clock = strict_keys, clock
         self.diagnostics = Diagnostics()
-        self._smoothed = {name: Ema(options.smoothing_alpha) for name in _SMOOTHED}
+        self._smoothed = {name: Ema(SMOOTHING) for name in _SMOOTHED}
         # All ranks have the same values: rank 0 alone warns about them.
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)

@@ -22,12 +22,11 @@ def render_config_markdown() -> str:
         summary = table["description"].split("`: ", 1)[-1]
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
         parts.append("\n")
-        alternatives = {name for option in table.get("oneOf", ()) for name in option["required"]}
         for name, node in table["properties"].items():
             # The keys of a set's files are those of a source.
             is_told_before = title == "`[[eval.source]]`" and name in FilesTable.model_fields
             if "description" in node and not is_told_before:
-                parts.append(_row(name, node, is_alternative=name in alternatives))
+                parts.append(_row(name, node))
     return "".join(parts)
 
 
@@ -58,14 +57,14 @@ def _references(node: _Node) -> Iterator[str]:
         yield from _references(child)
 
 
-def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
+def _row(name: str, node: _Node) -> str:
     default = node.get("default")
-    has_value = default is not None and "$ref" not in node and not is_alternative
+    has_value = default is not None and "$ref" not in node
     is_plain = (
         has_value and node.get("type") in ("string", "integer", "number", "boolean", "object") and "enum" not in node
     )
     value = f" = {json.dumps(default)}" if has_value else ""
-    needed = ", one of the two" if is_alternative else ", required" if "default" not in node else ""
+    needed = "" if "default" in node else ", required"
     meaning = node["description"].replace("\n", " ")
     is_plain |= has_value and "enum" in node and all(f"{value}:" in meaning for value in node["enum"])
     kind = "" if is_plain else f" ({_type(node)}{needed})"

@@ -18,6 +18,7 @@ from trainer.training.step.step import StepOutcome
 from trainer.wording import few
 
 logger = get_logger(__name__)
+MAX_SKIPS = 10  # consecutive steps that `train.on_non_finite = "skip"` skips before the run ends
 
 
 class NonFiniteError(Exception):
@@ -302,8 +303,7 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Oper
         # The last row of the record. Unless the step is a logged one, the next is in flight and its
         # groups are counted in the ledger already, so that the row holds only the host's metrics.
         end_step(run, taken, outcome, operations, is_logged=True, drains=logs(run, taken.step))
-        fix = 'train.on_non_finite = "skip" would continue'
-        raise NonFiniteError(f"{what}; see its rows: {command}; {fix}")
-    if position.skipped_in_a_row > table.max_skips:
-        many = f"{position.skipped_in_a_row} steps in a row were skipped (train.max_skips)"
+        raise NonFiniteError(f'{what}; see its rows: {command}; train.on_non_finite = "skip" would continue')
+    if position.skipped_in_a_row > MAX_SKIPS:
+        many = f"{position.skipped_in_a_row} steps in a row were skipped"
         raise NonFiniteError(f"{what}; {many}; see its rows: {command}")

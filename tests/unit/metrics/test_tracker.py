@@ -76,7 +76,7 @@ def test_the_first_step_and_every_interval_are_logged() -> None:
 
 
 def test_smoothing_sees_steps_that_do_not_log() -> None:
-    run = Run(log_interval=3, smoothing_alpha=0.1)
+    run = Run(log_interval=3)
     expected = {"loss": 0.0, "step_time": 0.0}
     for step in range(1, 7):
         samples = {"loss": 1.0 / step, "step_time": 0.1 * step}

@@ -423,7 +423,7 @@ class NoiseScaleAverage:
 
     def __init__(self, ema: float = 0.95) -> None:
         if not 0.0 < ema < 1.0:
-            raise UserError("gns.ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
+            raise UserError("ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
         self.history = History()

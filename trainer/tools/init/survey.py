@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.config.data_tables import DataTable
 from trainer.data.formats import is_import_path, takes_option
 from trainer.data.layout import Discovery, Stream, discover_direct, refuse_unheeded
 from trainer.data.tokenizer import load_tokenizer
@@ -60,7 +59,7 @@ def make_starter(
     """
     paths = [_expanded(path) for path in paths]
     if any(map(is_url, paths)):
-        at = discover_stored(paths, format=format, cache=Cache(None, DataTable.model_fields["cache_gb"].default))
+        at = discover_stored(paths, format=format, cache=Cache(None))
     else:
         at = discover(paths, format=format)
     refuse_empty(at.streams)
@@ -172,8 +171,7 @@ def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
 
 def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], *, format: str) -> list[StarterSource]:
     """One source per modality, where a config can name the modality alone; otherwise a single one."""
-    whole: dict[str, Any] = {"layout": at.layout}
-    whole |= {"root": at.root} if at.root is not None else {"paths": list(at.paths)}
+    whole: dict[str, Any] = {"paths": list(at.paths)} if at.root is None else {"root": at.root}
     names = [part.modality for part in parts]
     apart: dict[str, dict[str, list[str]]] = {}
     if at.root is not None:

@@ -226,7 +226,7 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
     plan.call("shard check", strategy, state.model, device, plan.config.data.seq_len)
     if plan.config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
-        state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)
+        state.gns = GradientNoiseScale(state.model, process_group=group)
         state.gns.shards_per_rank = len(state.shards)
         stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
     return state
