@@ -49,17 +49,14 @@ class Compared:
 class Verdict:
     """The critical batch, from the losses of the branches.
 
-    Args:
-        reference: the batch with the lowest loss.
-        compared: the batches that have a loss, ascending.
-        largest: the largest batch up to which every one from the reference on is within.
-        next_larger: the smallest batch that is not; None: the largest measured batch is within.
+    Attributes:
         lowest, highest: `largest`, as far as the error bars leave it open.
     """
 
-    reference: Fraction
-    compared: Mapping[Fraction, Compared]
-    largest: Fraction
+    reference: Fraction  # the batch with the lowest loss
+    compared: Mapping[Fraction, Compared]  # the batches that have a loss, ascending
+    largest: Fraction  # the largest batch up to which every one from the reference on is within
+    # the smallest batch that is not; None: the largest measured batch is within.
     next_larger: Fraction | None
     lowest: Fraction
     highest: Fraction

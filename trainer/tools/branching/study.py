@@ -37,24 +37,24 @@ RATE_ROWS = 10  # logged rows before the checkpoint, over which the median speed
 class Origin:
     """The checkpoint that branches start from, and what was in force there.
 
-    Args:
-        config: the run's at the checkpoint; its sources without includes, and with the weights in force as constants.
-        micro_batches: per step and rank; all other numbers are over all ranks.
-        tokens_per_step, sequences_per_step: of today's batch: average so far, and of the latest row.
-        marker: digest of the checkpoint's files.
+    Attributes:
+        tokens_per_step, sequences_per_step: of today's batch: average so far, and of the latest
+            row.
     """
 
     run: RunRecord
     path: Path
     step: int
+    # the run's at the checkpoint; its sources without includes, and with the weights in force as
+    # constants.
     config: RunConfig
-    micro_batches: int
+    micro_batches: int  # per step and rank; all other numbers are over all ranks
     num_ranks: int
     lr: float
     tokens_seen: int
     tokens_per_step: float
     sequences_per_step: float
-    marker: str
+    marker: str  # digest of the checkpoint's files
 
     @property
     def tokens_per_sec(self) -> float | None:
@@ -162,16 +162,13 @@ def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Frac
 
 @dataclass(frozen=True)
 class Branch:
-    """One short run, with `factor` times today's batch and a constant learning rate, `lr_scale` of the grid.
-
-    Args:
-        seed: 0 reads on where the checkpoint stopped; any other number is an order of the data of its own.
-    """
+    """One short run, with `factor` times today's batch and a constant learning rate, `lr_scale` of the grid."""
 
     factor: Fraction
     micro_batches: int
     lr_scale: float
     lr: float
+    # 0 reads on where the checkpoint stopped; any other number is an order of the data of its own.
     seed: int
     steps: int
 
@@ -182,19 +179,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Study:
-    """Branches from one checkpoint.
+    """Branches from one checkpoint."""
 
-    Args:
-        directory: `RUN_DIR/cbs/STEP`.
-        base_steps: steps of today's batch whose tokens every branch trains on.
-        impossible: one line on each factor that no branch can have.
-    """
-
-    directory: Path
+    directory: Path  # `RUN_DIR/cbs/STEP`
     origin: Origin
-    base_steps: int
+    base_steps: int  # steps of today's batch whose tokens every branch trains on
     branches: Sequence[Branch]
-    impossible: Sequence[str]
+    impossible: Sequence[str]  # one line on each factor that no branch can have
 
     @property
     def is_held_out(self) -> bool:

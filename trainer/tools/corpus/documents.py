@@ -28,10 +28,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
+    # Its origin relative to its package or root, with forward slashes; the directory determines the
+    # stream.
     source: str
-    """Its origin relative to its package or root, with forward slashes; the directory determines the stream."""
-    size: Callable[[], int]
-    """The bytes to read at most, without reading them."""
+    size: Callable[[], int]  # the bytes to read at most, without reading them
     read: Callable[[], bytes]
 
 

@@ -21,14 +21,11 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class StreamEntry:
-    path: str
-    """Relative to the corpus, with forward slashes."""
+    path: str  # relative to the corpus, with forward slashes
     documents: int
-    text_bytes: int
-    """UTF-8 bytes of the texts."""
+    text_bytes: int  # UTF-8 bytes of the texts
     file_bytes: int
-    sha256: str
-    """Of the file."""
+    sha256: str  # of the file
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,8 @@ class Manifest:
     """A whole corpus, without times or paths of the machine: equal inputs and options give equal manifests and files."""
 
     builder: str
-    inputs_sha256: str
-    """Of the options and of every document: position and content."""
-    rules: Mapping[str, str]
-    """How documents were chosen, in words, with the numbers used."""
+    inputs_sha256: str  # of the options and of every document: position and content
+    rules: Mapping[str, str]  # how documents were chosen, in words, with the numbers used
     modalities: Mapping[str, tuple[StreamEntry, ...]]
     skipped: tuple[Skipped, ...] = ()
     format_version: int = field(default=FORMAT_VERSION)

@@ -52,13 +52,7 @@ def _unmeasured(number: int, curves: dict[str, DepthCurve]) -> Outcome | None:
 
 @rule("advice", uses=[KEYS])
 def context_unused(run: RunRecord) -> Outcome:
-    """From some depth on, two errors above the gain of carrying are below {limits.WORTHLESS_NATS:g} nats per token in every
-    bucket.
-
-    The gain is the loss from a state reset at each cell minus the carried one, of the last of {limits.MIN_EVALUATIONS}
-    evaluations or more; below 0, it is left to `loss_rises_with_depth`.
-    Change: `train.tbptt_cells`: 2, so that the model learns what to keep; or shorter documents
-    """
+    """Context beyond some depth that does not lower the loss."""
     number, curves = last_curves(run)
     outcome = _unmeasured(number, curves)
     if outcome is not None:
@@ -97,12 +91,7 @@ def _risen(curve: DepthCurve) -> tuple[int, int] | None:
 
 @rule("warning", uses=[KEYS])
 def loss_rises_with_depth(run: RunRecord) -> Outcome:
-    """The gain of carrying falls with depth by {limits.LOST_GAIN:.0%} and {limits.FAR_ERRORS:g} errors, or below 0 by as many.
-
-    Of the same targets, those with a state reset at each cell lose less: the states at that depth are none that training has
-    made. How hard the text is at a depth cancels in the gain.
-    Change: `ledger.wipe_mode`: `lru`, if it is `full`; otherwise `train.tbptt_cells`: 2
-    """
+    """States that harm where they are older than any that training made."""
     number, curves = last_curves(run)
     outcome = _unmeasured(number, curves)
     if outcome is not None:

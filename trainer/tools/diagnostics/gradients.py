@@ -35,14 +35,7 @@ HINT = "that takes gns.enabled = true and at least two micro-batches per step ov
 
 @rule("error", needs=(TR_SIGMA, GRAD_SQ, B_BIG), uses=(CONSISTENCY, f"{CONSISTENCY}_se", B_SMALL), hint=HINT)
 def repeated_data(run: RunRecord) -> Outcome:
-    """In the last row, gns/consistency with {limits.CONSISTENCY_ERRORS:g} standard errors is below {limits.SAME_DATA:g}, or
-    (a warning, in loops that are not the trainer's) above {limits.TOO_DIFFERENT:g}; or the noise is below {limits.ROUNDING:g}
-    of the squared gradient.
-
-    Ranks that read the same data (a sampler without the rank, one seed for all) have equal gradients and no noise between
-    them: the batch is smaller than it seems, without another symptom.
-    Change: the part of the data that each rank reads: a `DistributedSampler`, the rank in the seed
-    """
+    """Ranks or micro-batches whose gradients are too much alike, or differ too much."""
     noise, signal, batch = aligned(*(series(run, key) for key in (TR_SIGMA, GRAD_SQ, B_BIG)))
     if not noise:
         return not_yet("no row has a noise scale yet")
@@ -82,13 +75,7 @@ def repeated_data(run: RunRecord) -> Outcome:
 
 @rule("advice", needs=[B_BIG], hint=HINT)
 def batch_size(run: RunRecord) -> Outcome:
-    """In the last row, the batch is below {limits.SMALL_BATCH:g} of the lower bound of the noise scale (too small) or above
-    {limits.WASTEFUL_BATCH:g} times its upper bound (wasteful).
-
-    A batch B needs 1 + B / B_simple times the minimum tokens and 1 + B_simple / B times the minimum steps (McCandlish et
-    al. 2018): beyond the bounds, five times the tokens or eleven times the steps.
-    Change: `train.micro_batches` (or `data.mixing.batch_size`): move the batch towards the noise scale
-    """
+    """A batch that is far from the noise scale of the gradient."""
     if all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ)) and repeated_data.check(run).verdict == "finding":
         return explained("ranks read the same data, so the noise scale is unknown: see repeated_data")
     scale = noise_scale_of(run)

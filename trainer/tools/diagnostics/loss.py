@@ -21,12 +21,7 @@ FLAG = "loss_spike"
 
 @rule("error", needs=[LOSS], uses=(REJECTED, GRAD_NORM))
 def non_finite(run: RunRecord) -> Outcome:
-    """Above 0 (fp16: above {limits.FP16_STEPS} + {limits.FP16_SHARE:.0%} of the steps).
-
-    Such a step changes no weight: it ends the run, or is skipped (`train.on_non_finite`). fp16 skips some steps until its
-    loss scale has settled.
-    Change: `optimizer.lr`: half; or the batch that events.jsonl names
-    """
+    """Steps whose loss or gradient was not finite."""
     loss, rejected = series(run, LOSS), series(run, REJECTED)
     count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
     if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
@@ -51,22 +46,7 @@ def non_finite(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=[LOSS], uses=[FLAG])
 def loss_spikes(run: RunRecord) -> Outcome:
-    """A spike: above the median of the {limits.SPIKE_CENTER} rows before by each of: {limits.SPIKE_SIGMAS:g} deviations (of
-    second differences), {limits.SPIKE_RANGES:g} times the largest such distance in {limits.SPIKE_FAR_WINDOW} rows,
-    {limits.SPIKE_GIVEN_BACK:.0%} of the improvement, {limits.MIN_RISE} nats (as for all that follows), and in the first
-    {limits.SPIKE_HISTORY} rows above the first; or flagged between two later rows, in one row or at most
-    {limits.MAX_FLAGGED:.0%} of them. A divergence, which is an error, from {limits.DIVERGED_ROWS} rows on: each of the last
-    rows (a quarter, {limits.END_ROWS[0]} to {limits.END_ROWS[1]}) is {limits.DOUBLED:g} times the first; or, from
-    {limits.MANY_ROWS} rows on, their median is {limits.END_RISE:.0%} and {limits.END_SIGMAS:g} deviations above the first, and
-    each is nearer to it than to the first. A rise that came back: within the first half, two rows in a row {limits.BUMP:g}
-    times the first, or one {limits.LONE_BUMP:g} times, and {limits.BUMP_SIGMAS:g} deviations above it, while the second half
-    is nearer to the first row.
-
-    The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first
-    row, even after a resume, may be low by chance, so the last rows must agree and be far above it. A change of shares that
-    moves the loss as far reads as a divergence. With a first loss of 0 or less only spikes count.
-    Change: `optimizer.lr`: half; the weight that `train mix` changed before; or, for a spike, the batches of that step
-    """
+    """Spikes of the loss, and losses that end above where they began."""
     loss = series(run, LOSS)
     diverged = _divergence(run, loss.at(loss.where(math.isfinite)))
     if diverged is not None:

@@ -51,12 +51,7 @@ def _has_own_pools(run: RunRecord) -> bool:
 
 @rule("error", needs=[SURPRISE], uses=[WAIT])
 def stuck_reader(run: RunRecord) -> Outcome:
-    """Above ln(picks / {limits.ALPHA:g}): 12 for 200 picks, 21 for a million.
-
-    The surprise accumulated since the last pick of a reader is a unit exponential in any pool: one wait in a million exceeds
-    ln(1e6).
-    Change: `data.mixing.pick_mode`: "round_robin"; or repair the data set that is not picked
-    """
+    """A reader that is no longer picked."""
     surprise, waits = series(run, SURPRISE), series(run, WAIT)
     mode = run.setting("data.mixing.pick_mode")
     if mode == "round_robin":
@@ -95,12 +90,7 @@ def _batch_sizes(run: RunRecord) -> list[int]:
 
 @rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN), uses=[WAIT])
 def uneven_slices(run: RunRecord) -> Outcome:
-    """One slice has more than {limits.UNEVEN_RATIO:g} times as many picks as another, in {limits.UNEVEN_SHARE:.0%} of the rows.
-
-    Picks are weighted by remaining picks, so readers with few picks (large batches) wait. Advice if the configured
-    batch sizes are even: then the streams differ in size.
-    Change: `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
-    """
+    """Slices so different in length that readers of the short ones wait."""
     if has_full_rows(run):
         return FULL_ROWS
     if not is_one_pool(run):
@@ -140,12 +130,7 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
 
 @rule("warning", needs=[EXHAUSTED], uses=[f"{MODALITIES}<modality>"])
 def starved_modality(run: RunRecord) -> Outcome:
-    """No active reader of a modality while g of N readers entered the pool, where (x + 1)(1 - g/N)^x < {limits.ALPHA:g} /
-    modalities and x of the N have the modality.
-
-    In a shuffled queue, x points leave a gap of g with this probability.
-    Change: `data.mixing.num_streams_mixed`: twice as many; or a source of its own for the modality
-    """
+    """A modality that is absent for longer than chance explains."""
     # Of the rows before a source is exhausted: its modalities are absent from then on, which `shares` reports.
     gone = series(run, ENDED_SOURCES)
     stop = math.inf
@@ -221,12 +206,7 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
 
 @rule("warning", needs=[EXHAUSTED])
 def exhaust_churn(run: RunRecord) -> Outcome:
-    """A reader lasts {limits.CHURN_PICKS:g} picks or fewer on average, over {limits.CHURN_EVENTS} exhausted readers per rank or
-    more.
-
-    Most of the work is then opening files and starting groups, and the mix depends on which streams were opened last.
-    Change: longer streams, or `data.mixing.batch_size`: a quarter
-    """
+    """Readers that end after a few picks."""
     if has_full_rows(run):
         return FULL_ROWS
     ended = series(run, EXHAUSTED)
@@ -253,13 +233,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=[ROWS_FILL])
 def low_fill(run: RunRecord) -> Outcome:
-    """Less than {limits.LOW_FILL:.0%} of the positions of full rows held a document's token, over all logged steps.
-
-    The rest is computed for nothing. Batches of single streams shrink as documents end; full rows have gaps where each document
-    begins a row, or where there are fewer documents than rows, or one is longer than a row's share of an epoch.
-    Change: `data.mixing.batching_mode`: "per_row" (advice where another one was chosen); with it, fewer rows
-    (`data.mixing.batch_size`), or, where documents are padded, a shorter `data.seq_len` or `data.align`: "stream"
-    """
+    """Rows in which many positions hold no token."""
     fill, tables = series(run, ROWS_FILL), sources(run)
     if tables and all(table.get("target") for table in tables):
         return not_measured("data sets of your own make the rows")
@@ -297,13 +271,7 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob:
 
 @rule("warning", needs=[SHARE_ERROR], uses=[ENDED_SOURCES])
 def shares(run: RunRecord) -> Outcome:
-    """The realised and the configured share differ by more than sqrt(ln(1024 / {limits.ALPHA:g}) / (2 N)) after N batches; or a
-    source has ended (advice).
-
-    Batches are independent draws, so Hoeffding's bound holds (for 16 sources, tested at each doubling of the steps, 32
-    times). A source that ran out of data keeps its configured share, so its missing batches count.
-    Change: the `weight` of the source, `data.mixing.repeat`, or more data
-    """
+    """Sources whose share differs from their weight, or that have ended."""
     errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)
     explained, due = {}, 1
     for index, step in enumerate(errors.steps):
@@ -344,11 +312,4 @@ def _what_ended(run: RunRecord, ended: Series) -> str:
     return f"source {few([f'{name} exhausted at step {step}{where}' for name, step in names.items()])}"
 
 
-RULES = (
-    stuck_reader,
-    uneven_slices,
-    starved_modality,
-    exhaust_churn,
-    low_fill,
-    shares,
-)
+RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import inspect
 import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any, Final, Literal
 
 from trainer.metrics.payload_contract import non_finite_word
@@ -186,21 +187,14 @@ def lower_lr(run: RunRecord) -> Knob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rule on a run; see `healthy`, `explained`, `not_measured`, `not_yet` and `finding`.
-
-    Attributes:
-        sentence: what was measured.
-        evidence: the steps to look at, at most `MAX_EVIDENCE` per key.
-        knob: the setting to change, for findings.
-        severity: overrides the severity of the rule.
-        is_early: not measured because the run has too few rows or steps so far; more of the same would do.
-    """
+    """The result of a rule on a run; see `healthy`, `explained`, `not_measured`, `not_yet` and `finding`."""
 
     verdict: RuleVerdict
-    sentence: str
-    evidence: tuple[Evidence, ...] = ()
-    knob: Knob | None = None
-    severity: Severity | None = None
+    sentence: str  # what was measured
+    evidence: tuple[Evidence, ...] = ()  # the steps to look at, at most `MAX_EVIDENCE` per key
+    knob: Knob | None = None  # the setting to change, for findings
+    severity: Severity | None = None  # overrides the severity of the rule
+    # not measured because the run has too few rows or steps so far; more of the same would do.
     is_early: bool = False
 
 
@@ -236,21 +230,29 @@ def unlogged(keys: Sequence[str], hint: str = "") -> Outcome:
     return not_measured(needed)
 
 
+@cache
+def _sections() -> dict[str, str]:
+    """The text of each rule by its name, from rules.md."""
+    text = (resources.files("trainer.tools.diagnostics") / "rules.md").read_text(encoding="utf-8")
+    parts = [section.partition("\n") for section in text.split("\n## ")[1:]]
+    return {name: body for name, _, body in parts}
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table of rules; see `rule`. `check` gives the outcome for a run that has all keys in `needs`."""
+    """One row of the table of rules; see `rule`."""
 
     name: str
-    severity: Severity
-    check: Callable[[RunRecord], Outcome]
+    severity: Severity  # of a finding, unless its `Outcome` has another
+    check: Callable[[RunRecord], Outcome]  # for a run that has all keys in `needs`
     needs: tuple[str, ...]
-    uses: tuple[str, ...]
-    hint: str
+    uses: tuple[str, ...]  # other keys and files that it reads if they are there
+    hint: str  # what makes a run log the needed keys
 
     @property
     def texts(self) -> list[str]:
         """The condition for a finding, the reason for the threshold, and what to change, in words."""
-        text = inspect.cleandoc(self.check.__doc__ or "").format_map(self.check.__globals__)
+        text = _sections()[self.name].format(limits=limits).strip()
         condition, *others = (" ".join(part.split()) for part in re.split(r"\n\n|\nChange: ", text))
         return [condition.rstrip("."), *others]
 
@@ -264,15 +266,8 @@ class Rule:
 def rule(
     severity: Severity, *, needs: Iterable[str] = (), uses: Iterable[str] = (), hint: str = ""
 ) -> Callable[[Callable[[RunRecord], Outcome]], Rule]:
-    """Make a rule of a pure function of a run's record, with the function's name.
+    """Make a rule of a pure function of a run's record, with the function's name; for the arguments see `Rule`.
 
-    The docstring of the function becomes the rule's section in docs/diagnosis.md: the condition of a finding; in a new
-    paragraph, the reason for the threshold; and after `Change:`, what to change. `{limits.NAME}` stands for a threshold.
-
-    Args:
-        severity: of a finding, unless its `Outcome` has another.
-        needs: metric keys without which nothing can be measured.
-        uses: other keys and files that the rule reads if they are there.
-        hint: what makes a run log the needed keys.
+    Its section in rules.md, which docs/diagnosis.md shows, says when it finds something, why, and what to change.
     """
     return lambda check: Rule(check.__name__, severity, check, tuple(needs), tuple(uses), hint)

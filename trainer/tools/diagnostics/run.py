@@ -56,14 +56,7 @@ def _seconds(times: Series) -> float:
 
 @rule("warning", needs=(DATA_TIME, STEP_TIME), uses=[f"{key}<source>" for key in STAGE_KEYS])
 def data_bound(run: RunRecord) -> Outcome:
-    """Waiting for data takes more than {limits.DATA_SHARE:.0%} of the time of the steps, over {limits.BUSY_SECONDS:g} s or
-    more.
-
-    With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps if single steps
-    wait; if the typical step does, only speeding up the slowest stage helps. The first rows are judged separately.
-    Change: the data: tokenized ahead (`train data tokenize`), fewer files, a faster disk, or the data set's own code; where
-    single steps wait for reading, `data.prefetch`
-    """
+    """Steps that wait for data."""
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < limits.SPEED_ROWS:
         return not_yet(f"needs {limits.SPEED_ROWS} rows after warm-up, has {len(waits)}")
@@ -119,12 +112,7 @@ def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, f
 
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
 def straggling_rank(run: RunRecord) -> Outcome:
-    """The median of (slowest - fastest rank) / step time is above {limits.STRAGGLE_SHARE:.0%}, over {limits.BUSY_SECONDS:g} s
-    or more.
-
-    Every rank waits for the slowest in the gradient reduction. The median ignores occasional uneven batches.
-    Change: the machine of the rank; or `data.mixing.batching_mode`
-    """
+    """Ranks that wait for the slowest one."""
     if run.world_size == 1:
         return not_measured("single rank")
     slowest, fastest, times = aligned(*(_warm(run, key) for key in (SLOWEST, FASTEST, STEP_TIME)))
@@ -150,12 +138,7 @@ def straggling_rank(run: RunRecord) -> Outcome:
 
 @rule("warning", uses=["the `restart` events of metrics.jsonl"])
 def restarts(run: RunRecord) -> Outcome:
-    """More than {limits.REDONE_SHARE:.0%} of the steps were repeated, or there were more than {limits.RESTARTS} restarts from
-    one step.
-
-    A planned stop repeats no step. Repeated steps waste compute, and repeated restarts are a crash loop.
-    Change: `checkpoint.every`: a quarter
-    """
+    """Restarts that repeat many steps, or that return to one step again and again."""
     if not run.restarts:
         return healthy("no restarts")
     lost, total = sum(run.steps_redone), max(run.steps, default=0)
@@ -181,11 +164,7 @@ def restarts(run: RunRecord) -> Outcome:
 
 @rule("error", uses=["status.json"])
 def ending(run: RunRecord) -> Outcome:
-    """The state is `failed`, or `running` while the process is gone.
-
-    status.json has the reason even where torchrun replaced the exit code with 1.
-    Change: depends on the reason
-    """
+    """A run that failed or died."""
     state = run.status.get("state")
     if state is None:
         return not_measured("needs status.json beside the metrics")
@@ -201,11 +180,7 @@ def ending(run: RunRecord) -> Outcome:
 
 @rule("warning", uses=["the `contract` events of events.jsonl"])
 def model_contract(run: RunRecord) -> Outcome:
-    """A check of the model was broken when the run or a resume began (`resets`: where documents may begin within rows).
-
-    A model that drops its state, sees later tokens or mixes rows trains without another symptom ([contracts.md](contracts.md)).
-    Change: the model; then empty `model.trust` where it names something
-    """
+    """A model that breaks the contract of state."""
     events = [event for event in run.events if event.get("event") == "contract"]
     if not events:
         if "model" in run.config and run.setting("model.target") is None:

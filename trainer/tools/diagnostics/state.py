@@ -78,22 +78,13 @@ def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob
 
 @rule("error", needs=[FALSE_EVICTIONS["lru"]])
 def false_evictions_lru(run: RunRecord) -> Outcome:
-    """Above 0.
-
-    Each is a group that continued after its state was evicted: a cell started from the wrong state.
-    Change: `ledger.capacity`: twice as large
-    """
+    """States that `lru` evicted and that were still needed."""
     return _false_evictions(run, "lru", _larger_capacity)
 
 
 @rule("error", needs=[FALSE_EVICTIONS["stale"]])
 def false_evictions_stale(run: RunRecord) -> Outcome:
-    """Above 0.
-
-    As for `false_evictions_lru`.
-    Change: `ledger.stale_threshold`: 2 K n, as in `train preview`, where K are the readers of all sources and the longest
-    slice logged stands for all
-    """
+    """States that were evicted for their age and still needed."""
     return _false_evictions(run, "stale", _longer_threshold)
 
 
@@ -115,12 +106,7 @@ def _longer_threshold(run: RunRecord) -> Knob:
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
 def cold_starts(run: RunRecord) -> Outcome:
-    """More cold starts than false evictions and refused rows explain.
-
-    Wipes, and resuming without the ledger, are no false evictions; cold starts count every cause.
-    Change: `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`: what was wiped, resumed or evicted before; otherwise
-    nothing
-    """
+    """Documents that continued without their state, which no other counter explains."""
     cold = series(run, COLD_STARTS)
     if not cold.total:
         return healthy("every chunk that continues a document found its state")
@@ -151,12 +137,7 @@ def cold_starts(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=[FILL], uses=["gpu/total_gb"])
 def ledger_oversize(run: RunRecord) -> Outcome:
-    """At most {limits.OVERSIZE_FILL:.0%} used over {limits.OVERSIZE_STEPS} steps or more, and the unused rows take more than
-    {limits.OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown).
-
-    The whole capacity is allocated at startup.
-    Change: `ledger.capacity`: the power of two above twice the peak use
-    """
+    """A ledger that takes much memory and is hardly used."""
     fill, capacity, width = series(run, FILL), _capacity(run), run.environment.get("state_width")
     if capacity is None or not width:
         return not_measured("how large a state is was not recorded")
@@ -172,11 +153,7 @@ def ledger_oversize(run: RunRecord) -> Outcome:
 
 @rule("error", needs=[REFUSED])
 def refused_rows(run: RunRecord) -> Outcome:
-    """Above 0.
-
-    A state that is not finite comes from a recurrence that overflowed.
-    Change: `optimizer.lr`: half
-    """
+    """States that were not finite."""
     refused = series(run, REFUSED)
     if not refused.positive:
         return healthy("every state was finite")
@@ -217,13 +194,7 @@ def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
 
 @rule("advice", needs=GAIN, hint=PROBES)
 def carry_worthless(run: RunRecord) -> Outcome:
-    """Over the second half of the run ({limits.MIN_PROBES} probes or more) the mean gain is at most {limits.NEAR_ERRORS:g} of
-    its standard errors, and with {limits.FAR_ERRORS:g} still at most {limits.WORTHLESS_NATS:g} nats; a warning if it is
-    negative by more than {limits.FAR_ERRORS:g} and {limits.STALE_NATS:g} nats.
-
-    The upper bound excludes a relevant gain that the probes are too few to see.
-    Change: `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
-    """
+    """Carried states that do not lower the loss."""
     found = _late(run, GAIN)
     if isinstance(found, Outcome):
         return found
@@ -244,12 +215,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=(*GAP, *GAIN), hint=PROBES, uses=(AGE, DRIFT, COLD_STARTS))
 def stale_states(run: RunRecord) -> Outcome:
-    """Over the second half of the run ({limits.MIN_PROBES} probes or more) the mean gap, of either sign, is beyond
-    {limits.FAR_ERRORS:g} standard errors, {limits.STALE_SHARE:g} of the gain and {limits.STALE_NATS:g} nats.
-
-    A gap means that cells are trained on states that inference never has.
-    Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, or a smaller `data.max_group_cells`
-    """
+    """Carried states whose effect on the loss differs from that of fresh ones."""
     found = _late(run, GAP, GAIN)
     if isinstance(found, Outcome):
         return found

@@ -119,13 +119,10 @@ class Part:
     """A modality, and a source of it alone."""
 
     modality: str
-    source: str
-    """Its name."""
+    source: str  # its name
     streams: int
-    tokens: int
-    """Of the training documents."""
-    weight: float
-    """Its share of all training tokens."""
+    tokens: int  # of the training documents
+    weight: float  # its share of all training tokens
 
 
 def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes) -> list[Part]:

@@ -47,23 +47,16 @@ class StarterSource:
 @dataclass(frozen=True)
 class Starter:
     name: str
-    found: list[str]
-    """Lines on the data, for the head of the file."""
-    notes: list[str]
-    """What the user should check."""
+    found: list[str]  # lines on the data, for the head of the file
+    notes: list[str]  # what the user should check
     sources: list[StarterSource]
     tokenizer: str
-    vocab_size: int
-    """As in `[data]`: 0 where the tokenizer has its own."""
-    num_ids: int
-    """Vocabulary of the model."""
-    largest_id: tuple[int, int]
-    """And how often it occurs."""
-    suggests_eod: bool
-    """Whether to suggest the key `eod`, which the sources lack."""
+    vocab_size: int  # as in `[data]`: 0 where the tokenizer has its own
+    num_ids: int  # vocabulary of the model
+    largest_id: tuple[int, int]  # and how often it occurs
+    suggests_eod: bool  # whether to suggest the key `eod`, which the sources lack
     sizes: Sizes
-    length: str
-    """Of the run, in words."""
+    length: str  # of the run, in words
 
 
 def render_starter(starter: Starter, *, schema: str | None) -> str:

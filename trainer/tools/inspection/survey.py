@@ -55,10 +55,8 @@ class Guess:
     """The content of the files in terms of `[data]` and a source: text to be tokenized, or token ids."""
 
     kind: Kind
-    formats: tuple[str, ...]
-    """Names of those that occur, sorted."""
-    dtype: str | None
-    """Of headerless files; None if there are none."""
+    formats: tuple[str, ...]  # names of those that occur, sorted
+    dtype: str | None  # of headerless files; None if there are none
 
 
 def guess(

@@ -28,12 +28,9 @@ class Verification:
     streams: int
     documents: int
     tokens: int
-    errors: list[UserError]
-    """One per damaged file."""
-    is_hashed: bool
-    """Hashes of a manifest were compared."""
-    not_text: list[str]
-    """As of `not_text`."""
+    errors: list[UserError]  # one per damaged file
+    is_hashed: bool  # hashes of a manifest were compared
+    not_text: list[str]  # as of `not_text`
 
 
 def verify(

@@ -21,18 +21,23 @@ from trainer.wording import counted
 
 @dataclass(frozen=True)
 class ConfigWarning:
-    """A harmful setting: its effect on this run, and a better value, as TOML if `--set key=value` is the fix (`settable`),
-    otherwise in words."""
+    """A harmful setting, and its effect on this run."""
 
     key: str
     problem: str
-    value: str
-    settable: bool = False
+    value: str  # a better one: as TOML if it is `settable`, otherwise what to do in words
+    settable: bool = False  # `--set key=value` is the fix
 
     @property
     def message(self) -> str:
-        fix = f"set it to {self.value}" if self.settable else self.value
+        fix = self.value
+        if self.settable:
+            fix = f"set it to {self.value}"
         return f"{self.key}: {self.problem}; {fix}"
+
+
+def _to_set(key: str, problem: str, value: object) -> ConfigWarning:
+    return ConfigWarning(key, problem, str(value), settable=True)
 
 
 def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
@@ -43,29 +48,28 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     found += fill_warnings(plan, preview)
     if preview.ends_at_step is not None:
         problem = f"is false, and the data is exhausted at step {preview.ends_at_step} of {preview.steps}"
-        found.append(ConfigWarning("data.mixing.repeat", problem, "true", settable=True))
+        found.append(_to_set("data.mixing.repeat", problem, "true"))
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
     return [*found, *mix_warnings(plan, preview), *_run_warnings(plan.config)]
 
 
 def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About modalities that are drawn in another share of the tokens than they are of the corpus.
-
-    Not of a blend with a schedule, whose shares are meant to change.
-    """
+    """About modalities that are drawn in another share of the tokens than they are of the corpus."""
+    # The shares of a blend with a schedule are meant to change.
     if not preview.has_full_rows or any(isinstance(source.table.weight, ScheduleTable) for source in plan.sources):
         return
-    known = [source for source in preview.sources if source.modalities]
-    skewed = []
-    for view in (view for source in known for view in source.modalities):
-        drawn, corpus = view.drawn_share or 0.0, view.corpus_share
-        is_alike = corpus <= limits.SKEW * drawn and drawn <= limits.SKEW * corpus
-        if max(corpus, drawn) >= limits.SEEN_SHARE and not is_alike:
-            skewed.append(f"{view.name} is {corpus:.1%} of the corpus and {drawn:.1%} of what is drawn")
+    skewed: list[str] = []
+    shares: dict[str, float] = {}
+    for source in preview.sources:
+        for view in source.modalities:
+            drawn, corpus = view.drawn_share or 0.0, view.corpus_share
+            shares[source.name] = shares.get(source.name, 0.0) + corpus
+            is_alike = corpus <= limits.SKEW * drawn and drawn <= limits.SKEW * corpus
+            if max(corpus, drawn) >= limits.SEEN_SHARE and not is_alike:
+                skewed.append(f"{view.name} is {corpus:.1%} of the corpus and {drawn:.1%} of what is drawn")
     fix = "give each modality a source of its own, with a weight (train init writes that), or train longer"
-    if len(known) > 1:
-        shares = {source.name: sum(view.corpus_share for view in source.modalities) for source in known}
+    if len(shares) > 1:
         weights = ", ".join(f"{name} = {share:.3g}" for name, share in shares.items())
         fix = f"if that is not meant, the shares of the corpus come from the weights {weights}"
     if skewed:
@@ -77,7 +81,6 @@ def fill_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
     fill, config, rows = preview.fill, plan.config, plan.config.data.mixing.batch_size
     if fill is None or fill.mean >= limits.LOW_FILL:
         return
-    key, share = "data.mixing.batch_size", f"{rows}: {fill.mean:.0%} of the positions hold a token, since"
     fitting = min(fill.documents, int(fill.row_tokens * rows // max(fill.longest, 1)))
     if fitting >= rows:
         if fill.padding > 1 - limits.LOW_FILL:
@@ -87,24 +90,25 @@ def fill_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
     if fill.documents < rows:
         each = "data shard" if plan.facts.data_shards > 1 else "run"
         why = f"a {each} has {counted(fill.documents, 'document')} for {counted(rows, 'row')}"
+    problem = f"{rows}: {fill.mean:.0%} of the positions hold a token, since {why}"
     cells = max(int(fill.row_tokens // config.data.seq_len), config.train.tbptt_cells)
     others = f"data.max_group_cells = {cells} (which loses state) or more data"
+    key = "data.mixing.batch_size"
     if fitting:
-        yield ConfigWarning(key, f"{share} {why} ({others} would also help)", str(fitting), settable=True)
+        yield _to_set(key, f"{problem} ({others} would also help)", fitting)
     else:
-        yield ConfigWarning(key, f"{share} {why}", f"set {others}, or use fewer ranks")
+        yield ConfigWarning(key, problem, f"set {others}, or use fewer ranks")
 
 
 def _padding(plan: Plan, fill: FillView) -> ConfigWarning:
     data, why = plan.config.data, f"pads documents, each of which begins a row, by {fill.padding:.0%}"
     if data.align == "document" and getattr(plan.weightless_model(), "resets_in_one_pass", False):
-        return ConfigWarning("data.align", f'"document" {why}', '"stream"', settable=True)
+        return _to_set("data.align", f'"document" {why}', '"stream"')
+    problem = f"{data.seq_len} {why}"
     model = "a model that runs resets in one pass (docs/models.md), which needs no padding"
     if not fill.better_seq_len:
-        return ConfigWarning("data.seq_len", f"{data.seq_len} {why}", f"train {model}, or on longer documents")
-    return ConfigWarning(
-        "data.seq_len", f"{data.seq_len} {why}; or train {model}", str(fill.better_seq_len), settable=True
-    )
+        return ConfigWarning("data.seq_len", problem, f"train {model}, or on longer documents")
+    return _to_set("data.seq_len", f"{problem}; or train {model}", fill.better_seq_len)
 
 
 def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[ConfigWarning]:
@@ -127,27 +131,23 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
 def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:
     threshold, bound = ledger.stale_threshold, ledger.wait_bound_steps
     if threshold is not None and threshold < min(bound, preview.steps):
-        problem = (
-            f"{threshold} steps: a document may wait up to {bound} steps for its next chunk, and its state is evicted"
-        )
-        yield ConfigWarning("ledger.stale_threshold", problem, str(bound), settable=True)
+        wait = f"a document may wait up to {bound} steps for its next chunk"
+        yield _to_set("ledger.stale_threshold", f"{threshold} steps: {wait}, and its state is evicted", bound)
     if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
-        problem = (
-            f'"full" drops every state {preview.steps // config.ledger.wipe_every} times in this run, and does not count '
-            "false evictions"
-        )
-        yield ConfigWarning("ledger.wipe_mode", problem, '"lru"', settable=True)
+        times = preview.steps // config.ledger.wipe_every
+        problem = f'"full" drops every state {times} times in this run, and does not count false evictions'
+        yield _to_set("ledger.wipe_mode", problem, '"lru"')
     row_bytes = round(ledger.megabytes * 1e6 / ledger.capacity)
     oversize = limits.ledger_oversize(ledger.capacity, ledger.groups_in_flight, row_bytes)
     if oversize.is_beyond:
-        yield ConfigWarning("ledger.capacity", oversize.words, str(oversize.better), settable=True)
+        yield _to_set("ledger.capacity", oversize.words, oversize.better)
 
 
 def _run_warnings(config: RunConfig) -> Iterator[ConfigWarning]:
     steps, interval = config.train.steps, config.metrics.log_interval
     if config.eval.every > steps:
         problem = f"{config.eval.every} exceeds the {steps} steps of the run: it is never evaluated"
-        yield ConfigWarning("eval.every", problem, str(steps), settable=True)
+        yield _to_set("eval.every", problem, steps)
     if steps > 1 and interval >= steps:
         problem = f"{interval} logs only the first and the last of {steps} steps: too few to diagnose"
-        yield ConfigWarning("metrics.log_interval", problem, str(max(steps // 20, 1)), settable=True)
+        yield _to_set("metrics.log_interval", problem, max(steps // 20, 1))

@@ -93,18 +93,15 @@ class Line:
 
     Attributes:
         run, color, dash: indices; the color stands for the run if there are several.
-        label: legend text, including the name of the run if there are several.
-        variant: distinguishes lines of the same run and key.
-        errors: standard error of each point; NaN where unknown.
     """
 
     run: int
-    label: str
-    variant: str
+    label: str  # legend text, including the name of the run if there are several
+    variant: str  # distinguishes lines of the same run and key
     curve: Curve
     color: int
     dash: int = 0
-    errors: Floats | None = None
+    errors: Floats | None = None  # standard error of each point; NaN where unknown
 
 
 @dataclass(frozen=True)
@@ -216,19 +213,15 @@ def _family(key: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class View:
-    """Keys that are read together.
-
-    Attributes:
-        rows: names of catalog rows; a pattern stands for all its keys.
-        style: for a single run; several runs are drawn as lines.
-        max_keys: lines of one color that are readable if colors stand for runs; beyond, the keys get separate charts.
-    """
+    """Keys that are read together."""
 
     title: str
-    rows: tuple[str, ...]
-    style: Style = "line"
+    rows: tuple[str, ...]  # names of catalog rows; a pattern stands for all its keys
+    style: Style = "line"  # for a single run; several runs are drawn as lines
     is_total: bool = False
     is_log: bool = False
+    # lines of one color that are readable if colors stand for runs; beyond, the keys get separate
+    # charts.
     max_keys: int = 1
     references: Callable[[Sequence[RunRecord]], Iterable[Reference]] = lambda runs: ()
 

@@ -36,10 +36,8 @@ class Point(NamedTuple):
 class DepthCurve(NamedTuple):
     """Of one set and evaluation."""
 
-    points: list[Point]
-    """Ascending."""
-    gain: Number
-    """Beyond a cell."""
+    points: list[Point]  # ascending
+    gain: Number  # beyond a cell
 
     @property
     def gains(self) -> list[tuple[int, Number]]:

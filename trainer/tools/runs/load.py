@@ -48,25 +48,25 @@ class RunRecord:
     """The files of one run, read back from its directory, or from a file of payloads.
 
     Attributes:
-        restarts: in order; rows after a restart may repeat steps above its `global_step`.
-        steps_redone: for each restart, the number of steps between it and the last row before it.
-        events: lines of events.jsonl, `restart` included.
-        status, config, environment: status.json (see `judged`), config.resolved.toml and env.json; empty if absent.
-        notes: problems of the files: lines that were skipped, rows that were replaced.
-        label: display name; empty: the name of the directory or file.
+        status, config, environment: status.json (see `judged`), config.resolved.toml and env.json;
+            empty if absent.
     """
 
     path: Path
     train: RowTable
     evals: RowTable
+    # in order; rows after a restart may repeat steps above its `global_step`.
     restarts: list[Restart] = field(default_factory=list)
+    # for each restart, the number of steps between it and the last row before it.
     steps_redone: list[int] = field(default_factory=list)
+    # lines of events.jsonl, `restart` included.
     events: list[Mapping[str, Any]] = field(default_factory=list)
     status: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    # problems of the files: lines that were skipped, rows that were replaced.
     notes: list[str] = field(default_factory=list)
-    label: str = ""
+    label: str = ""  # display name; empty: the name of the directory or file
 
     @property
     def name(self) -> str:

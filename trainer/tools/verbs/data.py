@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
@@ -18,6 +19,7 @@ from trainer.tools.verbs.shared import (
     EodOption,
     FormatOption,
     JsonOption,
+    RunDirArgument,
     TextOption,
     TrustOption,
     print_json,
@@ -37,17 +39,15 @@ synth_app = typer.Typer(help="Generate a synthetic corpus.", no_args_is_help=Tru
 app.add_typer(build_app, name="build")
 app.add_typer(synth_app, name="synth")
 
-OutOption = Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing corpus.")]
-PathsArgument = Annotated[list[str], typer.Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
-TokenizerOption = Annotated[
-    str, typer.Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")
-]
-VocabOption = Annotated[int, typer.Option(min=0, help="Vocabulary size, for tokenizer ids.")]
+OutOption = Annotated[str, Option(help="Directory of the corpus.", metavar="DIR")]
+ForceOption = Annotated[bool, Option("--force", help="Replace an existing corpus.")]
+PathsArgument = Annotated[list[str], Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
+TokenizerOption = Annotated[str, Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")]
+VocabOption = Annotated[int, Option(min=0, help="Vocabulary size, for tokenizer ids.")]
 TextSplitOption = Annotated[
-    str, typer.Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
+    str, Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
 ]
-DtypeOption = Annotated[str | None, typer.Option(help="Of headerless .bin files.", metavar="DTYPE")]
+DtypeOption = Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")]
 
 
 @build_app.command()
@@ -63,7 +63,7 @@ def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
 @build_app.command()
 def text(
     out: OutOption,
-    modality: Annotated[list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
+    modality: Annotated[list[str], Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
     force: ForceOption = False,
 ) -> None:
     """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
@@ -99,8 +99,8 @@ def _summarise(out: str, manifest: Manifest) -> None:
 def tokenize(
     paths: PathsArgument,
     out: OutOption,
-    tokenizer: Annotated[str, typer.Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
-    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
+    tokenizer: Annotated[str, Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
+    workers: Annotated[int, Option(min=0, help="Processes; 0: one per core.")] = 0,
     format: FormatOption = "auto",
     text_split: TextSplitOption = "file",
     column: ColumnOption = None,
@@ -136,11 +136,11 @@ def tokenize(
 @synth_app.command("key-recall")
 def key_recall(
     out: OutOption,
-    groups: Annotated[int, typer.Option(help="Groups over all streams.")] = 1024,
-    cells: Annotated[int, typer.Option(min=2, help="Cells per group.")] = 16,
-    seq_len: Annotated[int, typer.Option(min=5, help="Bytes per cell.")] = 6,
-    streams: Annotated[int, typer.Option(min=1, help="Number of files.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the symbols.")] = 0,
+    groups: Annotated[int, Option(help="Groups over all streams.")] = 1024,
+    cells: Annotated[int, Option(min=2, help="Cells per group.")] = 16,
+    seq_len: Annotated[int, Option(min=5, help="Bytes per cell.")] = 6,
+    streams: Annotated[int, Option(min=1, help="Number of files.")] = 8,
+    seed: Annotated[int, Option(min=0, help="Seed of the symbols.")] = 0,
     force: ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
@@ -190,8 +190,8 @@ def verify(
 
 @app.command("at")
 def at_step(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    step: Annotated[int, typer.Argument(min=1, help="An optimizer step.", metavar="STEP")],
+    run_dir: RunDirArgument,
+    step: Annotated[int, Argument(min=1, help="An optimizer step.", metavar="STEP")],
     text: TextOption = False,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,

@@ -14,16 +14,17 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
 from trainer.files import is_url, read_lines
-from trainer.tools.verbs.shared import JsonOption, output, print_json, put_text, writing
+from trainer.tools.verbs.shared import JsonOption, RunDirArgument, output, print_json, put_text, writing
 
 EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
-OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]
+OutOption = Annotated[str | None, Option(help="File to write; default: stdout.", metavar="FILE")]
 PlaceArgument = Annotated[
-    str, typer.Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
+    str, Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
 ]
 
 config = typer.Typer(help="The config's schema, its keys, and the differences of two configs.", no_args_is_help=True)
@@ -49,8 +50,8 @@ def docs(out: OutOption = None) -> None:
 
 @config.command()
 def diff(
-    first: Annotated[str, typer.Argument(help="A config, or a run directory.", metavar="A")],
-    second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    first: Annotated[str, Argument(help="A config, or a run directory.", metavar="A")],
+    second: Annotated[str, Argument(help="The other one.", metavar="B")],
     as_json: JsonOption = False,
 ) -> None:
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
@@ -78,8 +79,8 @@ def diff(
 
 @payload.command()
 def validate(
-    file: Annotated[str, typer.Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
-    count_all: Annotated[bool, typer.Option("--all", help="Report and count all violations.")] = False,
+    file: Annotated[str, Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
+    count_all: Annotated[bool, Option("--all", help="Report and count all violations.")] = False,
 ) -> None:
     """Check that every line is a payload of a supported schema version; exit with 1 at a violation."""
     from trainer.metrics.payload_contract import validate_stream
@@ -108,14 +109,12 @@ def _lines(file: str) -> Iterator[bytes]:
 class CheckpointEntry:
     step: int
     path: str
-    saved: str
-    """Local time, ISO 8601; that of the directory if there is no marker. `?` in a store."""
+    saved: str  # local time, ISO 8601; that of the directory if there is no marker. `?` in a store.
     num_bytes: int
-    world_size: int | None
-    """None if unknown."""
+    world_size: int | None  # None if unknown
     is_latest: bool
+    # What is wrong; None: it has its marker (list), or all its files match the marker (verify).
     problem: str | None
-    """What is wrong; None: it has its marker (list), or all its files match the marker (verify)."""
 
 
 @checkpoint.command("list")
@@ -136,10 +135,8 @@ def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
 
 @checkpoint.command()
 def push(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    to: Annotated[
-        str | None, typer.Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")
-    ] = None,
+    run_dir: RunDirArgument,
+    to: Annotated[str | None, Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")] = None,
 ) -> None:
     """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
     from trainer.config.load import load_config

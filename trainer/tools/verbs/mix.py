@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
@@ -23,9 +23,9 @@ def mix(
     run_dir: RunArgument,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="A source's weight; repeatable.", metavar="data.source.NAME.weight=NUMBER"),
+        Option("--set", help="A source's weight; repeatable.", metavar="data.source.NAME.weight=NUMBER"),
     ],
-    waits: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the run says from which step on.")] = True,
+    waits: Annotated[bool, Option("--wait/--no-wait", help="Wait until the run says from which step on.")] = True,
 ) -> None:
     """Change mixing weights of a run that is training, from a step on that it announces at its next logged one."""
     answer = _ask(require_run(run_dir), settings, waits=waits)

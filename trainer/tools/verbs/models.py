@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
@@ -18,8 +18,9 @@ from trainer.files import did_you_mean, is_url
 from trainer.tools.verbs.shared import (
     DeviceOption,
     JsonOption,
+    MovedOption,
+    RunDirArgument,
     StepOption,
-    TokenizerOption,
     TrustOption,
     output,
     print_json,
@@ -31,7 +32,7 @@ from trainer.tools.verbs.shared import (
 if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable
 
-ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
+ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
 FILE_SUFFIX = re.compile(
@@ -42,13 +43,13 @@ METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perp
 
 def sample(
     run_dir: ModelArgument,
-    prompt: Annotated[str, typer.Option(help="Text to continue; default: the start of a document.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Divides the logits; 0: greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
+    prompt: Annotated[str, Option(help="Text to continue; default: the start of a document.")] = "",
+    tokens: Annotated[int, Option(min=1, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, Option(min=0, help="Divides the logits; 0: greedy.")] = 1.0,
+    top_k: Annotated[int, Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
     step: StepOption = None,
-    tokenizer: TokenizerOption = None,
+    tokenizer: MovedOption = None,
     device: DeviceOption = "auto",
     trust_code: TrustOption = False,
 ) -> None:
@@ -102,19 +103,17 @@ def evaluate(
     run_dir: ModelArgument,
     source: Annotated[
         list[str] | None,
-        typer.Option(help="A set: a name, and a file, a glob or a directory. May be repeated.", metavar="NAME=PATH"),
+        Option(help="A set: a name, and a file, a glob or a directory. May be repeated.", metavar="NAME=PATH"),
     ] = None,
     batches: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Draw about so many micro-batches of each set; default: all of --source and held-out."
-        ),
+        Option(min=1, help="Draw about so many micro-batches of each set; default: all of --source and held-out."),
     ] = None,
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
+        bool, Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
     ] = False,
     step: StepOption = None,
-    tokenizer: TokenizerOption = None,
+    tokenizer: MovedOption = None,
     device: DeviceOption = "auto",
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
@@ -185,11 +184,11 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
 
 
 def export(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    out: Annotated[str, typer.Option(help="Directory to write.", metavar="PATH")],
-    format: Annotated[ExportFormat, typer.Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
+    run_dir: RunDirArgument,
+    out: Annotated[str, Option(help="Directory to write.", metavar="PATH")],
+    format: Annotated[ExportFormat, Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
     step: StepOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace an existing export.")] = False,
     trust_code: TrustOption = False,
 ) -> None:
     """Write a run's weights: safetensors with a model card, or as Hugging Face's."""

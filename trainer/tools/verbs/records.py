@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
@@ -43,17 +44,15 @@ EXIT_FINDINGS = 3
 class RunEntry:
     """One run.
 
-    Args:
-        state: as in status.json; `died` where that says running but the process is gone, `unknown` if it is another machine's.
-        step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
+    Attributes:
+        step, steps: the last step, which may be later than the last logged one, and the configured
+            number; None where unknown.
         loss, eval_loss, tokens_in_step, fill: the last logged values.
-        age_sec: since the run last logged, or wrote its state if it has logged nothing.
-        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
-        reason: why the run ended, from status.json; None if that has none.
-        changed: the settings that a resume changed.
     """
 
     run: str
+    # as in status.json; `died` where that says running but the process is gone, `unknown` if it is
+    # another machine's.
     state: str
     step: int | None = None
     steps: int | None = None
@@ -61,17 +60,17 @@ class RunEntry:
     eval_loss: float | None = None
     tokens_in_step: float | None = None
     fill: float | None = None
+    # since the run last logged, or wrote its state if it has logged nothing.
     age_sec: float = math.inf
+    # of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
     verdict: str | None = None
-    reason: str | None = None
-    changed: list[str] = field(default_factory=list)
+    reason: str | None = None  # why the run ended, from status.json; None if that has none
+    changed: list[str] = field(default_factory=list)  # the settings that a resume changed
 
 
 def ls(
-    paths: Annotated[
-        list[str] | None, typer.Argument(help="Directories of runs, or runs [runs].", metavar="DIR...")
-    ] = None,
-    diagnose: Annotated[bool, typer.Option(help="Show the verdict of train diagnose.")] = True,
+    paths: Annotated[list[str] | None, Argument(help="Directories of runs, or runs [runs].", metavar="DIR...")] = None,
+    diagnose: Annotated[bool, Option(help="Show the verdict of train diagnose.")] = True,
     as_json: JsonOption = False,
 ) -> None:
     """List runs, the newest last: state, step, loss, age and verdict."""
@@ -209,9 +208,7 @@ def _steps(entry: RunEntry) -> str:
 
 def diagnose(
     run_dir: RunArgument,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Say what each rule without anything to measure needs.")
-    ] = False,
+    show_all: Annotated[bool, Option("--all", help="Say what each rule without anything to measure needs.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
@@ -274,10 +271,10 @@ def _finding_lines(ruling: Ruling) -> list[str]:
 
 def report(
     runs: RunsArgument,
-    out: Annotated[str, typer.Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    out: Annotated[str, Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
+    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     assets: Annotated[
-        bool, typer.Option("--assets", help="Put plotly.js (5 MB) next to the page, for all reports of the directory.")
+        bool, Option("--assets", help="Put plotly.js (5 MB) next to the page, for all reports of the directory.")
     ] = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""

@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo, refuse, uncollected
 from trainer.tools.fitted_table import Column, fitted_table, needed_width
-from trainer.tools.verbs.shared import JsonOption, TextOption, TrustOption, coloured, output, print_json, require_run
+from trainer.tools.verbs.shared import (
+    JsonOption,
+    RunDirArgument,
+    TextOption,
+    TrustOption,
+    coloured,
+    output,
+    print_json,
+    require_run,
+)
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -36,9 +46,9 @@ REASONS = {
 
 
 def replay(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    step: Annotated[int, typer.Option(min=1, help="The optimizer step.")],
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the run's, for equal bits.")] = None,
+    run_dir: RunDirArgument,
+    step: Annotated[int, Option(min=1, help="The optimizer step.")],
+    nproc: Annotated[int | None, Option(min=1, help="Ranks; default: the run's, for equal bits.")] = None,
     text: TextOption = False,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
@@ -187,9 +197,9 @@ def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None
 
 
 def bisect(
-    first: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    second: Annotated[str, typer.Argument(help="Another one.", metavar="RUN_DIR")],
-    replays: Annotated[bool, typer.Option("--replay/--no-replay", help="Repeat the steps between logged ones.")] = True,
+    first: RunDirArgument,
+    second: Annotated[str, Argument(help="Another one.", metavar="RUN_DIR")],
+    replays: Annotated[bool, Option("--replay/--no-replay", help="Repeat the steps between logged ones.")] = True,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
