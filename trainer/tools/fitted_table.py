@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: cells are never truncated; the least important columns are dropped instead."""
+"""Tables for terminals of any width: cells are never cut; the least important columns are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of the branches of a checkpoint: the largest batch whose loss after equal tokens is that of the best batch."""
+"""The answer of the branches: the largest batch whose loss after equal tokens is as low as the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeats a step of a run from the nearest checkpoint before it, in a temporary directory: its rows and its numbers."""
+"""Repeats a step of a run from the checkpoint before it, in a temporary directory."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _held(micro: Mapping[str, Any], meta: Mapping[str, Any], number: int) -> dic
 
 
 def _meta(text: str) -> Mapping[str, Any]:
-    """The record of where a micro-batch lies; empty for a source of the user's own, which may say anything."""
+    """The record of where a micro-batch lies; empty if a source of the user's own wrote another."""
     with suppress(ValueError):
         found = parse_json(text)
         if isinstance(found, dict):

@@ -44,7 +44,7 @@ SHOWN_OUTPUT = 300
 
 
 class BranchFailed(Exception):
-    """A branch ended by something else than its end, a stop or a loss that is not finite; the message says where to look."""
+    """A branch ended otherwise than by its end, a stop or a loss that is not finite."""
 
     reason = ""
     """Why, by what the program said last."""
@@ -99,7 +99,7 @@ def run_branches(
 
 
 def _run_branch(study: Study, branch: Branch, should_stop: Callable[[], bool]) -> BranchResult | None:
-    """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped. Raises as `run_branches`."""
+    """Train a branch, from its checkpoint if it has one, and evaluate it. None: stopped."""
     # A branch without a checkpoint was killed before it trained: it starts from the fork again.
     started, end = time.monotonic(), study.origin.step + branch.steps
     path = study.directory / branch.name
@@ -137,7 +137,7 @@ def _has_diverged(run: RunRecord) -> bool:
 
 
 def last_training_loss(run: RunRecord, *, last: int, num_steps: int) -> float | None:
-    """Mean training loss per token over the last quarter of `num_steps` steps; None if a step is missing."""
+    """Mean training loss per token over the last quarter of the steps; None if one is missing."""
     losses, tokens = (dict(zip(*run.train.column(key), strict=True)) for key in ("loss", "tokens_in_step"))
     steps = range(last - num_steps // LAST_PART + 1, last + 1)
     if any(step not in losses for step in steps):
@@ -222,7 +222,7 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
 
 
 def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The config with these changes of its tables, and without samples, other sinks, stores and checkpoints on the way."""
+    """The config with these changes, and without samples, other sinks, stores and checkpoints."""
     wandb = config.metrics.wandb.model_copy(update={"mode": "disabled"})
     quiet: dict[str, dict[str, Any]] = {
         "metrics": {"profile": 0, "stdout": "off", "tensorboard": False, "wandb": wandb},
@@ -236,7 +236,7 @@ def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
-    """The settings of the ledger that count steps, changed so that they last as many tokens as before."""
+    """The settings of the ledger that count steps, changed to last as many tokens as before."""
     table = config.ledger
     changed: dict[str, Any] = {"probe_every": 0}
     for name in ("stale_threshold", "wipe_every"):

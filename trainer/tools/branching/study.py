@@ -155,14 +155,14 @@ def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
 
 
 def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Fraction]) -> int:
-    """Steps of today's batch that have at least `tokens`, and are whole multiples of `STEPS_UNIT` steps of every factor."""
+    """Steps of today's batch with `tokens` or more: whole multiples of `STEPS_UNIT` of every factor."""
     unit = math.lcm(*((STEPS_UNIT * factor).numerator for factor in factors))
     return max(math.ceil(tokens / tokens_per_step / unit), 1) * unit
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One short run, with `factor` times today's batch and a constant learning rate, `lr_scale` of the grid."""
+    """One short run, with `factor` times today's batch and a constant learning rate."""
 
     factor: Fraction
     micro_batches: int

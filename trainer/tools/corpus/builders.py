@@ -1,4 +1,4 @@
-"""The corpora that can be built: of a user's own text files, of what every installation has, key recall and deep recall."""
+"""The corpora that can be built: the user's own text, that of every installation, and key recall."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _rules(min_stream_bytes: int, max_file_bytes: int) -> dict[str, str]:
 
 
 def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
-    """All files that the globs match, by their path relative to the directory that the globs search."""
+    """All files that the globs match, by their path relative to the directory that is searched."""
     files: set[Path] = set()
     globs = [os.path.expanduser(pattern) for pattern in patterns]
     for pattern in globs:

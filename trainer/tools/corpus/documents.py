@@ -1,4 +1,4 @@
-"""Documents before they are written: found and checked, with the text left on disk; and their streams."""
+"""Documents before they are written: found and checked, with the text left on disk; their streams."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def why_not_text(content: bytes | mmap) -> str:
 
 
 def _checked(candidate: Candidate, max_bytes: int, forbidden: Iterable[str]) -> Document | str:
-    """The document that a candidate is, or why it is none. Raises UserError if a line of a JSON lines file is damaged."""
+    """The document, or why it is none. Raises UserError: a line of a JSON lines file is damaged."""
     try:
         size = candidate.size()
         if size > max_bytes:

@@ -1,4 +1,4 @@
-"""Tokenizes a corpus of text once, into a directory of indexed token files, and continues after an interruption."""
+"""Tokenizes a corpus of text once, into indexed token files, and continues after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a corpus (streams of JSON lines and `manifest.json`) into a sibling directory that is renamed at the end."""
+"""Writes a corpus (JSON lines and `manifest.json`) into a sibling directory that is renamed at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StreamEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole corpus, without times or paths of the machine: equal inputs and options give equal manifests and files."""
+    """A whole corpus, without times or paths of the machine: equal inputs give equal manifests."""
 
     builder: str
     inputs_sha256: str  # of the options and of every document: position and content
@@ -189,7 +189,7 @@ def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> 
 
 @contextlib.contextmanager
 def _replaced(out: Path) -> Iterator[Path]:
-    """A new directory beside `out` that replaces it at the end; on any failure `out` is unchanged."""
+    """A new directory that replaces `out` at the end; on any failure `out` is unchanged."""
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:

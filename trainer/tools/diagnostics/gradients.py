@@ -5,22 +5,8 @@ from __future__ import annotations
 import math
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    MICRO_BATCHES,
-    Knob,
-    Outcome,
-    Series,
-    aligned,
-    explained,
-    finding,
-    healthy,
-    micro_batches,
-    not_measured,
-    not_yet,
-    ranks,
-    rule,
-    series,
-)
+from trainer.tools.diagnostics.facts import MICRO_BATCHES, Knob, Series, aligned, micro_batches, ranks, series
+from trainer.tools.diagnostics.rule import Outcome, explained, finding, healthy, not_measured, not_yet, rule
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
@@ -48,8 +34,9 @@ def repeated_data(run: RunRecord) -> Outcome:
         return finding(words, noise.evidence([len(noise) - 1]), knob=other_data)
     ratio, error = aligned(series(run, CONSISTENCY), series(run, f"{CONSISTENCY}_se"))
     if not ratio:
-        per_micro = series(run, B_SMALL).values
-        num_micros = batch.values[-1] / per_micro[-1] if per_micro else math.inf
+        per_micro, num_micros = series(run, B_SMALL).values, math.inf
+        if per_micro:
+            num_micros = batch.values[-1] / per_micro[-1]
         # With one micro-batch per rank, the noise between micro-batches is the noise between ranks.
         if run.world_size == 1 or num_micros < 1.5 * ranks(run):
             return healthy(f"the micro-batches of a step differ {words}")
@@ -100,7 +87,7 @@ def batch_size(run: RunRecord) -> Outcome:
 
 
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
-    """Towards the noise scale, at most tenfold; None where a rank has a single sequence per step."""
+    """Towards the noise scale, at most tenfold; None where a rank has one sequence per step."""
     # A noise scale is an order of magnitude: no step beyond ten is suggested at once.
     factor = min(_middle(scale) / scale.batch, 1 / limits.SMALL_BATCH)
     if not run.config and not series(run, MICRO_BATCHES):
@@ -108,8 +95,9 @@ def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
         return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
     micros = micro_batches(run, since=scale.step)
     if factor > 1 or micros > 1:
-        least = micros + 1 if factor > 1 else 1
-        better = max(round(micros * factor), least)
+        better = max(round(micros * factor), 1)
+        if factor > 1:
+            better = max(better, micros + 1)
         if isinstance(run.setting("train.micro_batches", 1), int):
             return Knob("train.micro_batches", micros, better)
         return Knob("train.micro_batches", micros, f"a schedule that ends at {better}")
@@ -130,19 +118,18 @@ def _row(run: RunRecord, key: str, scale: NoiseScale) -> Series:
 
 
 def _doubt(run: RunRecord, scale: NoiseScale) -> str:
-    """A remark if the rows of a step visibly depend on each other, and the noise scale does not know it."""
+    """A remark if the rows of a step depend on each other, and the noise scale does not know it."""
     value, error = (_row(run, key, scale).values for key in (CONSISTENCY, f"{CONSISTENCY}_se"))
     if scale.key == DRAWN or not value or not error:
         return ""
-    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise, which is B / batch of
-    # the signal in a step's gradient.
+    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise,
+    # which is B / batch of the signal in a step's gradient.
     excess = abs(1.0 / max(value[0], limits.LEAST_CONSISTENCY) - 1.0)
     shift = excess * max(_middle(scale) / scale.batch, 1.0)
     is_chance = abs(value[0] - 1.0) < limits.CONSISTENCY_ERRORS * error[0]
     if shift < limits.INCONSISTENT or is_chance:
         return ""
-    more = ""
-    drawn = _row(run, f"{DRAWN}_low", scale).values
+    more, drawn = "", _row(run, f"{DRAWN}_low", scale).values
     if drawn:
         more = f": {DRAWN}, which does not, is at least {number_text(drawn[0])} so far"
     elif run.config and not run.setting("gns.components_every"):

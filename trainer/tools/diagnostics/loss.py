@@ -9,7 +9,8 @@ from itertools import pairwise
 from statistics import median
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import Knob, Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
+from trainer.tools.diagnostics.facts import Knob, Series, lower_lr, series
+from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_yet, rule
 from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import counted, number_text
 
@@ -26,22 +27,24 @@ def non_finite(run: RunRecord) -> Outcome:
     count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
     if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
         return healthy(f"{count} skipped, as fp16 loss scaling does")
-    measured = (loss, series(run, GRAD_NORM))
-    bad = [(column, column.where(lambda value: not math.isfinite(value))) for column in measured]
-    hits = [(column, where) for column, where in [(rejected, rejected.positive), *bad] if where]
-    if not hits:
+    bad = [rejected.evidence(rejected.positive)]
+    bad += [each.evidence(each.where(_is_not_finite)) for each in (loss, series(run, GRAD_NORM))]
+    shown = [evidence for evidence in bad if evidence.steps]
+    if not shown:
         return healthy("every logged loss and gradient norm was finite")
-    first = min(column.steps[where[0]] for column, where in hits)
+    what = f"the loss or the gradient of {count} was not finite"
     if not rejected.total:
         what = "NaN or infinite values"
     elif is_fp16 or run.setting("train.on_non_finite") == "skip":
         what = f"{count} skipped"
-    else:
-        what = f"the loss or the gradient of {count} was not finite"
-    words = f"{what}, first logged at step {first}"
+    words = f"{what}, first logged at step {min(evidence.steps[0] for evidence in shown)}"
     if run.config:  # other loops write no events
         words += "; events.jsonl names the batches"
-    return finding(words, *(column.evidence(where) for column, where in hits), knob=lower_lr(run))
+    return finding(words, *shown, knob=lower_lr(run))
+
+
+def _is_not_finite(value: float) -> bool:
+    return not math.isfinite(value)
 
 
 @rule("warning", needs=[LOSS], uses=[FLAG])
@@ -59,8 +62,8 @@ def loss_spikes(run: RunRecord) -> Outcome:
         return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")
     peak = max(hits, key=loss.values.__getitem__)
     before = [*filter(math.isfinite, loss.values[:peak])][-limits.SPIKE_CENTER :]
-    words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[peak])} at step "
-    words += f"{loss.steps[peak]}, after {_level(before)}"
+    words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[peak])} "
+    words += f"at step {loss.steps[peak]}, after {_level(before)}"
     if flagged:
         words += f"; {len(flagged)} flagged between two rows, see events.jsonl"
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
@@ -82,7 +85,7 @@ def _flagged(loss: Series, flags: Series) -> set[int]:
 
 
 def _cause(run: RunRecord, loss: Series, row: int) -> tuple[str, Knob]:
-    """A change of the mix right before a rise in words (empty: there was none), and the setting to change."""
+    """A change of the mix right before a rise in words, or "", and the setting to change."""
     since = min(loss.steps[max(row - limits.SPIKE_CENTER, 0)], loss.steps[row] - limits.MIX_STEPS)
     changes = [change for change in mix_changes(run) if since < change[0] <= loss.steps[row]]
     if not changes:
@@ -120,11 +123,12 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
 
 def _level(rows: Sequence[float]) -> str:
     """The median of three rows or more, and their deviation."""
-    return f"{number_text(median(rows))} +- {number_text(_noise(rows), 2)} (median and spread of {len(rows)} logged losses)"
+    level = f"{number_text(median(rows))} +- {number_text(_noise(rows), 2)}"
+    return f"{level} (median and spread of {len(rows)} logged losses)"
 
 
 def _end_above_first(loss: Series) -> range | None:
-    """The last rows if the run ended above its first row (see the condition of the rule); None: it did not."""
+    """The last rows, if the run ended above its first row (see the condition of the rule)."""
     first, (least, most) = loss.values[0], limits.END_ROWS
     start = len(loss) - max(least, min(len(loss) // 4, most))
     last = loss.values[start:]
@@ -143,7 +147,7 @@ def _end_above_first(loss: Series) -> range | None:
 
 
 def _bump(loss: Series) -> list[int] | None:
-    """The high rows of the first half if the loss rose far above the first row and came back; None: it did not."""
+    """The high rows of the first half, if the loss rose far above the first row and came back."""
     first, half = loss.values[0], len(loss) // 2
     before, after = loss.values[:half], loss.values[half:]
     peak = max(before)
@@ -174,12 +178,11 @@ def find_spikes(values: Iterable[float]) -> list[int]:
     before: deque[float] = deque(maxlen=limits.SPIKE_WINDOW)
     distances: deque[float] = deque(maxlen=limits.SPIKE_FAR_WINDOW)
     found: list[int] = []
-    first: float | None = None
-    in_a_row = 0
+    first, in_a_row = math.nan, 0
     for index, value in enumerate(values):
         if not math.isfinite(value):
             continue
-        if first is None:
+        if math.isnan(first):
             first = value
         center = median([*before][-limits.SPIKE_CENTER :] or [value])
         distance = value - center
@@ -193,11 +196,11 @@ def find_spikes(values: Iterable[float]) -> list[int]:
         if is_spike:
             found.append(index)
             in_a_row += 1
-            # A spike says nothing about the noise, unless it lasts: then it is the new level.
-            if in_a_row < limits.NEW_LEVEL:
-                continue
         else:
             in_a_row = 0
+        # A spike says nothing about the noise, unless it lasts: then it is the new level.
+        if 0 < in_a_row < limits.NEW_LEVEL:
+            continue
         before.append(value)
         distances.append(distance)
     return found

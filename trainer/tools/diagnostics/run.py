@@ -1,4 +1,4 @@
-"""Rules about the run itself: its speed, how it ended, how often it restarted, and the contract of its model."""
+"""Rules about the run itself: its speed, how it ended, its restarts, and the contract of its model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,8 @@ from collections import Counter
 from statistics import median
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    Evidence,
-    Knob,
-    Outcome,
-    Series,
-    aligned,
-    finding,
-    healthy,
-    not_measured,
-    not_yet,
-    rule,
-    series,
-    sources,
-)
+from trainer.tools.diagnostics.facts import Evidence, Knob, Series, aligned, series, sources
+from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measured, not_yet, rule
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -48,10 +36,10 @@ def _warm(run: RunRecord, key: str) -> Series:
 
 def _seconds(times: Series) -> float:
     """Time of all steps: a row has the mean of the steps since the row before."""
-    before = [times.steps[0] - 1, *times.steps]
-    return math.fsum(
-        seconds * (step - last) for last, step, seconds in zip(before, times.steps, times.values, strict=False)
-    )
+    total, before = 0.0, times.steps[0] - 1
+    for step, seconds in zip(times.steps, times.values, strict=True):
+        total, before = total + seconds * (step - before), step
+    return total
 
 
 @rule("warning", needs=(DATA_TIME, STEP_TIME), uses=[f"{key}<source>" for key in STAGE_KEYS])
@@ -101,7 +89,7 @@ def data_bound(run: RunRecord) -> Outcome:
 
 
 def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, float] | None:
-    """The stage of reading that took most of the time, and its share of all stages; None: they do not explain the wait."""
+    """The stage of reading that took most, and its share; None: they do not explain the wait."""
     columns = [series(run, key).since(since) for key in run.train.keys if key.startswith(STAGE_KEYS)]
     total = sum(column.total for column in columns)
     if not columns or total < limits.EXPLAINED_WAIT * waited:
@@ -215,4 +203,4 @@ def model_contract(run: RunRecord) -> Outcome:
 
 
 SPEED_RULES = (data_bound, straggling_rank)
-"""Displayed but not judged in the smoke matrix and the calibration: they report what else the machine was doing."""
+"""Not judged in the smoke matrix and the calibration: they report what else the machine did."""

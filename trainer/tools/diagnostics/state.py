@@ -1,4 +1,4 @@
-"""Rules about recurrent state: lost while still needed, given too much memory, worth nothing, or stale."""
+"""Rules about recurrent state: lost while still needed, given too much memory, worthless or stale."""
 
 from __future__ import annotations
 
@@ -10,24 +10,9 @@ from statistics import fmean, median, stdev
 
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, keys_under
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    Knob,
-    Outcome,
-    Series,
-    aligned,
-    explained,
-    finding,
-    has_full_rows,
-    healthy,
-    lower_lr,
-    micro_batches,
-    modality_columns,
-    not_measured,
-    not_yet,
-    ranks,
-    rule,
-    series,
-)
+from trainer.tools.diagnostics import facts
+from trainer.tools.diagnostics.facts import Knob, Series, aligned, series
+from trainer.tools.diagnostics.rule import Outcome, explained, finding, healthy, not_measured, not_yet, rule
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -47,16 +32,15 @@ PROBES = "a model with state is probed every ledger.probe_every steps"
 
 
 def _capacity(run: RunRecord) -> int | None:
-    """Rows of the ledger of one rank: as configured, else estimated from the number of live groups, which is a sum over ranks,
-    and the fill; None where neither is known."""
+    """Rows of the ledger of one rank: as configured, else estimated from live groups and fill."""
     configured = run.setting("ledger.capacity")
     if isinstance(configured, int):
         return configured
-    if run.world_size is None:
-        return None
     live, fill = (column.values for column in aligned(series(run, LIVE), series(run, FILL)))
     sizes = [groups / share for groups, share in zip(live, fill, strict=True) if share > 0]
-    return round(median(sizes) / run.world_size) if sizes else None
+    if run.world_size is None or not sizes:
+        return None
+    return round(median(sizes) / run.world_size)
 
 
 def _larger_capacity(run: RunRecord) -> Knob:
@@ -89,19 +73,19 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
 
 
 def _longer_threshold(run: RunRecord) -> Knob:
-    """To 2 K n of `limits.wait_bound`, as if all sources were one pool and all slices like the longest logged."""
-    current = run.setting("ledger.stale_threshold") or 0
-    if has_full_rows(run):  # what is read is stored in every micro-batch
-        return Knob("ledger.stale_threshold", current or None, max(2 * current, 2))
+    """To 2 K n of `limits.wait_bound`, as if all sources were one pool of the longest slices."""
+    key, current = "ledger.stale_threshold", run.setting("ledger.stale_threshold") or 0
+    if facts.has_full_rows(run):  # what is read is stored in every micro-batch
+        return Knob(key, current or None, max(2 * current, 2))
     active: Counter[int] = Counter()  # by step, over ranks; a source reports modalities only after its first batch
-    for column in modality_columns(run):
+    for column in facts.modality_columns(run):
         active.update(dict(zip(column.steps, map(round, column.values), strict=True)))
-    readers = max(active.values(), default=0) / ranks(run)
+    readers = max(active.values(), default=0) / facts.ranks(run)
     if not readers:
-        return Knob("ledger.stale_threshold", current or None, 4 * current or "four times as long")
+        return Knob(key, current or None, 4 * current or "four times as long")
     longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0) + 1
-    longer = math.ceil(2 * readers * longest / micro_batches(run))
-    return Knob("ledger.stale_threshold", current or None, max(longer, 2 * current))
+    longer = math.ceil(2 * readers * longest / facts.micro_batches(run))
+    return Knob(key, current or None, max(longer, 2 * current))
 
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
@@ -116,23 +100,21 @@ def cold_starts(run: RunRecord) -> Outcome:
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
         return explained(f"{counted(cold.total, 'chunk')} that continue a document found no state, explained by {why}")
-    first = cold.steps[cold.positive[0]]
-    chunks = counted(cold.total - known, "chunk")
-    sentence = f"{chunks} that continue a document found no state and began from zero, first logged at step {first}"
-    evidence = [cold.evidence(cold.positive)]
-    wipes = series(run, WIPES)
+    first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
+    words = f"{chunks} that continue a document found no state and began from zero, first logged at step {first}"
+    evidence, wipes = [cold.evidence(cold.positive)], series(run, WIPES)
     knob: Knob | None = None
     if wipes.total:
-        sentence += f"; the ledger was wiped {counted(wipes.total, 'time')}"
+        words += f"; the ledger was wiped {counted(wipes.total, 'time')}"
         evidence.append(wipes.evidence(wipes.positive))
-        knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
+        knob = Knob.of(run, "ledger.wipe_mode", "lru")
     elif any(restart.global_step < first for restart in run.restarts):
-        knob = Knob("checkpoint.resume", run.setting("checkpoint.resume"), "a checkpoint that includes the ledger")
+        knob = Knob.of(run, "checkpoint.resume", "a checkpoint that includes the ledger")
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
         knob = _larger_capacity(run)
     else:  # no capacity would help: the data set continues groups that it has not begun
-        sentence += "; nothing was evicted: the chunks before them were never stored"
-    return finding(sentence, *evidence, knob=knob)
+        words += "; nothing was evicted: the chunks before them were never stored"
+    return finding(words, *evidence, knob=knob)
 
 
 @rule("warning", needs=[FILL], uses=["gpu/total_gb"])
@@ -159,13 +141,13 @@ def refused_rows(run: RunRecord) -> Outcome:
         return healthy("every state was finite")
     first = refused.steps[refused.positive[0]]
     words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, first logged at step {first}"
-    return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
+    return finding(words, refused.evidence(refused.positive), knob=facts.lower_lr(run))
 
 
 @dataclass(frozen=True)
 class _Late:
-    """The mean of a probed key over the second half of a run, and its standard error: that of the probes' own errors, or that
-    of their scatter if it is larger, as the error of a probe cannot know how much one stream differs from the next."""
+    """The mean of a probed key over the second half of a run, and its standard error: that of the probes' own errors,
+    or that of their scatter if it is larger, as the error of a probe cannot know how streams differ."""
 
     mean: float
     error: float
@@ -176,7 +158,7 @@ class _Late:
 
 
 def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
-    """The means of some keys (values, errors) over the second half of a run, if it has enough probes there."""
+    """The means of some keys over the second half of a run, if it has enough probes there."""
     columns = aligned(*(series(run, key) for pair in keys for key in pair))
     rows = zip(*(column.values for column in columns), strict=True)
     finite = [index for index, row in enumerate(rows) if all(map(math.isfinite, row))]
@@ -188,7 +170,8 @@ def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
     found = []
     for values, errors in zip(columns[::2], columns[1::2], strict=True):
         own = math.sqrt(math.fsum(error**2 for error in errors.values)) / count
-        found.append(_Late(fmean(values.values), max(own, stdev(values.values) / math.sqrt(count)), values))
+        scatter = stdev(values.values) / math.sqrt(count)
+        found.append(_Late(fmean(values.values), max(own, scatter), values))
     return found
 
 
@@ -199,18 +182,17 @@ def carry_worthless(run: RunRecord) -> Outcome:
     if isinstance(found, Outcome):
         return found
     (gain,) = found
-    words = (
-        f"the state carried from the chunk before lowers the loss by {gain} nats per token ({len(gain.shown)} probes)"
-    )
+    words = f"the state carried from the chunk before lowers the loss by {gain} nats per token "
+    words += f"({len(gain.shown)} probes)"
     if gain.mean < -max(limits.FAR_ERRORS * gain.error, limits.STALE_NATS):
         words += ": chunks do better from a state of zero"
-        return finding(words, gain.shown.evidence(), knob=lower_lr(run), severity="warning")
+        return finding(words, gain.shown.evidence(), knob=facts.lower_lr(run), severity="warning")
     may_be_zero = gain.mean <= limits.NEAR_ERRORS * gain.error
+    # The upper bound excludes a gain that the probes are too few to see.
     if not may_be_zero or gain.mean + limits.FAR_ERRORS * gain.error > limits.WORTHLESS_NATS:
         return healthy(words)
     words += ", which is nothing: the model does not use its state, and the ledger is overhead"
-    knob = Knob("data.max_group_cells", run.setting("data.max_group_cells"), 1)
-    return finding(words, gain.shown.evidence(), knob=knob)
+    return finding(words, gain.shown.evidence(), knob=Knob.of(run, "data.max_group_cells", 1))
 
 
 @rule("warning", needs=(*GAP, *GAIN), hint=PROBES, uses=(AGE, DRIFT, COLD_STARTS))
@@ -220,8 +202,9 @@ def stale_states(run: RunRecord) -> Outcome:
     if isinstance(found, Outcome):
         return found
     gap, gain = found
-    size, first = abs(gap.mean), gap.shown.steps[0]
-    side = "below" if gap.mean < 0 else "above"
+    size, first, side, effect = abs(gap.mean), gap.shown.steps[0], "above", "their age costs loss"
+    if gap.mean < 0:
+        side, effect = "below", "training looks better than inference will be"
     words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats per token "
     words += f"{side} that of fresh ones (carrying a state lowers it by {gain})"
     if size <= max(limits.FAR_ERRORS * gap.error, limits.STALE_SHARE * gain.mean, limits.STALE_NATS):
@@ -229,25 +212,18 @@ def stale_states(run: RunRecord) -> Outcome:
     if series(run, COLD_STARTS).since(first).total:
         return explained(f"{words}; ledger/cold_starts counts lost states, which also differ from fresh ones")
     age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
-    how_old, effect = "", "their age costs loss"
+    how_old = ""
     if age and drift:
         how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)"
-    if gap.mean < 0:
-        effect = "training looks better than inference will be"
     # Fewer streams in flight make states younger; with one, or full rows, only a smaller step of the weights does.
-    knob, streams = lower_lr(run), run.setting("data.mixing.num_streams_mixed")
-    if isinstance(streams, int) and streams > 1 and not has_full_rows(run):
+    knob, streams = facts.lower_lr(run), run.setting("data.mixing.num_streams_mixed")
+    if isinstance(streams, int) and streams > 1 and not facts.has_full_rows(run):
         knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2)
     words = f"states are stale{how_old}: {words}; {effect}"
     return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)
 
 
 RULES = (
-    false_evictions_lru,
-    false_evictions_stale,
-    cold_starts,
-    ledger_oversize,
-    refused_rows,
-    carry_worthless,
-    stale_states,
-)
+    false_evictions_lru, false_evictions_stale, cold_starts, ledger_oversize, refused_rows,
+    carry_worthless, stale_states,
+)  # fmt: skip

@@ -70,7 +70,7 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
 
 
 def _seq_len(lengths: Ints, total: int) -> int:
-    """Half of all tokens are in documents of at least about `CELLS_PER_DOCUMENT` cells, unless most are short."""
+    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells or more, unless most are short."""
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
     roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
@@ -86,7 +86,7 @@ def _power_of_two(value: int, lowest: int, highest: int) -> int:
 
 
 def _holdout(streams: Sequence[Stream], lengths: Sequence[Ints]) -> float:
-    """The smallest usual fraction that holds out some tokens, of every modality if one does, and leaves most; 0 if none."""
+    """The smallest usual fraction that holds out some of every modality, if one does; 0 if none."""
     total = sum(int(each.sum()) for each in lengths)
     usable = []
     for fraction in HOLDOUT_FRACTIONS:

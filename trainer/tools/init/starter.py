@@ -1,4 +1,4 @@
-"""The TOML that `train init` writes: the keys that a newcomer is likely to change, each with its meaning beside it."""
+"""The TOML that `train init` writes: the keys that a newcomer is likely to change, explained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _toml = partial(json.dumps, ensure_ascii=False)
 
 @dataclass(frozen=True)
 class StarterSource:
-    """A `[[data.source]]`: `keys` are all but name, weight and mixing; `part` is its modality if it is one of several."""
+    """A `[[data.source]]`: `keys` are all but name, weight and mixing."""
 
     name: str
     keys: Mapping[str, Any]

@@ -121,7 +121,7 @@ def _expanded(path: str) -> str:
 
 
 def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:
-    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share of all bytes)."""
+    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share)."""
     sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
     total = float(sizes.sum())
     if total <= max_bytes:
@@ -171,7 +171,7 @@ def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
 
 
 def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], *, format: str) -> list[StarterSource]:
-    """One source per modality, where a config can name the modality alone; otherwise a single one."""
+    """One source per modality, where a config can name each alone; otherwise a single one."""
     whole: dict[str, Any] = {"layout": at.layout}
     whole |= {"root": at.root} if at.root is not None else {"paths": list(at.paths)}
     names = [part.modality for part in parts]

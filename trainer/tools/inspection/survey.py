@@ -1,4 +1,4 @@
-"""Reads data that nobody has described: text or token ids, of which dtype, how long the documents and how large the ids are."""
+"""Reads data that nobody has described: text or token ids, dtype, lengths and largest id."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
 
 @dataclass(frozen=True)
 class Guess:
-    """The content of the files in terms of `[data]` and a source: text to be tokenized, or token ids."""
+    """The content of the files in terms of `[data]` and a source."""
 
     kind: Kind
     formats: tuple[str, ...]  # names of those that occur, sorted

@@ -1,4 +1,4 @@
-"""Reading everything once, to find damaged files before a run does, and files of a text format that are not UTF-8 text."""
+"""Reads everything once, to find damaged files, and text that is not UTF-8, before a run does."""
 
 from __future__ import annotations
 

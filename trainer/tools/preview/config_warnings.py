@@ -41,7 +41,7 @@ def _to_set(key: str, problem: str, value: object) -> ConfigWarning:
 
 
 def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
-    """All warnings about a run: the doubts of its plan, then those of the forecast in the order of the config's tables."""
+    """All warnings: the doubts of the plan, then those of the forecast in the config's order."""
     found = [ConfigWarning(doubt.key, doubt.problem, doubt.fix) for doubt in plan.doubts]
     for source, view in zip(plan.sources, preview.sources, strict=True):
         found += _blend_warnings(source.table.weight, view, preview)
@@ -55,7 +55,7 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
 
 
 def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About modalities that are drawn in another share of the tokens than they are of the corpus."""
+    """About modalities that are drawn in another share of the tokens than they have in the corpus."""
     # The shares of a blend with a schedule are meant to change.
     if not preview.has_full_rows or any(isinstance(source.table.weight, ScheduleTable) for source in plan.sources):
         return

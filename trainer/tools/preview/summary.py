@@ -29,7 +29,7 @@ SAMPLED = 1 << 14  # batches of a piece of the run
 
 @dataclass(frozen=True)
 class ModalityView:
-    """One modality of a source over all ranks; docs/preview.md explains the columns. None: not forecast."""
+    """One modality of a source over all ranks (see docs/preview.md). None: not forecast."""
 
     name: str
     streams: int
@@ -78,7 +78,7 @@ class LedgerView:
 
 @dataclass(frozen=True)
 class FillView:
-    """The positions that hold a document's token, as a share of those of full rows, which `data/fill` then measures."""
+    """The positions with a document's token, as a share of those of full rows, as `data/fill`."""
 
     least: float  # by step, as `most`
     mean: float  # over the whole run
@@ -187,7 +187,7 @@ def _micro_batches(batches: MicroBatches) -> str:
 
 
 def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView | None:
-    """The fill over the run: steps that were not counted repeat the last epoch that was, or the second half."""
+    """The fill over the run: steps that were not counted repeat the last epoch, or the second half."""
     tokens, full = (column[forecast.full > 0] for column in (forecast.tokens, forecast.full))
     if not len(full):
         return None
@@ -239,7 +239,7 @@ def _with_corpus(
     corpus: Corpus,
     total: int,
 ) -> SourceView:
-    """The source with its content, of which all sources together have `total` tokens; not yet with what is drawn."""
+    """The source with its content; all sources together have `total` tokens."""
     mixing, wait = mixing_of(plan.config, source.table), 1  # full rows: each is read in every micro-batch
     if not reads_lanes(plan.config):
         picks = _picks_per_slice(plan, mixing, streams.values())
@@ -347,7 +347,7 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
 
 
 def _shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: MicroBatches) -> npt.NDArray[np.float64]:
-    """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are zero."""
+    """The probability of each source at each batch, float64 [sources, batches]; or zero."""
     raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
     total = raw.sum(axis=0)
     shares: npt.NDArray[np.float64] = np.divide(raw, total, out=np.zeros_like(raw), where=total > 0)

@@ -1,11 +1,15 @@
-"""From runs to charts: which keys share a chart, with which curves, under which heading of the catalog."""
+"""From runs to charts: which keys share a chart, and under which heading of the catalog."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from itertools import chain
 from typing import Final, Literal
 
 import numpy as np
@@ -24,7 +28,7 @@ from trainer.metrics.catalog.lookup import (
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import batches_through
+from trainer.tools.diagnostics.facts import batches_through
 from trainer.tools.runs.depth_curve import is_by_depth
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of
@@ -139,7 +143,7 @@ class Chart:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it is drawn. Constants are listed in words, in a combined view only zeros that have no error bars."""
+        """Whether it is drawn: constants are not; in a combined view, only zeros without errors are not."""
         if not all(line.curve.is_constant for line in self.lines):
             return True
         is_zero = all(line.errors is None and float(line.curve.low[0]) == 0.0 for line in self.lines)
@@ -166,7 +170,7 @@ class Columns:
         return [(run, curve) for run, curve in made if curve is not None]
 
     def errors(self, run: int, key: str, curve: Curve) -> Floats | None:
-        """The standard error of each point, NaN where unknown; None for a key without errors, and for buckets."""
+        """The standard error of each point, NaN where unknown; None for buckets, and without errors."""
         if not _is_error(key + ERROR_SUFFIX) or curve.is_reduced:
             return None
         known = dict(zip(*self.runs[run].column(key + ERROR_SUFFIX), strict=True))
@@ -188,7 +192,7 @@ class Columns:
 
 
 def variant_of(key: str) -> tuple[str, int]:
-    """(base key, index of `VARIANTS`): `eval_loss` is the evaluation of `loss`, `ledger/cold_starts_max` its worst rank."""
+    """(base key, index of `VARIANTS`): `eval_loss` is the evaluation of `loss`."""
     if key.startswith(EVAL_PREFIX):
         return key.removeprefix(EVAL_PREFIX), 1
     base = key.removesuffix(WORST_SUFFIX)
@@ -205,7 +209,7 @@ def _is_error(key: str) -> bool:
 
 
 def _family(key: str) -> tuple[str, str]:
-    """(catalog row, the part of its pattern) of a key; empty for one that the catalog does not know."""
+    """(catalog row, the part of its pattern) of a key; empty for one that is not in the catalog."""
     if not is_known(key):
         return "", ""
     return family(key)
@@ -223,7 +227,6 @@ class View:
     # lines of one color that are readable if colors stand for runs; beyond, the keys get separate
     # charts.
     max_keys: int = 1
-    references: Callable[[Sequence[RunRecord]], Iterable[Reference]] = lambda runs: ()
 
 
 PLAIN: Final = View("", ())
@@ -243,36 +246,23 @@ def _surprise_bound(runs: Sequence[RunRecord]) -> Iterable[Reference]:
             yield Reference(f"ln(picks / {limits.ALPHA:g})", limits.surprise_bound(picks), number)
 
 
-_POOL: Final = "stream_mixing/active/"
-_PHASES: Final = ("data", "forward_backward", "optimizer")
-_REMAINING: Final = f"{_POOL}remaining"
-VIEWS: Final = (
-    View("Step time by phase (share)", tuple(f"time/{phase}_share" for phase in _PHASES), style="area"),
-    View("Step time by phase (seconds)", tuple(f"time/{phase}_sec" for phase in _PHASES)),
-    View("Device memory", ("gpu/allocated_gb", "gpu/peak_gb", "gpu/reserved_gb", "gpu/total_gb")),
-    View("Pool: active readers by modality", (f"{_POOL}modalities/<modality>",), style="area"),
-    View("Pool: remaining picks per reader", (f"{_REMAINING}_min", f"{_REMAINING}_max"), max_keys=2),
-    View(
-        "Pool: remaining fraction of the slice per reader",
-        (f"{_REMAINING}_fraction_min", f"{_REMAINING}_fraction_max"),
-        max_keys=2,
-    ),
-    View("Pool: surprise of the longest wait", (f"{_POOL}pick_surprise_max",), references=_surprise_bound),
-    View("Ledger: live groups", ("ledger/live_groups",), references=_capacity),
-    View(
-        "Ledger: lost state, running total",
-        (*keys_under("ledger/false_evictions/"), "ledger/cold_starts"),
-        is_total=True,
-        max_keys=3,
-    ),
-    View("Ledger: evictions, running total", keys_under("ledger/evictions/"), is_total=True, max_keys=2),
-    View("Ledger: what carrying is worth", ("ledger/carry_gain", "ledger/stale_gap"), max_keys=2),
-    *(View(spec.title, (spec.name,), style="heat") for spec in LAYER_ROWS),
-)
+# By the row that they are drawn with.
+REFERENCES: Final = {"ledger/live_groups": _capacity, "stream_mixing/active/pick_surprise_max": _surprise_bound}
+
+
+@cache
+def _fixed_views() -> tuple[View, ...]:
+    """Those of views.json (`*`: all rows that begin so), and a heat map for each row of layers."""
+    text = (resources.files("trainer.tools.report") / "assets" / "views.json").read_text(encoding="utf-8")
+    found = []
+    for fields in json.loads(text):
+        rows = [keys_under(row[:-1]) if row.endswith("*") else (row,) for row in fields.pop("rows")]
+        found.append(View(rows=tuple(chain.from_iterable(rows)), **fields))
+    return (*found, *(View(spec.title, (spec.name,), style="heat") for spec in LAYER_ROWS))
 
 
 def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
-    """Those of the noise scale, one for each key that it is read from (`noise_scale_of`), and all others."""
+    """Those of the noise scale, one for each key that it is read from, and all others."""
     scales = filter(None, map(noise_scale_of, runs))
     read = sorted({scale.key for scale in scales}, key=READINGS.index) or ["gns/b_now"]
     for key in read:
@@ -280,7 +270,7 @@ def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
         if len(read) > 1:
             title += f" ({key})"
         yield View(title, (key, f"{key}_low", f"{key}_high", B_BIG), is_log=True, max_keys=4)
-    yield from VIEWS
+    yield from _fixed_views()
 
 
 def _keys_of_row(row: str, keys: Sequence[str], columns: Columns) -> list[str]:
@@ -328,7 +318,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
         tuple(lines),
         style=view.style if columns.is_single else "line",
         band=spec.band if len(keys) == 1 or not view.rows else None,
-        references=tuple(view.references(columns.runs)),
+        references=tuple(REFERENCES[keys[0]](columns.runs)) if keys[0] in REFERENCES and view.rows else (),
         facts=_facts(keys if view.rows else [base]),
         is_wide=bool(view.rows),
         is_log=view.is_log,
@@ -336,7 +326,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
 
 
 def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Meaning, good and bad signs of some keys from the catalog; of several, each with the title of its row."""
+    """Meaning, good and bad signs of some keys; of several, each with the title of its row."""
     specs = {family(key)[0]: lookup(key) for key in keys if is_known(key)}
     facts = []
     for spec in specs.values():
@@ -349,7 +339,7 @@ def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
-    """The keys that are drawn, as many as the budget has curves for, those of the catalog first; and how many are left out."""
+    """The keys that the budget has curves for, those of the catalog first; and how many are left out."""
     # The loss against depth has a drawing of its own.
     keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
     num_left_out = max(len(keys) - MOST_CURVES // max(len(runs), 1), 0)

@@ -1,4 +1,4 @@
-"""Is context worth its cost? A chart of the loss against depth, carried and from zero, for each set of a run."""
+"""Is context worth its cost? A chart of the loss against depth, carried and from zero, for each set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
-    """(name of the set, what carrying is worth in words, the chart) for each set of the last evaluation."""
+    """(name of the set, what carrying is worth, the chart) for each set of the last evaluation."""
     _, curves = last_curves(run)
     cell = run.setting("data.seq_len", 0)
     return [(name or "held out", in_words(curve, cell), depth_figure(curve)) for name, curve in curves.items()]

@@ -1,4 +1,4 @@
-"""Charts as plotly figures, in JSON: colors are names of the page's CSS variables, columns of numbers are base64."""
+"""Charts as plotly figures, in JSON: colors name the page's CSS variables, numbers are base64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Columns:
         self._numbers: dict[bytes, int] = {}
 
     def number(self, values: Any) -> Json:
-        """A reference to a column. Single precision, where it can hold the values, is more than a screen shows."""
+        """A reference to a column; in single precision, where that can hold the values."""
         exact = np.asarray(values, "<f8")
         with np.errstate(over="ignore", under="ignore"):
             single = exact.astype("<f4")
@@ -55,7 +55,7 @@ class _Columns:
 
 
 def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: Sequence[Json] = ()) -> str:
-    """All charts as JSON for a <script> element, None for those that are not drawn; behind them `more` figures."""
+    """All charts as JSON for a <script> element, None for undrawn ones; then `more` figures."""
     columns = _Columns()
     marked = {(number, each.global_step, "restart") for number, run in enumerate(runs) for each in run.restarts}
     marked |= {(number, step, "mix") for number, run in enumerate(runs) for step, *_ in mix_changes(run)}
@@ -115,7 +115,7 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: S
 
 
 def _legend(chart: Chart, *, is_single: bool) -> list[Json]:
-    """Traces without points: an entry for each group of lines that can be hidden. The page's legend has the colors of runs."""
+    """Traces without points: an entry for each group of lines that can be hidden."""
     if is_single:
         lines = [(line.label, f"c{line.color % NUM_COLORS}", line.dash) for line in chart.lines]
     else:
@@ -131,7 +131,7 @@ def _legend(chart: Chart, *, is_single: bool) -> list[Json]:
 
 
 def _broken(curve: Curve, *columns: Floats) -> list[Floats]:
-    """The middle of each point's steps, and columns of the curve, with NaN where the key was absent for long."""
+    """The middle of each point's steps, and columns, with NaN where the key was absent for long."""
     steps = (curve.first + curve.last) / 2
     spacing = np.diff(steps)
     most = math.inf
@@ -178,7 +178,7 @@ def _outline(curve: Curve, columns: _Columns) -> Json:
 
 
 def _heat_map(chart: Chart, columns: _Columns) -> Json:
-    """A row of cells for each line. A value of 0 or below has no logarithm: it takes the color of the lowest."""
+    """A row of cells for each line. A value of 0 or below takes the color of the lowest."""
     places = [(line.curve.first + line.curve.last) / 2 for line in chart.lines]
     steps = np.unique(np.concatenate(places))
     values = np.full((len(places), len(steps)), np.nan)
@@ -239,7 +239,7 @@ def _is_near(chart: Chart, reference: Reference) -> bool:
 
 
 def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[tuple[int, int, str]]) -> list[Json]:
-    """The healthy band, levels, and marks. An end of None is the end of the axis; the name is the index of the run."""
+    """The healthy band, levels, and marks; None ends at the axis, the name is the run's index."""
     shapes: list[Json] = []
     stroke: Json
     ends: Json

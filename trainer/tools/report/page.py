@@ -60,7 +60,7 @@ def _escaped(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, class_: str | None = None) -> Html:
-    """A table with row headers in its first column, which scrolls horizontally on narrow screens."""
+    """A table with row headers in its first column; it scrolls horizontally on narrow screens."""
     top = element("tr", *(element("th", cell, scope="col") for cell in head))
     body = [
         element("tr", element("th", first, scope="row"), *(element("td", cell) for cell in cells))
@@ -200,7 +200,7 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
 
 
 def chart_groups(charts: Sequence[Chart]) -> Html:
-    """Charts, sorted by group, under the headings of the catalog; undrawn ones in words at the end of their group."""
+    """Charts under the headings of the catalog; undrawn ones in words at the end of their group."""
     parts = []
     for group, members in groupby(enumerate(charts), key=lambda pair: pair[1].group):
         numbered = list(members)
@@ -218,7 +218,7 @@ def chart_groups(charts: Sequence[Chart]) -> Html:
 
 
 def _unchanged(chart: Chart) -> Html:
-    """A chart that is said instead of drawn: its value, or its values and the names of its lines."""
+    """A chart that is not drawn in words: its value, or its values and the names of its lines."""
     names: dict[str, list[str]] = {}
     for line in chart.lines:
         names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
@@ -274,7 +274,7 @@ def _small_print(chart: Chart) -> Html:
 
 
 def _depth(runs: Sequence[RunRecord], number: int) -> tuple[Html, list[dict[str, Any]]]:
-    """The loss against depth in each set of each run, and its charts, the first of which has this number."""
+    """The loss against depth in each set of each run, and its charts, numbered from `number`."""
     parts: list[Html] = []
     figures: list[dict[str, Any]] = []
     for run in runs:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
-from trainer.tools.diagnostics.rule import sources
+from trainer.tools.diagnostics.facts import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
@@ -56,7 +56,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class KeyMean:
-    """Means and standard deviations of a key at the end of two runs; None where a run does not have it."""
+    """Means and standard deviations of a key at the end of two runs; None where a run lacks it."""
 
     key: str
     unit: str
@@ -69,7 +69,7 @@ class KeyMean:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run: its last `rows` logged training rows, steps `first` to `last`; all 0 without rows."""
+    """The end of a run: its last `rows` logged training rows, `first` to `last`; all 0 without any."""
 
     rows: int
     first: int
@@ -84,7 +84,7 @@ class End:
 
 
 def end_of(run: RunRecord, window: int | None = None) -> End:
-    """The last `window` rows, or as many as there are; None: the last tenth of the rows, but at most 20."""
+    """The last `window` rows; None: the last tenth of the rows, but at most 20."""
     steps = run.steps
     if not steps:
         return End(0, 0, 0)
@@ -166,7 +166,7 @@ def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
-    """The last row's estimate with its bounds; without an upper one, its lower bound. The digits are the diagnosis'."""
+    """The last row's estimate with its bounds; without an upper one, its lower bound."""
     scale, label, unit = noise_scale_of(run), "Noise scale", "sequences"
     if scale is None or not scale.is_known:
         return SummaryRow(label, None, unit, why_unknown(run))
@@ -286,7 +286,7 @@ def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tupl
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs labeled by the shortest path suffixes that differ; runs with the same path are numbered."""
+    """The runs labeled by the shortest path suffixes that differ; equal paths are numbered."""
     parts = [run.path.absolute().parts for run in runs]
     depth = 1  # of the path, from its end
     while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
@@ -303,7 +303,7 @@ def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def value_text(value: Any) -> str:
-    """A config value as JSON; a dash for None. One that a resume changed: `0.01; 0.001 from step 31 on`."""
+    """A config value as JSON; one that a resume changed: `0.01; 0.001 from step 31 on`."""
     if isinstance(value, Mapping) and value:
         first, *later = value.items()
         parts = [value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)]
@@ -338,7 +338,7 @@ def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]
 
 
 def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple[float | None, float | None]:
-    """Mean and standard deviation over the end of a run; the last value if the key is not averaged or not logged there."""
+    """Mean and standard deviation over the end of a run; if not averaged there, the last value."""
     column = _finite(run, key)
     values = [value for step, value in column.items() if step >= end.first and is_averaged]
     if not values:

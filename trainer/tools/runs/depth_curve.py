@@ -1,4 +1,4 @@
-"""The numbers that `depth` reports, read back: by set and depth, and in words. Needs the standard library alone."""
+"""The numbers that `depth` reports, read back: by set and depth, and in words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Number(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The losses of the targets with `start` to 2 `start` - 1 tokens before; without the last two in a first cell."""
+    """The losses of targets with `start` to 2 `start` - 1 tokens before; the last two after a cell."""
 
     start: int
     loss: Number
@@ -41,7 +41,7 @@ class DepthCurve(NamedTuple):
 
     @property
     def gains(self) -> list[tuple[int, Number]]:
-        """(first depth, gain) of the buckets in which states are carried, and the errors are known."""
+        """(first depth, gain) of the buckets with carried states and known errors."""
         return [(each.start, each.gain) for each in self.points if each.gain and math.isfinite(each.gain.error)]
 
 
@@ -79,7 +79,7 @@ def lines_of(metrics: Mapping[str, float], config: Any) -> list[str]:
 
 
 def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None:
-    """The depth from which on no gain can be `least` (two errors above the measured one); None if the deepest can."""
+    """The depth from which on no gain can be `least`; None if the deepest can."""
     found = None
     for start, gain in reversed(gains):
         if gain.value + ERRORS_SHOWN * gain.error >= least:
@@ -89,7 +89,7 @@ def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None
 
 
 def in_words(curve: DepthCurve, cell: int) -> str:
-    """What carrying is worth: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024 tokens"."""
+    """In words: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024 tokens"."""
     gain, beyond = curve.gain, f"beyond {cell:,} tokens" if cell else "beyond a cell"
     has_error = math.isfinite(gain.error)
     carrying = "over documents, carrying" if has_error else "carrying"

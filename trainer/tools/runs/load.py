@@ -256,7 +256,7 @@ class _Reader:
 
 
 def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None) -> UserError:
-    """The error for an empty record: damaged lines alone, a run that ended before its first row, or that may still log one."""
+    """The error for an empty record: damaged lines, or a run that ended before its first row."""
     if first_error is not None:
         line, error = first_error
         problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"

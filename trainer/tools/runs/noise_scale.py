@@ -1,4 +1,4 @@
-"""The noise scale that a run ends with: one reading for the report, the diagnosis and everything else that speaks of it."""
+"""The noise scale that a run ends with: one reading for all that speak of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint without a run: on its config's validation sets, on others, or on its held-out documents."""
+"""Evaluates a checkpoint without a run: on validation sets, or on its held-out documents."""
 
 from __future__ import annotations
 

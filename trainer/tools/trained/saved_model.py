@@ -1,4 +1,4 @@
-"""A trained model taken out of its run's directory (or out of what `train export` wrote): loaded, or exported."""
+"""A trained model taken out of its run's directory, or of an exported one: loaded, or exported."""
 
 from __future__ import annotations
 
@@ -33,21 +33,12 @@ from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+# Files beside a tokenizer.json from which `transformers` makes the same tokenizer.
 TOKENIZER_PARTS = (
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
+    TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
     "spiece.model",
-)
-"""Files beside a tokenizer.json from which `transformers` makes the same tokenizer."""
+)  # fmt: skip
 HUGGING_FACE_CONFIG, GENERATION_CONFIG, CARD = "config.json", "generation_config.json", "README.md"
 SHOWN_RESULTS = ("loss", "eval_loss")
 FIRST_TOKEN = "<|document|>"
@@ -55,7 +46,7 @@ FIRST_TOKEN = "<|document|>"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A whole checkpoint, after `step`: its directory, its state.json, its run's config, and the weights on the CPU."""
+    """A whole checkpoint, after `step`, with its run's config, and the weights on the CPU."""
 
     path: Path
     step: int
@@ -328,7 +319,7 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
 
 
 def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Rows of the card: what was logged last, at `step` or before; none if the run has no record."""
+    """Rows of the card: what was logged last, at `step` or before."""
     with suppress(UserError):
         run = load_run(run_dir)
         for key in SHOWN_RESULTS:
@@ -338,7 +329,7 @@ def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use: str) -> str:
-    """README.md of an exported model, whose commands name the directory `out`; `use`: which text says how to load it."""
+    """README.md of an exported model in `out`; `use`: which text says how to load it."""
     config, model = saved.config, saved.config.model
     origin = model.args.get("from", f"dim {model.dim}, {model.num_layers} layers")
     parameters = {tensor.data_ptr(): tensor.numel() for tensor in saved.weights.values() if tensor.numel()}

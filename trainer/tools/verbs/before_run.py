@@ -253,7 +253,7 @@ def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
 
 
 def _source(plan: Plan, source: Source, preview: Preview | None) -> dict[str, Any]:
-    """Streams and modalities of a source, and how much of it is read behind a cut; `preview` shows its shares."""
+    """Streams and modalities of a source, and how much of it is read behind a cut."""
     modalities = sorted({stream.modality for stream in source.streams})
     found: dict[str, Any] = {"streams": len(source.streams), "modalities": modalities}
     if preview is not None and source.streams:

@@ -1,4 +1,4 @@
-"""`train cbs`: the critical batch size at a checkpoint, measured by branches that differ in the batch alone."""
+"""`train cbs`: the critical batch size at a checkpoint, by branches that differ in the batch alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train compare`: how runs differ in settings and outcome, and two of them key by key; in the terminal or as JSON."""
+"""`train compare`: how runs differ in settings and outcome, and two of them key by key."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
 
 
 def _result_cell(result: SummaryRow) -> Text:
-    """The value; of a loss with its rows, and a missing one with the reason. Other notes are on the report's page."""
+    """The value; of a loss with its rows, and a missing one with the reason."""
     note = ""
     if result.note and (result.unit == "nats/token" or result.value is None):
         note = f"\n({result.note})"

@@ -1,4 +1,4 @@
-"""Verbs on the files of runs: `train config` (schema, docs, diff), `train checkpoint` (list, verify, push), `train payload`."""
+"""Verbs on the files of runs: `train config`, `train checkpoint` and `train payload`."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 
 def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
-    """(what is wrong with a checkpoint, its number of ranks), by a function that reads its state.json."""
+    """(what is wrong with a checkpoint, its number of ranks), as `read` of its state.json says."""
     from trainer.lab.storage import StorageError
     from trainer.training.checkpointing.tensor_files import CheckpointError
 

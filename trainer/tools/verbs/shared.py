@@ -1,4 +1,4 @@
-"""What several verbs share: options and arguments, and output for people: the console and its width, colours, files."""
+"""What several verbs share: options and arguments, the console and its colours, and files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COLOURS = {
 
 
 def require_run(run_dir: str) -> Path:
-    """The directory that was given, looked at before torch, whose import takes seconds. Raises UserError if there is none."""
+    """The directory, looked at before torch is imported. Raises UserError: there is none."""
     if not Path(run_dir).is_dir():
         fix = did_you_mean(run_dir) or "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
         raise UserError(run_dir, "is not a directory", fix)
@@ -54,7 +54,7 @@ def require_run(run_dir: str) -> Path:
 
 
 class _Console(Console):
-    """Escapes what is in the texts that it shows, which come from anywhere; colours are not in texts."""
+    """Escapes what is in the texts that it shows, which come from anywhere."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """The pieces of a renderable."""
@@ -63,7 +63,7 @@ class _Console(Console):
 
 
 def output(*, needed_width: int = 0) -> Console:
-    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, else `PIPE_WIDTH`, or `needed_width` if that is more."""
+    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, or as wide as is needed."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         return _Console(file=sys.stdout)
@@ -85,7 +85,7 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Errors of the operating system in the block become a `UserError`, of `where` unless they name a file."""
+    """Errors of the operating system become a `UserError`, of `where` unless they name a file."""
     try:
         yield
     except BrokenPipeError:
