@@ -1,4 +1,5 @@
-"""Tables for terminals of any width: cells are never cut; the least important columns are dropped."""
+"""Tables for terminals of any width: cells are never cut; the least important columns are
+dropped."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def needed_width(columns: Sequence[Column]) -> int:
 def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "; --json has all", **options: Any) -> Table:
     """A table that fits into `width` characters.
 
-    Columns are dropped, highest `leave_out` first, until the others fit, and the caption names them. If the rest is
-    still too wide, the first column and those that wrap are folded.
+    Columns are dropped, highest `leave_out` first, until the others fit, and the caption names
+    them. If the rest is still too wide, the first column and those that wrap are folded.
 
     Args:
         hint: appended to that caption: where to find the rest.

@@ -19,7 +19,8 @@ OTHER_MODEL = "name a causal model with an output layer"
 
 
 def load(folder: str) -> tuple[Adapted, int, str]:
-    """A model for the checks, its number of token ids, and what was loaded in words. Nothing is downloaded.
+    """A model for the checks, its number of token ids, and what was loaded in words. Nothing is
+    downloaded.
 
     Args:
         folder: a directory of `save_pretrained`.
@@ -63,8 +64,8 @@ def _read(transformers: Any, folder: str) -> Any:
 
 
 def _adapted(transformers: Any, model: Any) -> tuple[Adapted, str]:
-    """With a cache that answers what only layers of attention can, where the model's own refuses for lack of such layers; and
-    a note of that."""
+    """With a cache that answers what only layers of attention can, where the model's own refuses
+    for lack of such layers; and a note of that."""
     references_on_cpu(model)
     adapted = Adapted(model)
     if adapted.state_name == "past_key_values" and "get_seq_length" in adapted.why_stateless:

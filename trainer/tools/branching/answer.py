@@ -1,4 +1,5 @@
-"""The answer of the branches: the largest batch whose loss after equal tokens is as low as the best."""
+"""The answer of the branches: the largest batch whose loss after equal tokens is as low as the
+best."""
 
 from __future__ import annotations
 
@@ -21,19 +22,18 @@ from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, number_text
 
 BAR_QUANTILE = 2.1  # normal one of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %
-Losses = Mapping[int, float]
-"""Of a batch at its best learning rate, by seed; empty: no branch of it ended with a loss."""
+Losses = Mapping[int, float]  # of a batch at its best learning rate, by seed; empty: no branch ended with a loss
+Answer = dict[str, Any]  # the content of cbs.json: numbers unrounded, factors as text
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A batch against the reference: mean excess of its loss, standard error and error bar of that (None for the reference, and
-    with a single seed), and the excess that is tolerated."""
+    """A batch against the reference."""
 
-    excess: float
-    error: float | None
+    excess: float  # mean of its loss above that of the reference
+    error: float | None  # standard error; None for the reference, and with a single seed
     bar: float | None
-    tolerated: float
+    tolerated: float  # excess
 
     @property
     def is_within(self) -> bool:
@@ -47,18 +47,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The critical batch, from the losses of the branches.
-
-    Attributes:
-        lowest, highest: `largest`, as far as the error bars leave it open.
-    """
+    """The critical batch, from the losses of the branches."""
 
     reference: Fraction  # the batch with the lowest loss
     compared: Mapping[Fraction, Compared]  # the batches that have a loss, ascending
-    largest: Fraction  # the largest batch up to which every one from the reference on is within
-    # the smallest batch that is not; None: the largest measured batch is within.
-    next_larger: Fraction | None
-    lowest: Fraction
+    largest: Fraction  # up to which every batch from the reference on is within
+    next_larger: Fraction | None  # the smallest that is not; None: the largest measured is within
+    lowest: Fraction  # `largest`, as far as the error bars leave it open
     highest: Fraction
 
 
@@ -70,11 +65,11 @@ def standard_error(losses: Losses) -> float | None:
 
 
 def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | tuple[None, None]:
-    """Standard error and error bar of the difference between the mean losses of two batches; None with a single seed or batch.
+    """Standard error and error bar of the difference between the mean losses of two batches.
 
-    Branches of one seed read the same data, so what its losses share is no error. The variance is that of the residuals of
-    batches plus seeds (a randomized block design), pooled over all batches; the bar uses Student's t with their degrees of
-    freedom.
+    None with a single seed or batch. Branches of one seed read the same data, so what its losses
+    share is no error. The variance is that of the residuals of batches plus seeds (a randomized
+    block design), pooled over all batches; the bar uses Student's t with their degrees of freedom.
     """
     losses = np.array([[each[seed] for seed in sorted(each)] for each in measured.values()])
     freedom = (losses.shape[0] - 1) * (losses.shape[1] - 1)
@@ -87,10 +82,10 @@ def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | 
 
 
 def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict | None:
-    """Compare every batch with the one of the lowest mean loss; None if no batch has a loss. A batch without one is not within.
+    """Compare every batch with the one of the lowest mean loss; None if no batch has a loss.
 
     Args:
-        measured: all batches with a loss have the same seeds.
+        measured: all batches with a loss have the same seeds; one without is not within.
         tolerance: relative to the loss of the reference.
     """
     found = {factor: losses for factor, losses in sorted(measured.items()) if losses}
@@ -110,17 +105,13 @@ def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict 
 
     within = chain(lambda each: each.is_within)
     return Verdict(
-        reference=reference,
-        compared=compared,
+        reference,
+        compared,
         largest=within[-1],
         next_larger=next(iter(upward[len(within) :]), None),
         lowest=chain(lambda each: each.is_within and not each.is_open)[-1],
         highest=chain(lambda each: each.is_within or each.is_open)[-1],
     )
-
-
-Answer = dict[str, Any]
-"""The content of cbs.json: numbers unrounded, factors as text."""
 
 
 def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, tolerance: float) -> Answer:
@@ -131,36 +122,11 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
     chosen = {factor: _best_rate(branches, results) for factor, branches in by_batch.items()}
     measured = {n: {branch.seed: loss for branch, loss in best.items()} for n, best in chosen.items()}
     verdict = decide(measured, tolerance=tolerance)
+    compared = verdict.compared if verdict else {}
     rows, origin = {}, study.origin
     for factor, branches in by_batch.items():
-        best, losses, scales = list(chosen[factor]), measured[factor], sorted({branch.lr_scale for branch in branches})
-        # Every field is None where no branch of the batch ended with a loss.
-        compared = verdict.compared.get(factor) if verdict else None
-        trained = dict[str, float | None].fromkeys(("trained_tokens", "lr", "lr_scale", "loss"))
-        if best:
-            trained = {
-                "trained_tokens": fmean(results[branch].tokens for branch in best),
-                "lr": best[0].lr,
-                "lr_scale": best[0].lr_scale,
-                "loss": fmean(losses.values()),
-            }
-        rows[factor] = {
-            "factor": str(factor),
-            "sequences": float(factor) * origin.sequences_per_step,
-            "tokens": float(factor) * origin.tokens_per_step,
-            "micro_batches": branches[0].micro_batches,
-            "steps": branches[0].steps,
-            **trained,
-            # The best rate is the lowest or highest of a grid of several: a better one may lie outside.
-            "is_edge": bool(best) and len(scales) > 1 and best[0].lr_scale in (scales[0], scales[-1]),
-            "losses": {str(seed): loss for seed, loss in losses.items()},
-            "error": standard_error(losses),
-            "excess": compared and compared.excess,
-            "excess_error": compared and compared.error,
-            "error_bar": compared and compared.bar,
-            "is_within": compared is not None and compared.is_within,
-            "is_open": compared is not None and compared.is_open,
-        }
+        row = _row(study, branches, chosen[factor], results)
+        rows[factor] = {**row, "error": standard_error(measured[factor]), **_comparison(compared.get(factor))}
     noise = noise_scale_of(origin.run, by=origin.step)
     answer: Answer = {
         "run": str(origin.run.path),
@@ -196,11 +162,40 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
     return answer
 
 
+def _row(
+    study: Study, branches: Sequence[Branch], best: Mapping[Branch, float], results: Mapping[Branch, BranchResult]
+) -> dict[str, Any]:
+    """A batch and what its best branches came to; None where no branch of it ended with a loss."""
+    factor, origin = branches[0].factor, study.origin
+    row: dict[str, Any] = {"factor": str(factor), "sequences": float(factor) * origin.sequences_per_step}
+    row |= {"tokens": float(factor) * origin.tokens_per_step}
+    row |= {"micro_batches": branches[0].micro_batches, "steps": branches[0].steps}
+    row |= {"trained_tokens": None, "lr": None, "lr_scale": None, "loss": None, "is_edge": False}
+    row["losses"] = {str(branch.seed): loss for branch, loss in best.items()}
+    if best:
+        first, scales = next(iter(best)), sorted({branch.lr_scale for branch in branches})
+        row |= {"trained_tokens": fmean(results[branch].tokens for branch in best), "loss": fmean(best.values())}
+        row |= {"lr": first.lr, "lr_scale": first.lr_scale}
+        # The best rate is the lowest or highest of a grid of several: a better one may lie outside.
+        row["is_edge"] = len(scales) > 1 and first.lr_scale in (scales[0], scales[-1])
+    return row
+
+
+def _comparison(each: Compared | None) -> dict[str, Any]:
+    if each is None:
+        return {"excess": None, "excess_error": None, "error_bar": None, "is_within": False, "is_open": False}
+    found = {"excess": each.excess, "excess_error": each.error, "error_bar": each.bar}
+    return {**found, "is_within": each.is_within, "is_open": each.is_open}
+
+
 def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult]) -> dict[Branch, float]:
-    """The branches of the learning rate with the lowest mean loss, and their losses; a rate without a loss of every seed does
-    not count."""
+    """The branches of the learning rate with the lowest mean loss, and their losses.
+
+    A rate without a loss of every seed does not count.
+    """
     by_rate: dict[float, dict[Branch, float]] = {}
-    # The learning rate is chosen for each batch alone: one rate for all would favour the batch that it suits.
+    # The learning rate is chosen for each batch alone: one rate for all would favour the batch that
+    # it suits.
     for branch in branches:
         loss = results[branch].loss
         if loss is not None:
@@ -256,27 +251,22 @@ def cost_lines(study: Study, num_done: int) -> list[str]:
     ]
 
 
-def _within(row: Mapping[str, Any]) -> str:
-    if row["is_open"]:
-        return "open"
-    return "yes" if row["is_within"] else "no"
-
-
 def print_answer(answer: Answer, console: Console) -> None:
     rows = answer["batches"]
     lowest = min((abs(row["loss"]) for row in rows if row["losses"]), default=1.0)
 
-    def column(title: str, key: str, form: str, error: str = "", *, scale: float = 1.0, **options: Any) -> Column:
+    def column(title: str, key: str, form: str, error: str = "", *, scale: float = 1.0, leave_out: int = 0) -> Column:
         cells = []
         for row in rows:
-            cell = "-"
-            if row[key] is not None:
-                cell = format(row[key] / scale, form)
+            cells.append("-" if row[key] is None else format(row[key] / scale, form))
             if error and row[error] is not None:
-                cell += f" +- {format(row[error] / scale, form.lstrip('+'))}"
-            cells.append(cell)
-        return Column(title, cells, "right", **options)
+                cells[-1] += f" +- {format(row[error] / scale, form.lstrip('+'))}"
+        return Column(title, cells, "right", leave_out)
 
+    within = []
+    for row in rows:
+        closed = "yes" if row["is_within"] else "no"
+        within.append("open" if row["is_open"] else closed)
     columns = [
         Column("batch", [f"{row['factor']} x" for row in rows], "right"),
         column("sequences", "sequences", ",.3g"),
@@ -285,9 +275,8 @@ def print_answer(answer: Answer, console: Console) -> None:
         column("best lr", "lr", ".3g"),
         column(f"{answer['loss']} loss", "loss", ".4f", "error"),
         column("above\nthe best", "excess", "+.2%", "excess_error", scale=lowest),
-        Column("within", list(map(_within, rows))),
+        Column("within", within),
     ]
     title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}; +- one standard error"
-    table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
-    console.print(table)
+    console.print(fitted_table(columns, width=console.width, title=title))
     console.print(answer["sentence"], highlight=False, markup=False)

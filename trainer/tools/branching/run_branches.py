@@ -46,18 +46,18 @@ SHOWN_OUTPUT = 300
 class BranchFailed(Exception):
     """A branch ended otherwise than by its end, a stop or a loss that is not finite."""
 
-    reason = ""
-    """Why, by what the program said last."""
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason  # what the program said last
 
 
 @dataclass(frozen=True)
 class BranchResult:
-    """One branch that is done: its loss at the end (None: that or the gradient ceased to be finite), the target tokens that it
-    trained on, and the wall time, without what was lost by interruptions."""
+    """One branch that is done."""
 
-    loss: float | None
-    tokens: int
-    seconds: float
+    loss: float | None  # at the end; None: that or the gradient ceased to be finite
+    tokens: int  # targets that it trained on
+    seconds: float  # without what was lost by interruptions
 
 
 def read_kept(path: Path) -> dict[str, Any] | None:
@@ -93,7 +93,8 @@ def run_branches(
     study.directory.mkdir(parents=True, exist_ok=True)
     write_json(study.directory / STUDY_FILE, study.common)
     for branch in branches:
-        if should_stop() or (result := _run_branch(study, branch, should_stop)) is None:
+        result = None if should_stop() else _run_branch(study, branch, should_stop)
+        if result is None:
             return
         on_result(branch, result)
 
@@ -106,16 +107,14 @@ def _run_branch(study: Study, branch: Branch, should_stop: Callable[[], bool]) -
     if not checkpoint.complete_checkpoints(RunDir(path).checkpoints):
         shutil.rmtree(path, ignore_errors=True)
         fork(study.origin.path, path, order=branch.seed)
-    if RunDir(path).status().get("state") != FINISHED:
-        config = training_config(study, branch)
-        if not run_program(study.origin.num_ranks, config, path, should_stop):
-            return None
+    is_done = RunDir(path).status().get("state") == FINISHED
+    if not is_done and not run_program(study.origin.num_ranks, training_config(study, branch), path, should_stop):
+        return None
     run = load_run(path)
     tokens = round(max(run.train.column("tokens_seen")[1], default=0.0)) - study.origin.tokens_seen
     if run.status.get("state") == FINISHED and run.status.get("last_step") != end:
-        raise BranchFailed(
-            f"{path}: the data ended after {tokens:,} of {study.tokens:,.0f} tokens; give fewer --tokens"
-        )
+        ended = f"the data ended after {tokens:,} of {study.tokens:,.0f} tokens"
+        raise BranchFailed(f"{path}: {ended}; give fewer --tokens")
     loss = None
     if not _has_diverged(run):
         if study.is_held_out:
@@ -153,7 +152,8 @@ def run_program(
     *,
     threads: int | None = None,
 ) -> bool:
-    """Train in `run_dir`, from its own checkpoint. False: stopped, which is passed on to the program once.
+    """Train in `run_dir`, from its own checkpoint. False: stopped, which is passed on to the
+    program once.
 
     Args:
         threads: of each rank; None: as this process's environment says.
@@ -170,21 +170,16 @@ def run_program(
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     with open_plain(output_file, "ab") as output:
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         # A session of its own: Ctrl-C reaches this process alone.
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         is_told = False  # a second signal would kill it before it has saved
-        while (code := process.poll()) is None:
+        while process.poll() is None:
             if should_stop() and not is_told:
                 process.send_signal(signal.SIGTERM)
                 is_told = True
             time.sleep(POLL_SEC)
+    code = process.returncode
     # An exit code alone does not tell a stop from an end, or a diverged loss from a failure.
     status = RunDir(run_dir).status()
     if code == 0 and status.get("state") == FINISHED:
@@ -195,14 +190,14 @@ def run_program(
         return True
     said = output_file.read_text(encoding="utf-8", errors="replace").strip()
     reason = status.get("reason") or said[-SHOWN_OUTPUT:] or "no output"
-    failure = BranchFailed(f"{run_dir}: the branch failed with exit code {code}: {reason}; see {output_file}")
-    failure.reason = reason
-    raise failure
+    message = f"{run_dir}: the branch failed with exit code {code}: {reason}; see {output_file}"
+    raise BranchFailed(message, reason)
 
 
 def training_config(study: Study, branch: Branch) -> RunConfig:
-    """The config that a branch trains with: the run's at the checkpoint, with another batch and a constant learning rate, and
-    without samples, probes, other sinks, stores, and checkpoints but at its end."""
+    """The config of a branch: the run's at the checkpoint, with another batch and a constant
+    learning rate, and without samples, probes, other sinks, stores, and checkpoints but at its
+    end."""
     config = study.origin.config
     changed: dict[str, dict[str, Any]] = {
         "train": {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.micro_batches},
@@ -211,10 +206,10 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
         "eval": {"every": 0, "batches": config.eval.batches or EVAL_BATCHES},
         "gns": {"enabled": False},
         "checkpoint": {"keep_last": 1, "keep_every": 0, "background": False, "resume": "auto"},
+        "metrics": {"log_interval": 1},
     }
     changed["train"]["on_non_finite"] = "stop"
-    # The training loss decides without held-out documents: then every step is logged.
-    changed["metrics"] = {"log_interval": 1}
+    # Without held-out documents the training loss of every step decides.
     if study.is_held_out:
         changed["eval"]["every"] = NEVER
         changed["metrics"]["log_interval"] = max(branch.steps // LOGGED_ROWS, 1)
@@ -240,16 +235,18 @@ def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
     table = config.ledger
     changed: dict[str, Any] = {"probe_every": 0}
     for name in ("stale_threshold", "wipe_every"):
-        if steps := getattr(table, name):
-            changed[name] = math.ceil(steps / factor)
+        if getattr(table, name):
+            changed[name] = math.ceil(getattr(table, name) / factor)
     if table.wipe_mode == "none" and seed:
-        # The groups that the run had in flight are never read on: they must make room, which "none" would not let them.
+        # The groups that the run had in flight are never read on: they must make room, unlike with
+        # "none".
         changed["wipe_mode"] = "lru"
     return changed
 
 
 def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
-    """Put a checkpoint into the run directory of another run, which continues from it with `--resume auto`.
+    """Put a checkpoint into the run directory of another run, which continues from it with
+    `--resume auto`.
 
     Files that stay the same are linked (copied, where the file system has no links).
 
@@ -282,18 +279,17 @@ def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
 def reordered(state: Mapping[str, Any], order: int) -> dict[str, Any]:
     """The state of a rank's blend at the beginning of another epoch, with other choices.
 
-    Every choice of blend and mixing is a function of run.seed, the epoch and the batch's index, so epochs and indices that the
-    run itself never reaches are an order of their own. run.seed stays: the held-out documents and their order follow from it.
-    All ranks must begin the same epoch.
+    Every choice of blend and mixing is a function of run.seed, the epoch and the batch's index, so
+    epochs and indices that the run itself never reaches are an order of their own. run.seed stays:
+    the held-out documents follow from it. All ranks must begin the same epoch.
     """
     beginning = {"epoch": order * EPOCHS, "index": 0, "turn": 0, "is_ended": False, "pool": [], "points": []}
-    sources = []
+    fresh: dict[str, Any] = {"batch_index": state["batch_index"] + order * BATCHES, "sources": []}
     for source in state["sources"]:
-        num_picks = source["num_picks"] + order * BATCHES
         observed = {**source["observed"], "waits": []}
-        sources.append({**source, **beginning, "num_picks": num_picks, "observed": observed})
-    batch_index = state["batch_index"] + order * BATCHES
-    fresh: dict[str, Any] = {"batch_index": batch_index, "ended": [False] * len(state["ended"]), "sources": sources}
+        number = source["num_picks"] + order * BATCHES
+        fresh["sources"].append({**source, **beginning, "num_picks": number, "observed": observed})
+    fresh["ended"] = [False for _ in state["ended"]]
     if "lanes" in state:
         fresh["lanes"] = []
     return {**state, **fresh}

@@ -1,4 +1,5 @@
-"""The corpora that can be built: the user's own text, that of every installation, and key recall."""
+"""The corpora that can be built: the user's own text, that of every installation, and key
+recall."""
 
 from __future__ import annotations
 
@@ -62,16 +63,19 @@ def build_text(
     force: bool = False,
     progress: Report = silent,
 ) -> Manifest:
-    """Build a corpus of text, one document per file or per line of a `.jsonl` file, at `out/<modality>/<stream>.jsonl`.
+    """Build a corpus of text, one document per file or per line of a `.jsonl` file, at
+    `out/<modality>/<stream>.jsonl`.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
-        modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden files are skipped.
+        modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden
+            files are skipped.
         min_stream_bytes: a directory becomes a stream; one with less text joins its parent.
         max_file_bytes: larger files, and larger lines of a `.jsonl` file, are skipped.
 
     Raises:
-        UserError: a glob matches no file, no matched file is usable, or a line of a `.jsonl` file is damaged or holds ids.
+        UserError: a glob matches no file, no matched file is usable, or a line of a `.jsonl` file
+            is damaged or holds ids.
         OSError: a `.jsonl` file cannot be read.
     """
     chosen: dict[str, Streams] = {}
@@ -144,9 +148,9 @@ def build_pytext(
 
     The same installation gives the same bytes.
 
-    - python: `.py` files of the standard library and of numpy;
-    - cpp: the C++ and CUDA headers in torch's package;
-    - prose: descriptions and licences of the installed distributions, and the language reference behind `help()`.
+    - python: `.py` files of the standard library and of numpy; - cpp: the C++ and CUDA headers in
+    torch's package; - prose: descriptions and licences of the installed distributions, and the
+    language reference behind `help()`.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
@@ -219,24 +223,28 @@ def build_key_recall(
     seed: int = 0,
     force: bool = False,
 ) -> Manifest:
-    """Write a corpus that can only be learned with state carried from cell to cell, as `out/recall/stream<k>.jsonl`.
+    """Write a corpus that can only be learned with state carried from cell to cell, as
+    `out/recall/stream<k>.jsonl`.
 
-    A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first cell reveals two of eight
-    symbols, drawn independently; every later cell asks for both. With 6 bytes per cell:
+    A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first
+    cell reveals two of eight symbols, drawn independently; every later cell asks for both. With 6
+    bytes per cell:
 
         <CF>.        the symbols are 2 (C) and 5 (F)
         a2b5.        asked for the first symbol: 2; for the second: 5
         a2b5.        ...
 
-    The answers alone are digits: the loss of the token type `digit` is theirs. The last byte of a cell, which is the first
-    input of the next one, is constant. So without carried state their loss cannot fall below ln 8 = 2.079 nats; with it they
-    are certain, and over all bytes a perfect model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
+    The answers alone are digits: the loss of the token type `digit` is theirs. The last byte of a
+    cell, which is the first input of the next one, is constant. So without carried state their loss
+    cannot fall below ln 8 = 2.079 nats; with it they are certain, and over all bytes a perfect
+    model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         groups: documents over all `streams`, which are files.
         cells: cells per group; train with `max_group_cells` of at least this.
-        seq_len: bytes per cell, at least 5; train with this `data.seq_len` and the tokenizer `bytes`.
+        seq_len: bytes per cell, at least 5; train with this `data.seq_len` and the tokenizer
+            `bytes`.
 
     Raises:
         UserError: fewer groups than streams, or `out` cannot be used.

@@ -1,4 +1,5 @@
-"""Documents before they are written: found and checked, with the text left on disk; their streams."""
+"""Documents before they are written: found and checked, with the text left on disk; their
+streams."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def of_text(source: str, text: str) -> Candidate:
 
 
 def of_lines(source: str, path: Path) -> list[Candidate]:
-    """The lines of a JSON lines file that are not blank, left on disk: such files may be larger than memory.
+    """The lines of a JSON lines file that are not blank, left on disk: such files may be larger
+    than memory.
 
     Reading one raises UserError if it is damaged or holds token ids.
 
@@ -140,7 +142,8 @@ def check_all(
     forbidden: Sequence[str] = (),
     progress: Report = silent,
 ) -> tuple[list[Document], list[Skipped]]:
-    """The candidates of the modality `what` that are text, sorted by source, each text once; and the others.
+    """The candidates of the modality `what` that are text, sorted by source, each text once; and
+    the others.
 
     Args:
         max_bytes: a larger file or line is skipped unread.
@@ -169,10 +172,12 @@ Streams = dict[str, list[Document]]
 
 
 def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
-    """One stream per directory of the sources; a directory with less than `min_bytes` joins its parent.
+    """One stream per directory of the sources; a directory with less than `min_bytes` joins its
+    parent.
 
-    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins the smallest other
-    stream. Streams are named after the directory, with dots: `numpy.linalg`; see `_stream_name`.
+    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins
+    the smallest other stream. Streams are named after the directory, with dots: `numpy.linalg`; see
+    `_stream_name`.
     """
     by_directory: dict[tuple[str, ...], list[Document]] = {}
     for document in documents:
@@ -197,11 +202,13 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
 
 
 def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
-    """At most `max_bytes` of text in total, in even shares; what a small stream does not need goes to the others.
+    """At most `max_bytes` of text in total, in even shares; what a small stream does not need goes
+    to the others.
 
-    Within a stream documents are considered in the order of the SHA-256 of their source, and those that fit are taken.
-    A stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too;
-    if it still stays below (one small document and a huge one), it is dropped.
+    Within a stream documents are considered in the order of the SHA-256 of their source, and those
+    that fit are taken. A stream that stays below `min_bytes` because its documents are larger than
+    its share takes its smallest ones too; if it still stays below (one small document and a huge
+    one), it is dropped.
     """
     chosen: Streams = {}
     left = max_bytes
@@ -233,7 +240,8 @@ def _size(documents: Sequence[Document]) -> int:
 
 
 def _stream_name(parts: Sequence[str]) -> str:
-    """`numpy.linalg`, without the `_` or `.` at its beginning: runs ignore files whose names begin so.
+    """`numpy.linalg`, without the `_` or `.` at its beginning: runs ignore files whose names begin
+    so.
 
     A name that is too long for a file ends in a digest.
     """

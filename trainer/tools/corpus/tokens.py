@@ -1,4 +1,5 @@
-"""Tokenizes a corpus of text once, into indexed token files, and continues after an interruption."""
+"""Tokenizes a corpus of text once, into indexed token files, and continues after an
+interruption."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def tokenize(
         report: told (megabytes done, of, file).
 
     Raises:
-        UserError: a file is damaged or holds no text; or `out` is in use, or holds tokens of other files, or made otherwise.
-            What was finished stays.
+        UserError: a file is damaged or holds no text; or `out` is in use, or holds tokens of other
+            files, or made otherwise. What was finished stays.
     """
     if tokenizer == "ids":
         raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
@@ -91,8 +92,9 @@ def tokenize(
 
 
 def _target(stream: Stream, out: Path) -> Path:
-    # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and a.md may lie side by side.
-    # Relative to what the user named, not to what the files have in common: a file that is added later renames no other.
+    # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and
+    # a.md may lie side by side. Relative to what the user named, not to what the files have in
+    # common: a file that is added later renames no other.
     relative = Path(stream.path).relative_to(stream.root)
     folder = relative.parent if relative.parts[0] == stream.modality else Path(stream.modality) / relative.parent
     return out / folder / f"{relative.name}.bin"
@@ -100,8 +102,8 @@ def _target(stream: Stream, out: Path) -> Path:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves nothing behind.
-    Raises UserError: another one does."""
+    """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves
+    nothing behind. Raises UserError: another one does."""
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY)
     try:
@@ -117,8 +119,8 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
-    """Record in `out` what it is made of; what was made of a file that has changed since is removed. Raises UserError:
-    `out` is made of other files, with other settings, or not by this."""
+    """Record in `out` what it is made of; what was made of a file that has changed since is
+    removed. Raises UserError: `out` is made of other files, with other settings, or not by this."""
     now = {}
     for file in files:
         status = os.stat(file.path)

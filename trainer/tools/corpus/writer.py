@@ -1,4 +1,5 @@
-"""Writes a corpus (JSON lines and `manifest.json`) into a sibling directory that is renamed at the end."""
+"""Writes a corpus (JSON lines and `manifest.json`) into a sibling directory that is renamed at the
+end."""
 
 from __future__ import annotations
 
@@ -103,13 +104,14 @@ def write_corpus(
     force: bool,
     progress: Report = silent,
 ) -> Manifest:
-    """Write `out/<modality>/<stream>.jsonl`, one document per line as `{"text": ..., "source": ...}`, and the manifest.
+    """Write `out/<modality>/<stream>.jsonl`, one document per line as `{"text": ..., "source":
+    ...}`, and the manifest.
 
     An `out` that is complete and was built from the same inputs is left untouched, unless `force`.
 
     Raises:
-        UserError: `out` holds something else and `force` is not given, or it holds files that no builder wrote; or a file
-            changed meanwhile.
+        UserError: `out` holds something else and `force` is not given, or it holds files that no
+            builder wrote; or a file changed meanwhile.
     """
     digest = _inputs_digest(modalities, builder, rules)
     if out.exists() and any(out.iterdir()):

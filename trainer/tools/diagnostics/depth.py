@@ -1,4 +1,5 @@
-"""Rules about the loss against depth: unused context, and states that were never trained that long."""
+"""Rules about the loss against depth: unused context, and states that were never trained that
+long."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class Ruling:
 
     @property
     def result(self) -> str:
-        """The severity of a finding, the verdict otherwise; `not yet` if more rows would give one."""
+        """The severity of a finding, the verdict otherwise; `not yet` if more rows would give
+        one."""
         if self.outcome.is_early:
             return "not yet"
         return self.severity or self.outcome.verdict.replace("_", " ")
@@ -103,7 +104,8 @@ class Diagnosis:
 
     @property
     def verdict(self) -> DiagnosisVerdict | None:
-        """`healthy` takes half of the rules or more (`LEAST_JUDGED`); fewer without a finding are `no_findings`.
+        """`healthy` takes half of the rules or more (`LEAST_JUDGED`); fewer without a finding are
+        `no_findings`.
 
         None for a run without training rows: the rules have nothing to check.
         """

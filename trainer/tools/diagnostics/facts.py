@@ -105,8 +105,8 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 
 def batches_through(run: RunRecord, step: int) -> int:
-    """Micro-batches of a rank through a step. Where their number changes, as many in each step as in the next logged
-    one."""
+    """Micro-batches of a rank through a step. Where their number changes, as many in each step as
+    in the next logged one."""
     if isinstance(run.setting("train.micro_batches"), int):
         return step * micro_batches(run)
     total, before, m = 0.0, 0, 1.0

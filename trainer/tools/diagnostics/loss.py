@@ -74,8 +74,8 @@ def loss_spikes(run: RunRecord) -> Outcome:
 def _flagged(loss: Series, flags: Series) -> set[int]:
     """The steps of late rows that were flagged since the row before.
 
-    The flag compares with an average and a deviation alone. Where every step is logged, the rows say more; and flags that
-    return are a source whose losses differ.
+    The flag compares with an average and a deviation alone. Where every step is logged, the rows
+    say more; and flags that return are a source whose losses differ.
     """
     before = dict(zip(loss.steps, [0, *loss.steps], strict=False))
     flagged = {step for step in flags.at(flags.positive).steps if step - before.get(step, step) > 1}
@@ -161,8 +161,8 @@ def _bump(loss: Series) -> list[int] | None:
 
 
 def _noise(values: Iterable[float]) -> float:
-    """Robust deviation of three values or more from second differences, which ignore a falling loss; theirs is sqrt(6) times
-    that of a value, and 1.4826 times their median size.
+    """Robust deviation of three values or more from second differences, which ignore a falling
+    loss; theirs is sqrt(6) times that of a value, and 1.4826 times their median size.
     """
     listed = list(values)
     bends = (abs(a - 2 * b + c) for a, b, c in zip(listed, listed[1:], listed[2:], strict=False))
@@ -172,8 +172,9 @@ def _noise(values: Iterable[float]) -> float:
 def find_spikes(values: Iterable[float]) -> list[int]:
     """Indices of values that rise above the noise of the run; see the condition of the rule.
 
-    The first batches of a source, or of a hard document, are as bad as those of the untrained model: until `SPIKE_HISTORY`
-    values may have shown such, only a value above the first one counts.
+    The first batches of a source, or of a hard document, are as bad as those of the untrained
+    model: until `SPIKE_HISTORY` values may have shown such, only a value above the first one
+    counts.
     """
     before: deque[float] = deque(maxlen=limits.SPIKE_WINDOW)
     distances: deque[float] = deque(maxlen=limits.SPIKE_FAR_WINDOW)

@@ -102,9 +102,11 @@ def uneven_slices(run: RunRecord) -> Outcome:
 
 
 def _ratio_of_slices(low: float, high: float, share: float) -> float:
-    """Lower bound on the ratio of the longest slice to the shortest, in picks; 0 where the row does not say.
+    """Lower bound on the ratio of the longest slice to the shortest, in picks; 0 where the row does
+    not say.
 
-    The reader with the fewest picks left began with at most low / share + 1, the one with most left with at least `high`.
+    The reader with the fewest picks left began with at most low / share + 1, the one with most left
+    with at least `high`.
     """
     if low <= 0 or share <= 0:
         return 0.0
@@ -114,7 +116,8 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
 @rule("warning", needs=[EXHAUSTED], uses=[f"{MODALITIES}<modality>"])
 def starved_modality(run: RunRecord) -> Outcome:
     """A modality that is absent for longer than chance explains."""
-    # Of the rows before a source is exhausted: its modalities are absent from then on, which `shares` reports.
+    # Of the rows before a source is exhausted: its modalities are absent from then on, which
+    # `shares` reports.
     gone, stop = series(run, ENDED_SOURCES), math.inf
     if gone.positive:
         stop = gone.steps[gone.positive[0]]
@@ -159,8 +162,9 @@ class _Absence(NamedTuple):
 def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]], column: int) -> _Absence:
     """The absence of a modality during which most readers entered the pool.
 
-    Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest stretch without it has g
-    or more readers with a probability of at most (x + 1) (1 - g / N)^x (spacings of x points among N).
+    Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest
+    stretch without it has g or more readers with a probability of at most (x + 1) (1 - g / N)^x
+    (spacings of x points among N).
     """
     sums = [math.fsum(values) for values in counts]
     share = sums[column] / (math.fsum(sums) or 1.0)

@@ -41,7 +41,8 @@ def explained(sentence: str) -> Outcome:
 
 
 def not_measured(reason: str) -> Outcome:
-    """The run lacks the keys, or the rule does not apply. See `not_yet` for one that is too short."""
+    """The run lacks the keys, or the rule does not apply. See `not_yet` for one that is too
+    short."""
     return Outcome("not_measured", reason)
 
 
@@ -80,7 +81,8 @@ class Rule:
 
     @property
     def texts(self) -> list[str]:
-        """The condition for a finding, the reason for the threshold, and what to change, in words."""
+        """The condition for a finding, the reason for the threshold, and what to change, in
+        words."""
         text = _sections()[self.name].format(limits=limits).strip()
         condition, *others = (" ".join(part.split()) for part in re.split(r"\n\n|\nChange: ", text))
         return [condition.rstrip("."), *others]
@@ -95,8 +97,10 @@ class Rule:
 def rule(
     severity: Severity, *, needs: Iterable[str] = (), uses: Iterable[str] = (), hint: str = ""
 ) -> Callable[[Callable[[RunRecord], Outcome]], Rule]:
-    """Make a rule of a pure function of a run's record, with the function's name; for the arguments see `Rule`.
+    """Make a rule of a pure function of a run's record, with the function's name; for the arguments
+    see `Rule`.
 
-    Its section in rules.md, which docs/diagnosis.md shows, says when it finds something, why, and what to change.
+    Its section in rules.md, which docs/diagnosis.md shows, says when it finds something, why, and
+    what to change.
     """
     return lambda check: Rule(check.__name__, severity, check, tuple(needs), tuple(uses), hint)

@@ -1,4 +1,5 @@
-"""Rules about the run itself: its speed, how it ended, its restarts, and the contract of its model."""
+"""Rules about the run itself: its speed, how it ended, its restarts, and the contract of its
+model."""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ def restarts(run: RunRecord) -> Outcome:
     if isinstance(every, int) and every:
         suggested = max(every // 4, 1)
     evidence = Series("restart", array("q", starts), array("d", run.steps_redone)).evidence()
-    # More checkpoints do not help a run that keeps failing at the same step, or one that saves at every step.
+    # More checkpoints do not help a run that keeps failing at the same step, or one that saves at
+    # every step.
     knob = Knob("checkpoint.every", every, suggested) if loses_much and suggested != every else None
     return finding(words, evidence, knob=knob)
 

@@ -1,4 +1,5 @@
-"""Rules about recurrent state: lost while still needed, given too much memory, worthless or stale."""
+"""Rules about recurrent state: lost while still needed, given too much memory, worthless or
+stale."""
 
 from __future__ import annotations
 
@@ -146,8 +147,9 @@ def refused_rows(run: RunRecord) -> Outcome:
 
 @dataclass(frozen=True)
 class _Late:
-    """The mean of a probed key over the second half of a run, and its standard error: that of the probes' own errors,
-    or that of their scatter if it is larger, as the error of a probe cannot know how streams differ."""
+    """The mean of a probed key over the second half of a run, and its standard error: that of the
+    probes' own errors, or that of their scatter if it is larger, as the error of a probe cannot
+    know how streams differ."""
 
     mean: float
     error: float
@@ -215,7 +217,8 @@ def stale_states(run: RunRecord) -> Outcome:
     how_old = ""
     if age and drift:
         how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)"
-    # Fewer streams in flight make states younger; with one, or full rows, only a smaller step of the weights does.
+    # Fewer streams in flight make states younger; with one, or full rows, only a smaller step of
+    # the weights does.
     knob, streams = facts.lower_lr(run), run.setting("data.mixing.num_streams_mixed")
     if isinstance(streams, int) and streams > 1 and not facts.has_full_rows(run):
         knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2)

@@ -24,8 +24,8 @@ MOST_HELD_OUT = 0.3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Initial values of `[data]`, `[train]` and `[eval]`. `holdout_fraction` 0: too few documents to hold any out.
-    `passes`: over the documents that are not held out."""
+    """Initial values of `[data]`, `[train]` and `[eval]`. `holdout_fraction` 0: too few documents
+    to hold any out. `passes`: over the documents that are not held out."""
 
     seq_len: int
     num_streams_mixed: int
@@ -37,7 +37,8 @@ class Sizes:
 
 
 def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
-    """Sizes with which rows are full and a run sees its training documents about once, within `STEPS_RANGE`.
+    """Sizes with which rows are full and a run sees its training documents about once, within
+    `STEPS_RANGE`.
 
     Args:
         lengths: tokens of each document, by stream; at least one document has a token.
@@ -52,7 +53,8 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     )
     trained = int(kept.sum()) / share
     seq_len = _seq_len(kept, int(kept.sum()))
-    # A row reads documents one behind the other, and an epoch has to last longer than its longest document does.
+    # A row reads documents one behind the other, and an epoch has to last longer than its longest
+    # document does.
     fitting = min(np.count_nonzero(kept) / share, trained / int(kept.max()), trained / (32 * seq_len))
     batch = _power_of_two(int(fitting), 1, LARGEST_BATCH)
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
@@ -70,7 +72,8 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
 
 
 def _seq_len(lengths: Ints, total: int) -> int:
-    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells or more, unless most are short."""
+    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells or more, unless most are
+    short."""
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
     roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
@@ -91,7 +94,8 @@ def _holdout(streams: Sequence[Stream], lengths: Sequence[Ints]) -> float:
     usable = []
     for fraction in HOLDOUT_FRACTIONS:
         held = sum(held for held, _ in _held_out(streams, lengths, fraction).values())
-        # Whole documents are held out: of few or of unequal ones, a fraction may hold out none, or most of the text.
+        # Whole documents are held out: of few or of unequal ones, a fraction may hold out none, or
+        # most of the text.
         if total * fraction / 4 <= held <= total * MOST_HELD_OUT:
             usable.append(fraction)
             if not never_held_out(streams, lengths, fraction):

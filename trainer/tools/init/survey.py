@@ -190,9 +190,11 @@ def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], 
 
 
 def timed(starter: Starter, minutes: float) -> Starter:
-    """The starter with at most as many steps as take `minutes` on one rank of this machine, and the predicted time in words.
+    """The starter with at most as many steps as take `minutes` on one rank of this machine, and the
+    predicted time in words.
 
-    The time is that of a few real steps, in a process of its own; a note says why, if they cannot be timed.
+    The time is that of a few real steps, in a process of its own; a note says why, if they cannot
+    be timed.
     """
     try:
         seconds = _seconds_per_step(starter)
@@ -211,8 +213,8 @@ def timed(starter: Starter, minutes: float) -> Starter:
 
 
 def _seconds_per_step(starter: Starter) -> float:
-    """The median time of the steps after the first of a short run. Raises OSError, SubprocessError: the run fails, or
-    takes too long."""
+    """The median time of the steps after the first of a short run. Raises OSError, SubprocessError:
+    the run fails, or takes too long."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
         write_file(config, render_starter(starter, schema=None).encode(), sync=False)

@@ -65,7 +65,8 @@ def guess(
     """Distinguish text from token ids by the format and first record of each stream.
 
     Raises:
-        UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot be read.
+        UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot be
+            read.
     """
     examples: dict[Kind, str] = {}
     dtypes: dict[str, str] = {}
@@ -101,7 +102,8 @@ def _dtype_of(path: Path) -> str:
 
 
 def guess_dtype(sample: bytes, size: int) -> str:
-    """The integer type of headerless little-endian ids: the widest whose upper bytes are as empty as those of ids.
+    """The integer type of headerless little-endian ids: the widest whose upper bytes are as empty
+    as those of ids.
 
     Args:
         sample: bytes of the file, from an offset that is a multiple of 8.
@@ -132,7 +134,8 @@ def look(
     column: str | None = None,
     report: Report = silent,
 ) -> tuple[list[Ints], tuple[int, int]]:
-    """Read the streams once: the tokens of each document, by stream; and the largest token id, and how often it occurs.
+    """Read the streams once: the tokens of each document, by stream; and the largest token id, and
+    how often it occurs.
 
     Raises:
         UserError: a file cannot be read or is damaged.

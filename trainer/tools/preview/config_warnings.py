@@ -1,7 +1,8 @@
 """Warnings about harmful settings: the config key, its effect on this run, and a better value.
 
-The thresholds and their reasons are in `trainer.tools.limits`, as those that `train diagnose` applies after the run;
-settings that need no forecast are doubts of the plan (`trainer.training.setup.plausible`).
+The thresholds and their reasons are in `trainer.tools.limits`, as those that `train diagnose`
+applies after the run; settings that need no forecast are doubts of the plan
+(`trainer.training.setup.plausible`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
 
 
 def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About modalities that are drawn in another share of the tokens than they have in the corpus."""
+    """About modalities that are drawn in another share of the tokens than they have in the
+    corpus."""
     # The shares of a blend with a schedule are meant to change.
     if not preview.has_full_rows or any(isinstance(source.table.weight, ScheduleTable) for source in plan.sources):
         return

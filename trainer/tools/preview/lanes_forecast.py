@@ -1,7 +1,9 @@
-"""The content of a corpus, and the forecast of full rows: the real lanes and pools, over the lengths of the documents.
+"""The content of a corpus, and the forecast of full rows: the real lanes and pools, over the
+lengths of the documents.
 
-Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads documents whose tokens are
-all 0 and take no memory. It hands out, masks and exhausts as a run with this seed does, as far as it is counted.
+Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads
+documents whose tokens are all 0 and take no memory. It hands out, masks and exhausts as a run with
+this seed does, as far as it is counted.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ class CountedSource(ShardSource):
         return reader
 
     def dealt(self) -> list[int]:
-        """Tokens of the groups that are dealt to this shard, of the longest of them, and their number."""
+        """Tokens of the groups that are dealt to this shard, of the longest of them, and their
+        number."""
         tokens = longest = number = 0
         for part in self._parts(self._shard, self._num_shards):
             source = self.open(self.streams[part.stream])
@@ -98,7 +101,8 @@ class CountedSource(ShardSource):
 
 
 def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
-    """Its streams by relative path, with the places and lengths of their documents, and without tokens.
+    """Its streams by relative path, with the places and lengths of their documents, and without
+    tokens.
 
     Raises:
         UserError: a file cannot be read or is damaged, or there is no document to train on.

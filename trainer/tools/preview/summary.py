@@ -187,7 +187,8 @@ def _micro_batches(batches: MicroBatches) -> str:
 
 
 def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView | None:
-    """The fill over the run: steps that were not counted repeat the last epoch, or the second half."""
+    """The fill over the run: steps that were not counted repeat the last epoch, or the second
+    half."""
     tokens, full = (column[forecast.full > 0] for column in (forecast.tokens, forecast.full))
     if not len(full):
         return None
@@ -259,7 +260,8 @@ def _with_corpus(
 
 
 def _picks_per_slice(plan: Plan, mixing: MixingTable, streams: Iterable[OpenStream]) -> list[int]:
-    """The picks that a data shard gets out of its slice of each stream; empty slices are left out."""
+    """The picks that a data shard gets out of its slice of each stream; empty slices are left
+    out."""
     shards, picks = plan.facts.data_shards, list[int]()
     for opened in streams:
         lanes = mixing.batch_size_by_modality.get(opened.stream.modality, mixing.batch_size)
@@ -274,8 +276,8 @@ def _picks_per_slice(plan: Plan, mixing: MixingTable, streams: Iterable[OpenStre
 def _with_draws(
     plan: Plan, sources: Sequence[SourceView], forecast: LanesForecast, fill: FillView | None
 ) -> list[SourceView]:
-    """The sources of full rows. Where the run was not counted to its end, a source gives its share of the tokens, and
-    its modalities theirs of an epoch."""
+    """The sources of full rows. Where the run was not counted to its end, a source gives its share
+    of the tokens, and its modalities theirs of an epoch."""
     tokens_per_batch = 0.0
     if fill is not None:
         tokens_per_batch = fill.mean * fill.full_tokens * plan.config.train.steps / plan.num_batches
@@ -330,7 +332,8 @@ def _ledger_view(plan: Plan, sources: Sequence[SourceView]) -> LedgerView | None
 def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: MicroBatches) -> list[float]:
     """The expected number of micro-batches of each source: the sum of its probability over the run.
 
-    Between two points of the schedules a probability is smooth: long pieces are sampled, so that any run takes as long.
+    Between two points of the schedules a probability is smooth: long pieces are sampled, so that
+    any run takes as long.
     """
     edges = {0, num_batches}
     for spec in weights:

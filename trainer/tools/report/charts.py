@@ -50,8 +50,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps. A point is one logged value, or a bucket of neighboring ones: its first and last step [N], and the
-    mean, lowest and highest of its finite values. `bad_steps` are those of all other values, `num_values` counts the former."""
+    """Values over steps. A point is one logged value, or a bucket of neighboring ones: its first
+    and last step [N], and the mean, lowest and highest of its finite values. `bad_steps` are those
+    of all other values, `num_values` counts the former."""
 
     first: Ints
     last: Ints
@@ -73,8 +74,8 @@ class Curve:
 
 
 def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
-    """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets of equal width, whose
-    lowest and highest keep an outlier visible in a run of any length."""
+    """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets
+    of equal width, whose lowest and highest keep an outlier visible in a run of any length."""
     step, value = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     finite = np.isfinite(value)
     bad = step[~finite]
@@ -119,8 +120,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `facts` are (heading, text) pairs shown below it. Of style `heat`, a line is a row of cells over steps, whose
-    colors are logarithmic. `is_wide`: a combined view."""
+    """One chart. `facts` are (heading, text) pairs shown below it. Of style `heat`, a line is a row
+    of cells over steps, whose colors are logarithmic. `is_wide`: a combined view."""
 
     title: str
     unit: str
@@ -143,7 +144,8 @@ class Chart:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it is drawn: constants are not; in a combined view, only zeros without errors are not."""
+        """Whether it is drawn: constants are not; in a combined view, only zeros without errors are
+        not."""
         if not all(line.curve.is_constant for line in self.lines):
             return True
         is_zero = all(line.errors is None and float(line.curve.low[0]) == 0.0 for line in self.lines)
@@ -170,7 +172,8 @@ class Columns:
         return [(run, curve) for run, curve in made if curve is not None]
 
     def errors(self, run: int, key: str, curve: Curve) -> Floats | None:
-        """The standard error of each point, NaN where unknown; None for buckets, and without errors."""
+        """The standard error of each point, NaN where unknown; None for buckets, and without
+        errors."""
         if not _is_error(key + ERROR_SUFFIX) or curve.is_reduced:
             return None
         known = dict(zip(*self.runs[run].column(key + ERROR_SUFFIX), strict=True))
@@ -288,7 +291,8 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     if view.rows and (len(keys) > 1 or parts[0]):
         names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)]
         dashes = [0] * len(keys)
-        # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
+        # Totals often coincide (each false eviction is also a cold start): only dashes make both
+        # visible.
         if view.is_total or not columns.is_single:
             dashes = list(range(len(keys)))
     elif columns.is_single and parts[0]:
@@ -339,7 +343,8 @@ def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
-    """The keys that the budget has curves for, those of the catalog first; and how many are left out."""
+    """The keys that the budget has curves for, those of the catalog first; and how many are left
+    out."""
     # The loss against depth has a drawing of its own.
     keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
     num_left_out = max(len(keys) - MOST_CURVES // max(len(runs), 1), 0)
@@ -349,11 +354,12 @@ def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts with every other key of every run, sorted by the headings of the catalog; in each group the views come first.
+    """Charts with every other key of every run, sorted by the headings of the catalog; in each
+    group the views come first.
 
-    Evaluation and worst rank are drawn with the training curve. For a single run the keys of a pattern share a chart too, one
-    for each variant; for several runs, colors stand for runs, so each key needs its own. Standard errors are drawn with their
-    means.
+    Evaluation and worst rank are drawn with the training curve. For a single run the keys of a
+    pattern share a chart too, one for each variant; for several runs, colors stand for runs, so
+    each key needs its own. Standard errors are drawn with their means.
     """
     num_curves = max(sum(len(run.keys) for run in runs), 1)
     columns = Columns(runs, min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS))

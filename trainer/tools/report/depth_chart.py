@@ -1,4 +1,5 @@
-"""Is context worth its cost? A chart of the loss against depth, carried and from zero, for each set."""
+"""Is context worth its cost? A chart of the loss against depth, carried and from zero, for each
+set."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
 
 
 def depth_figure(curve: DepthCurve) -> Json:
-    """Both losses over the depth on a logarithmic axis; below, their difference, the gain, with its errors.
+    """Both losses over the depth on a logarithmic axis; below, their difference, the gain, with its
+    errors.
 
-    The losses have no error bars: their errors are mostly of how hard the documents are, which cancels in the gain.
+    The losses have no error bars: their errors are mostly of how hard the documents are, which
+    cancels in the gain.
     """
     first = next(index for index, point in enumerate(curve.points) if point.gain)
     points = curve.points[max(first - BEFORE, 0) :]

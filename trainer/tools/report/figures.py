@@ -30,6 +30,7 @@ _FLATTENED: Final = 3.0
 SMALLEST_SPAN: Final = 1e-9  # of the colors of cells that are all alike
 _SMALL: Final = {"size": 11, "color": "muted"}
 Json = dict[str, Any]
+Mark = tuple[int, int, str]  # run, step, word
 
 
 class _Columns:
@@ -41,11 +42,10 @@ class _Columns:
 
     def number(self, values: Any) -> Json:
         """A reference to a column; in single precision, where that can hold the values."""
-        exact = np.asarray(values, "<f8")
+        column, kind = np.asarray(values, "<f8"), "f8"
         with np.errstate(over="ignore", under="ignore"):
-            single = exact.astype("<f4")
-        column, kind = exact, "f8"
-        if np.allclose(single, exact, rtol=1e-6, atol=0.0, equal_nan=True):
+            single = column.astype("<f4")
+        if np.allclose(single, column, rtol=1e-6, atol=0.0, equal_nan=True):
             column, kind = single, "f4"
         data = column.tobytes()
         if data not in self._numbers:
@@ -56,37 +56,36 @@ class _Columns:
 
 def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: Sequence[Json] = ()) -> str:
     """All charts as JSON for a <script> element, None for undrawn ones; then `more` figures."""
-    columns = _Columns()
-    marked = {(number, each.global_step, "restart") for number, run in enumerate(runs) for each in run.restarts}
-    marked |= {(number, step, "mix") for number, run in enumerate(runs) for step, *_ in mix_changes(run)}
-    most = max(_MARK_BUDGET // max(len(charts), 1), 1)
-    marks = sorted(marked, key=lambda each: -each[1])[
-        :: -(-len(marked) // most) or 1
-    ]  # the latest first; of too many, some
-    figures: list[Json | None] = []
-    for chart in charts:
-        figures.append(None)
-        if chart.is_drawn:
-            figures[-1] = _figure(chart, runs, columns, marks)
+    columns, marks = _Columns(), _marks(runs, len(charts))
+    figures = [_figure(chart, runs, columns, marks) if chart.is_drawn else None for chart in charts]
     curves = [line.curve for chart in charts for line in chart.lines if len(line.curve.mean)]
     first = min((int(curve.first[0]) for curve in curves), default=0)
     last = max((int(curve.last[-1]) for curve in curves), default=1)
     pad = max((last - first) * 0.015, 0.5)
-    layout = json.loads(
-        (resources.files("trainer.tools.report") / "assets" / "layout.json").read_text(encoding="utf-8")
-    )
-    template = {"layout": layout, "data": {"scatter": [{"showlegend": False}]}}
-    page = {
-        "columns": columns.encoded,
-        "span": [first - pad, last + pad],
-        "template": template,
-        "charts": [*figures, *more],
-    }
+    layout = resources.files("trainer.tools.report") / "assets" / "layout.json"
+    template = {"layout": json.loads(layout.read_text(encoding="utf-8")), "data": {"scatter": [{"showlegend": False}]}}
+    page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template}
     # "</script>" in the name of a run would end the element.
-    return json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(page | {"charts": [*figures, *more]}, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
 
 
-def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: Sequence[tuple[int, int, str]]) -> Json:
+def _marks(runs: Sequence[RunRecord], num_charts: int) -> list[Mark]:
+    """Restarts and changes of the mix, the latest first; some of them, if they are too many."""
+    found = set[Mark]()
+    for number, run in enumerate(runs):
+        found |= {(number, each.global_step, "restart") for each in run.restarts}
+        found |= {(number, step, "mix") for step, *_ in mix_changes(run)}
+    most = max(_MARK_BUDGET // max(num_charts, 1), 1)
+    return sorted(found, key=lambda each: -each[1])[:: _stride(len(found), most)]
+
+
+def _stride(number: int, most: int) -> int:
+    """Of which one in so many is shown, so that at most `most` are."""
+    return max(-(-number // most), 1)
+
+
+def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: Sequence[Mark]) -> Json:
     can_be_log = chart.style == "line" and all(bool((line.curve.low > 0).all()) for line in chart.lines)
     highest = max((float(line.curve.high.max()) for line in chart.lines if len(line.curve.high)), default=0.0)
     yaxis: Json = {"title": {"text": chart.axis}}
@@ -95,12 +94,13 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: S
     layout: Json = {"yaxis": yaxis, "hovermode": "x unified"}
     if chart.style == "heat":
         traces = [_heat_map(chart, columns)]
-        layout |= {"hovermode": "closest", "yaxis": {"type": "category", "autorange": "reversed", "nticks": 0}}
+        layout = {"hovermode": "closest", "yaxis": {"type": "category", "autorange": "reversed", "nticks": 0}}
     else:
-        is_single = len(runs) == 1
-        traces = [trace for line in chart.lines for trace in _line_traces(chart, line, columns, is_single=is_single)]
+        is_single, traces = len(runs) == 1, []
+        for line in chart.lines:
+            traces += _line_traces(chart, line, columns, is_single=is_single)
         traces += _legend(chart, is_single=is_single)
-        layout |= {"showlegend": True, "shapes": _shapes(chart, runs, marks), "annotations": _marks(chart)}
+        layout |= {"showlegend": True, "shapes": _shapes(chart, runs, marks), "annotations": _crosses(chart)}
     return {
         "name": f"{chart.group}: {chart.title}",
         "data": traces,
@@ -116,30 +116,28 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: S
 
 def _legend(chart: Chart, *, is_single: bool) -> list[Json]:
     """Traces without points: an entry for each group of lines that can be hidden."""
-    if is_single:
+    lines = [(line.variant, "muted", line.dash) for line in chart.lines]
+    if is_single:  # of several runs, the page's legend has the colors
         lines = [(line.label, f"c{line.color % NUM_COLORS}", line.dash) for line in chart.lines]
-    else:
-        lines = [(line.variant, "muted", line.dash) for line in chart.lines]
     entries = list(dict.fromkeys(lines))
     if len(entries) < 2:
         return []
-    return [
-        {"name": label, "legendgroup": label, "x": [None], "y": [None], "mode": "lines", "hoverinfo": "skip"}
-        | {"line": {"color": color, "dash": DASHES[dash % len(DASHES)]}, "showlegend": True}
-        for label, color, dash in entries
-    ]
+    empty: Json = {"x": [None], "y": [None], "mode": "lines", "hoverinfo": "skip", "showlegend": True}
+    found = []
+    for label, color, dash in entries:
+        stroke = {"color": color, "dash": DASHES[dash % len(DASHES)]}
+        found.append({"name": label, "legendgroup": label, "line": stroke, **empty})
+    return found
 
 
 def _broken(curve: Curve, *columns: Floats) -> list[Floats]:
     """The middle of each point's steps, and columns, with NaN where the key was absent for long."""
     steps = (curve.first + curve.last) / 2
-    spacing = np.diff(steps)
-    most = math.inf
+    spacing, most = np.diff(steps), math.inf
     if len(steps) >= FEWEST_POINTS:
         most = WIDEST_GAP * float(np.median(spacing))
-    return [
-        np.insert(column.astype(np.float64), np.flatnonzero(spacing > most) + 1, np.nan) for column in (steps, *columns)
-    ]
+    gaps = np.flatnonzero(spacing > most) + 1
+    return [np.insert(column.astype(np.float64), gaps, np.nan) for column in (steps, *columns)]
 
 
 def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool) -> list[Json]:
@@ -152,8 +150,7 @@ def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool
     if chart.style == "area":
         steps, mean, stroke["width"] = (curve.first + curve.last) / 2, curve.mean, 1
         drawn = {"stackgroup": "one", "stackgaps": "interpolate", "fillcolor": f"{hue}/0.45", "mode": "lines"}
-    drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke}
-    drawn["hovertemplate"] = "%{y:,.6~g}"
+    drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke, "hovertemplate": "%{y:,.6~g}"}
     if not np.array_equal(curve.first, chart.lines[0].curve.first):  # the page shows the step of the first line
         drawn["hovertemplate"] += " at %{x:,}"
     if line.errors is not None:
@@ -189,9 +186,8 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
     if len(positive):
         low, high = math.log10(positive.min()), math.log10(positive.max())
     cells = np.log10(np.where(values <= 0, 10**low, values))
-    powers: list[float] = list(range(math.ceil(low), math.floor(high) + 1))
-    ticks = powers
-    if len(powers) < 2:  # less than a decade
+    ticks: list[float] = list(range(math.ceil(low), math.floor(high) + 1))
+    if len(ticks) < 2:  # less than a decade
         ticks = [low, high]
     bar = {"title": {"text": chart.axis, "side": "right", "font": _SMALL}, "thickness": 10, "outlinewidth": 0}
     bar |= {"tickvals": ticks, "ticktext": [number_text(10**tick, 2) for tick in ticks], "tickfont": _SMALL}
@@ -212,13 +208,16 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
 
 
 def skipped_step(chart: Chart) -> float | None:
-    """The first step of a chart of lines, if it is out of the range of values until one zooms: alone it would take most of the
-    height; or the values are times, since data is opened in it, which may take as long as a hundred other steps."""
+    """The first step of a chart of lines, if it is out of the range of values until one zooms.
+
+    Alone it would take most of the height; or the values are times, since data is opened in it,
+    which may take as long as a hundred other steps.
+    """
     curves = [line.curve for line in chart.lines if len(line.curve.mean)]
     if chart.style != "line" or not curves:
         return None
-    columns = zip(*(((each.first + each.last) / 2, each.low, each.high) for each in curves), strict=True)
-    steps, low, high = (np.concatenate(column) for column in columns)
+    steps = np.concatenate([(each.first + each.last) / 2 for each in curves])
+    low, high = (np.concatenate([getattr(each, end) for each in curves]) for end in ("low", "high"))
     later = steps > steps.min()
     is_alone = False
     if np.count_nonzero(later) >= FEWEST_POINTS:
@@ -238,12 +237,10 @@ def _is_near(chart: Chart, reference: Reference) -> bool:
     return low - 3 * (high - low) <= reference.value <= 4 * high
 
 
-def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[tuple[int, int, str]]) -> list[Json]:
+def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[Mark]) -> list[Json]:
     """The healthy band, levels, and marks; None ends at the axis, the name is the run's index."""
     shapes: list[Json] = []
-    stroke: Json
-    ends: Json
-    across = {"xref": "paper", "x0": 0, "x1": 1}
+    across: Json = {"xref": "paper", "x0": 0, "x1": 1}
     if chart.band is not None:
         low, high = chart.band
         kind: Json = {"type": "rect", "fillcolor": "good/0.11", "line": {"color": "good", "width": 0}}
@@ -251,37 +248,39 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[tuple[int, 
             kind = {"type": "line", "opacity": 0.35, "line": {"color": "good", "width": 4}}
         shapes.append({**kind, **across, "y0": low, "y1": high, "layer": "below"})
 
-    def color_of(run: int) -> str:
-        return f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"
+    def line_of(run: int, width: float, dash: str) -> Json:
+        color = f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"
+        return {"type": "line", "name": str(run), "line": {"color": color, "width": width, "dash": dash}}
 
     for level in chart.references:
+        height = {"y0": level.value, "y1": level.value}
         if _is_near(chart, level):
-            stroke = {"color": color_of(level.run), "width": 1.5, "dash": "dash"}
-            ends = {"y0": level.value, "y1": level.value}
-            shapes.append({"type": "line", **across, **ends, "line": stroke, "name": str(level.run)})
-    ends_of_runs = [step for run in runs for step in (*run.steps[:1], *run.steps[-1:])]
-    last = max(ends_of_runs, default=0)
-    apart = (last - min(ends_of_runs, default=0)) * _WORD
+            shapes.append(line_of(level.run, 1.5, "dash") | across | height)
+    ends = [step for run in runs for step in (*run.steps[:1], *run.steps[-1:])]
+    last = max(ends, default=0)
+    apart = (last - min(ends, default=0)) * _WORD
     free = math.inf  # up to where the next word has room
+    shown = {line.run for line in chart.lines}
     for run, step, word in marks:
-        if any(line.run == run for line in chart.lines):
-            stroke = {"color": color_of(run), "width": 1.2, "dash": "dot"}
-            ends = {"yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}
+        if run in shown:
             label: Json = {"text": "", "textposition": "end", "textangle": 0, "yanchor": "top", "font": _SMALL}
             if len(marks) <= _MOST_WORDS and step + apart <= free:
-                has_room = step + apart <= last
-                label |= {"text": word, "xanchor": "left" if has_room else "right"}
-                free = step if has_room else step - apart
-            shapes.append({"type": "line", **ends, "line": stroke, "name": str(run)} | {"label": label})
+                label |= {"text": word, "xanchor": "left"}
+                free = step
+                if step + apart > last:  # no room behind the line
+                    label["xanchor"], free = "right", step - apart
+            place = {"yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}
+            shapes.append(line_of(run, 1.2, "dot") | place | {"label": label})
     return shapes
 
 
-def _marks(chart: Chart) -> list[Json]:
+def _crosses(chart: Chart) -> list[Json]:
     """A × where a value was not finite."""
     mark = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "text": "×"}
     mark["font"] = {"size": 15, "color": "bad"}
-    return [
-        {"x": step, "name": str(line.run), **mark}
-        for line in chart.lines
-        for step in line.curve.bad_steps[:: -(-len(line.curve.bad_steps) // _MOST_BAD_STEPS) or 1].tolist()
-    ]
+    found = []
+    for line in chart.lines:
+        steps = line.curve.bad_steps
+        shown = steps[:: _stride(len(steps), _MOST_BAD_STEPS)].tolist()
+        found += [{"x": step, "name": str(line.run), **mark} for step in shown]
+    return found

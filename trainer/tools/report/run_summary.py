@@ -19,7 +19,8 @@ from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
-# The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
+# The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of
+# a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
@@ -69,7 +70,8 @@ class KeyMean:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run: its last `rows` logged training rows, `first` to `last`; all 0 without any."""
+    """The end of a run: its last `rows` logged training rows, `first` to `last`; all 0 without
+    any."""
 
     rows: int
     first: int
@@ -140,8 +142,9 @@ def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median",
 
 
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
-    """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean of as many
-    consecutive rows, which may be the final ones: the minimum of single rows is luck, and a running average lags."""
+    """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean
+    of as many consecutive rows, which may be the final ones: the minimum of single rows is luck,
+    and a running average lags."""
     losses, unit = _finite(run, "loss"), "nats/token"
     if not losses:
         return [SummaryRow("Final loss", None, unit), SummaryRow("Best loss", None, unit)]
@@ -321,9 +324,11 @@ def _strict(value: Any) -> Any:
 
 
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """(key, its value in each run) for settings that differ; None where a run does not have the key.
+    """(key, its value in each run) for settings that differ; None where a run does not have the
+    key.
 
-    For the keys see `recorded_settings`. A value that a resume changed is a mapping, as in `settings_by_step`.
+    For the keys see `recorded_settings`. A value that a resume changed is a mapping, as in
+    `settings_by_step`.
     """
     flat = []
     for run in runs:
@@ -349,10 +354,11 @@ def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple
 
 
 def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None) -> list[KeyMean]:
-    """Every key of either run, averaged over the end of each run (`end_of`), in order of appearance.
+    """Every key of either run, averaged over the end of each run (`end_of`), in order of
+    appearance.
 
-    Evaluations within these steps are averaged too. For counters, schedules and running averages, and for keys that are
-    not logged within these steps, the last value is given.
+    Evaluations within these steps are averaged too. For counters, schedules and running averages,
+    and for keys that are not logged within these steps, the last value is given.
     """
     ends = [(run, end_of(run, window)) for run in (first, second)]
     rows = []

@@ -1,1 +1,2 @@
-"""Run records: the files of a run, read back for diagnosis, reports and comparisons. Without torch."""
+"""Run records: the files of a run, read back for diagnosis, reports and comparisons. Without
+torch."""

@@ -25,7 +25,8 @@ class Number(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The losses of targets with `start` to 2 `start` - 1 tokens before; the last two after a cell."""
+    """The losses of targets with `start` to 2 `start` - 1 tokens before; the last two after a
+    cell."""
 
     start: int
     loss: Number
@@ -89,7 +90,8 @@ def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None
 
 
 def in_words(curve: DepthCurve, cell: int) -> str:
-    """In words: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024 tokens"."""
+    """In words: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024
+    tokens"."""
     gain, beyond = curve.gain, f"beyond {cell:,} tokens" if cell else "beyond a cell"
     has_error = math.isfinite(gain.error)
     carrying = "over documents, carrying" if has_error else "carrying"

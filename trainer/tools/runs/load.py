@@ -1,7 +1,7 @@
 """Reads the record of a run: from its directory, or from a metrics.jsonl alone.
 
-Truncated, damaged and unknown-version lines are skipped and counted in `RunRecord.notes`. A file without a usable row is
-refused.
+Truncated, damaged and unknown-version lines are skipped and counted in `RunRecord.notes`. A file
+without a usable row is refused.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class RunRecord:
         return list(dict.fromkeys([*self.train.keys, *self.evals.keys]))
 
     def column(self, key: str) -> tuple[array[int], array[float]]:
-        """(steps, values) of a training or evaluation key, steps ascending and unique; empty if the run has no such key.
+        """(steps, values) of a training or evaluation key, steps ascending and unique; empty if the
+        run has no such key.
 
         Values may be NaN or infinite.
         """
@@ -152,7 +153,8 @@ class _Reader:
                 and bool(keys)
                 and _NUMBERS.issuperset(map(type, values))
                 and all(map(math.isfinite, values))
-                # The parser drops duplicate keys silently; the text then has more keys than the object.
+                # The parser drops duplicate keys silently; the text then has more keys than the
+                # object.
                 and line.count(b'":') == len(_PLAIN_KEYS) + len(keys)
                 and "" not in metrics
             )
@@ -201,8 +203,8 @@ class _Reader:
     def restarts(self, events: Iterable[Mapping[str, Any]]) -> tuple[list[Restart], list[int]]:
         """All restarts, and for each the number of steps between it and the last row before it.
 
-        Those of events.jsonl have details, and are there also if the run ended before its first row. A row follows the latest
-        event of its step.
+        Those of events.jsonl have details, and are there also if the run ended before its first
+        row. A row follows the latest event of its step.
         """
         known, by_step = list(filter(None, map(_restart_of, events))), defaultdict[int, list[int]](list)
         for number, each in enumerate(known):
@@ -272,7 +274,8 @@ def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None)
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
-    """Read a run directory or a file of payloads. For a file called metrics.jsonl, the files beside it are read too.
+    """Read a run directory or a file of payloads. For a file called metrics.jsonl, the files beside
+    it are read too.
 
     Args:
         allow_empty: a run that has logged no row yet gives a record without rows.
@@ -370,8 +373,8 @@ def mix_changes(run: RunRecord) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
 def settings_by_step(run: RunRecord) -> dict[str, Any]:
     """For each setting that a restart or `train mix` changed, its value for the rows that count.
 
-    A mapping from the first step of each value to it, or the value itself where these rows have only one: a launch that
-    trained no step changed nothing.
+    A mapping from the first step of each value to it, or the value itself where these rows have
+    only one: a launch that trained no step changed nothing.
     """
     found: dict[str, dict[int, Any]] = {}
     reached = run.status.get("last_step")

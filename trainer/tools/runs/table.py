@@ -13,8 +13,9 @@ _Row = tuple[int, int, tuple[str, ...], "array[float]"]  # step, number of resta
 class RowTable:
     """The rows of one mode (`train` or `eval`).
 
-    If a step was logged more than once, the latest row replaces the others. With `merge_same_step`, rows of one step
-    without a restart between them are merged instead: a loop may log several evaluations of a step.
+    If a step was logged more than once, the latest row replaces the others. With `merge_same_step`,
+    rows of one step without a restart between them are merged instead: a loop may log several
+    evaluations of a step.
     """
 
     def __init__(self, *, merge_same_step: bool) -> None:
@@ -62,7 +63,8 @@ class RowTable:
         return array("q", dict.fromkeys(row[0] for row in self.kept))
 
     def column(self, key: str) -> Column:
-        """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values may be NaN.
+        """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values
+        may be NaN.
 
         Both arrays are shared with later calls: treat them as read-only.
         """

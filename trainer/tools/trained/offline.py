@@ -42,10 +42,12 @@ def evaluate_checkpoint(
     tokenizer: str | None = None,
     trust_code: bool = False,
 ) -> tuple[int | None, dict[str, float]]:
-    """Evaluate the model of a run, or an exported one, in one process: (step, metrics by catalog key).
+    """Evaluate the model of a run, or an exported one, in one process: (step, metrics by catalog
+    key).
 
-    The step is None for an exported model that does not say. With `sources` or `[[eval.source]]` in its config those are read,
-    otherwise all of its held-out documents; a task of the user's own (`[eval] target`) is called as in the run.
+    The step is None for an exported model that does not say. With `sources` or `[[eval.source]]` in
+    its config those are read, otherwise all of its held-out documents; a task of the user's own
+    (`[eval] target`) is called as in the run.
 
     Args:
         held_out: read the held-out documents although the config has sets.
@@ -55,7 +57,8 @@ def evaluate_checkpoint(
         trust_code: import the code that the config of the model names.
 
     Raises:
-        UserError: the config names code; there is no such model, nothing to evaluate on, or the data cannot be read.
+        UserError: the config names code; there is no such model, nothing to evaluate on, or the
+            data cannot be read.
     """
     directory = Path(directory).absolute()
     with chdir(os.curdir):  # which the model's code may leave, and its config's paths are relative to
@@ -89,8 +92,8 @@ def evaluate_checkpoint(
 
 
 def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) -> list[EvalSourceTable]:
-    """The sets to evaluate on: those of the config that `given` does not replace, and `given`. A UserError if two have
-    one name, or if one of the config cannot be read, and none is given."""
+    """The sets to evaluate on: those of the config that `given` does not replace, and `given`. A
+    UserError if two have one name, or if one of the config cannot be read, and none is given."""
     new = [each.name for each in given]
     if twice := sorted({name for name in new if new.count(name) > 1}):
         raise UserError("--source", f"two sets are named {twice[0]}", "give it another name")
@@ -121,13 +124,15 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
         "ledger": config.ledger.model_copy(update={"capacity": ALL}),
         "metrics": config.metrics.model_copy(update={"profile": 0}),
     }
-    # A plan is refused for what a run lacks; an evaluation needs neither steps nor a schedule nor a ledger of its size.
+    # A plan is refused for what a run lacks; an evaluation needs neither steps nor a schedule nor a
+    # ledger of its size.
     trained, config = config, config.model_copy(update=changed)
     if not sets:
         return make_plan(_with_eval(config, source=[], every=1, batches=batches or ALL), path, 1, parts=PARTS)
     if batches is not None:
         sets = [each.model_copy(update={"batches": batches}) for each in sets]
-    # The training data may be elsewhere: the sets take its place. They need not have the modalities of the training data.
+    # The training data may be elsewhere: the sets take its place. They need not have the modalities
+    # of the training data.
     data = config.data.model_copy(update={"source": [each.as_source() for each in sets], "mixing": MixingTable()})
     without = _with_eval(config, source=[], target=None, every=0, holdout_fraction=0.0)
     plan = make_plan(without.model_copy(update={"data": data}), path, 1, parts=PARTS)

@@ -114,7 +114,8 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
-    """Refuse a config that was not named by the user, but lay with a checkpoint at `place`, and names code to import.
+    """Refuse a config that was not named by the user, but lay with a checkpoint at `place`, and
+    names code to import.
 
     Args:
         tables: what is used of it; none: everything.
@@ -165,7 +166,8 @@ def load_model(
         trust_code: import the model that the config in `directory` names.
 
     Raises:
-        UserError: the config names code; nothing usable is there, or the weights do not fit the model.
+        UserError: the config names code; nothing usable is there, or the weights do not fit the
+            model.
     """
     place = Path(directory).absolute()  # building the model may change the working directory
     found: int | None
@@ -206,8 +208,9 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
 def copy_tokenizer(path: Path, directory: Path) -> None:
     """Copy a tokenizer.json, and what belongs to it, for `AutoTokenizer`.
 
-    Without a `tokenizer_config.json`, `transformers` would take the tokenizer of the model's family and give it special tokens,
-    the first of which gets the id that begins documents; one that names no family is written then.
+    Without a `tokenizer_config.json`, `transformers` would take the tokenizer of the model's family
+    and give it special tokens, the first of which gets the id that begins documents; one that names
+    no family is written then.
     """
     shutil.copyfile(path, directory / "tokenizer.json")
     for part in (path.with_name(name) for name in TOKENIZER_PARTS if path.name == "tokenizer.json"):
@@ -220,7 +223,8 @@ def copy_tokenizer(path: Path, directory: Path) -> None:
 
 
 def begin_texts(directory: Path, bos_id: int) -> bool:
-    """Have the tokenizer of an export put the id that begins documents before a text; False if it cannot have such a token.
+    """Have the tokenizer of an export put the id that begins documents before a text; False if it
+    cannot have such a token.
 
     Its own post-processor, which training leaves out, goes.
     """
@@ -252,18 +256,19 @@ def begin_texts(directory: Path, bos_id: int) -> bool:
 def export_model(
     run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
 ) -> SavedCheckpoint:
-    """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, the files of the tokenizer into `out`.
+    """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, the files of the
+    tokenizer into `out`.
 
     All is written next to `out` first, so that `out` is complete or absent.
 
     Args:
-        as_hugging_face: weights and `config.json` as the model's own `save_pretrained` writes them, for `from_pretrained`;
-            no `config.toml`.
+        as_hugging_face: weights and `config.json` as the model's own `save_pretrained` writes them,
+            for `from_pretrained`; no `config.toml`.
         trust_code: import the model that the config names, which `as_hugging_face` builds.
 
     Raises:
-        UserError: the config names code; no checkpoint, a missing tokenizer or package, or a model that is none of
-            `transformers`.
+        UserError: the config names code; no checkpoint, a missing tokenizer or package, or a model
+            that is none of `transformers`.
         OSError: `out` cannot be written.
     """
     saved = read_checkpoint(run_dir, step)
@@ -366,7 +371,8 @@ def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
 
 
 def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a model's state; tensors that share memory (tied embeddings) are written once, with the names of the others.
+    """Write a model's state; tensors that share memory (tied embeddings) are written once, with the
+    names of the others.
 
     Raises:
         UserError: two tensors overlap without being the same.

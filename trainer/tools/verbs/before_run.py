@@ -65,8 +65,9 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it. Takes train's
-    --steps, --resume, --stdout, --profile, --strategy and --replicas too, as preview does."""
+    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it.
+    Takes train's --steps, --resume, --stdout, --profile, --strategy and --replicas too, as preview
+    does."""
     config_path = require_config(config, "train check")
     with uncollected():
         import torch
@@ -121,7 +122,8 @@ def _num_bytes(source: Source) -> int:
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
-    """Refuse settings that a run refuses before it builds anything. Reads no data, only weights to begin with.
+    """Refuse settings that a run refuses before it builds anything. Reads no data, only weights to
+    begin with.
 
     Raises:
         UserError: the first of them.
@@ -325,7 +327,8 @@ def preview(
     world_size: WorldSizeOption = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
+    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is
+    trained."""
     config_path = require_config(config, "train preview")
     from trainer.config.load import load_config, located
     from trainer.tools.preview.config_warnings import find_warnings
@@ -380,8 +383,8 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
-    that could not be checked."""
+    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does,
+    3: it does not, or that could not be checked."""
     if node:
         _check_node()
         return
@@ -450,7 +453,8 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
         with users_code("--model", f"{name} fails"):
             taken = inspect.signature(target).parameters
             made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
-        # Anybody's module is adapted; one that keeps the protocol of models here comes back as it is.
+        # Anybody's module is adapted; one that keeps the protocol of models here comes back as it
+        # is.
         if hasattr(made, "forward"):
             try:
                 adapted = adapt(made)

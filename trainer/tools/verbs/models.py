@@ -53,7 +53,8 @@ def sample(
     device: DeviceOption = "auto",
     trust_code: TrustOption = False,
 ) -> None:
-    """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
+    """Generate text from a run's newest checkpoint, with the recurrent state carried from token to
+    token."""
     require_run(run_dir)
     with uncollected():
         from trainer.data.tokenizer import prompt_ids
@@ -118,7 +119,8 @@ def evaluate(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on its held-out documents."""
+    """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on
+    its held-out documents."""
     require_run(run_dir)
     sources = [_parse_source(text) for text in source or []]
     with uncollected():
@@ -142,8 +144,8 @@ def evaluate(
 
 
 def _parse_source(text: str) -> EvalSourceTable:
-    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises UserError: it is not
-    of this form, or the path does not exist."""
+    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises
+    UserError: it is not of this form, or the path does not exist."""
     from trainer.config.data_tables import EvalSourceTable
 
     name, separator, path = text.partition("=")
@@ -169,7 +171,8 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
         else:
             name, metric = HELD_OUT, key.removeprefix("eval_")
         rows.setdefault(name or "-", {})[metric] = f"{value:.4f}"
-    # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the JSON.
+    # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the
+    # JSON.
     names = list(METRICS) + sorted({m for row in rows.values() for m in row if "/" not in m} - METRICS.keys())
     columns = [Column("set", list(rows))]
     for metric in names:

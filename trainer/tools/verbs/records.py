@@ -184,7 +184,8 @@ def diagnose(
     show_all: Annotated[bool, Option("--all", help=ALL_HELP)] = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
+    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3:
+    findings."""
     from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
     from trainer.tools.runs.load import load_run
 
