@@ -191,11 +191,7 @@ class Assessment:
 def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
     """At most `OVERSIZE_FILL` of the rows of a rank's ledger are used at once, and the rest takes
     much memory.
-
-    Args:
-        capacity, used: rows.
-        device_bytes: memory of the device; 0: of unknown size.
-    """
+    `capacity`, `used`: rows. `device_bytes`: memory of the device; 0: of unknown size."""
     spare = (capacity - used) * row_bytes
     much = OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES
     share = f"at most {used / max(capacity, 1):.1%} of its room for {capacity:,} states"

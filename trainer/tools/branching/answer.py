@@ -83,11 +83,8 @@ def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | 
 
 def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict | None:
     """Compare every batch with the one of the lowest mean loss; None if no batch has a loss.
-
-    Args:
-        measured: all batches with a loss have the same seeds; one without is not within.
-        tolerance: relative to the loss of the reference.
-    """
+    `measured`: all batches with a loss have the same seeds; one without is not within. `tolerance`:
+    relative to the loss of the reference."""
     found = {factor: losses for factor, losses in sorted(measured.items()) if losses}
     if not found:
         return None

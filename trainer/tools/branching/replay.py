@@ -145,11 +145,8 @@ def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mappin
 
 def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
     """Where to begin, before the step `before`, so as to repeat `step`.
-
-    Raises:
-        UserError: the run has no such step, its beginning is not known, its data changed, or its
-            config names code.
-    """
+    Raises UserError: the run has no such step, its beginning is not known, its data changed, or its
+    config names code."""
     run = load_run(run_dir, allow_empty=True)
     complete = checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
     kept, resumed = {checkpoint.step_of(path): path for path in complete}, [each.global_step for each in run.restarts]
@@ -264,10 +261,7 @@ def _tokens(targets: Any) -> list[int]:
 
 def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
     """The micro-batches of a step, as `rows_of` takes them, by reading on from the data cursors.
-
-    Raises:
-        UserError: how many they are is not known ahead.
-    """
+    Raises UserError: how many they are is not known ahead."""
     plan, micros = origin.plan.config.micro_batches, []
     if not plan.is_known_ahead:
         raise UserError("train.micro_batches", "depends on what the run measures", f"use train replay --step {step}")
@@ -311,14 +305,9 @@ def replay(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Replay:
     """Repeat the run up to `step`.
-
-    Args:
-        num_ranks: None: as many as the run's.
-        logs_all: every step, and not those alone that the run logged.
-
-    Raises:
-        BranchFailed: it did not come to the step.
-    """
+    `num_ranks`: None: as many as the run's. `logs_all`: every step, and not those alone that the
+    run logged.
+    Raises BranchFailed: it did not come to the step."""
     own, threads, failure = origin.num_ranks, origin.environment.get("threads"), ""
     num_ranks = num_ranks or own
     changed: dict[str, dict[str, Any]] = {

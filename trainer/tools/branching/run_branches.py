@@ -82,14 +82,8 @@ def run_branches(
     on_result: Callable[[Branch, BranchResult], None],
 ) -> None:
     """Run branches that are not done yet, one after the other, until a stop is requested.
-
-    Args:
-        should_stop: asked often.
-        on_result: called for each branch that is done.
-
-    Raises:
-        BranchFailed, OSError: one failed; those before it are done.
-    """
+    `should_stop`: asked often. `on_result`: called for each branch that is done.
+    Raises BranchFailed, OSError: one failed; those before it are done."""
     study.directory.mkdir(parents=True, exist_ok=True)
     write_json(study.directory / STUDY_FILE, study.common)
     for branch in branches:
@@ -154,13 +148,8 @@ def run_program(
 ) -> bool:
     """Train in `run_dir`, from its own checkpoint. False: stopped, which is passed on to the
     program once.
-
-    Args:
-        threads: of each rank; None: as this process's environment says.
-
-    Raises:
-        BranchFailed: it failed, but for a loss that is not finite.
-    """
+    `threads`: of each rank; None: as this process's environment says.
+    Raises BranchFailed: it failed, but for a loss that is not finite."""
     config_file, output_file = run_dir / "branch.toml", run_dir / OUTPUT_FILE
     write_file(config_file, to_toml(config))
     command = [sys.executable, str(PROGRAM), "--config", str(config_file), "--run-dir", str(run_dir)]

@@ -66,11 +66,8 @@ def _logged(run: RunRecord, key: str, step: int) -> list[float]:
 def reserved(run_dir: Path) -> Iterator[None]:
     """Keep the run from being resumed, and its checkpoints from being pruned, while branches start
     from it.
-
-    Raises:
-        UserError: the run is still being trained, or other branches of it are.
-        OSError: its directory cannot be written.
-    """
+    Raises UserError: the run is still being trained, or other branches of it are; OSError: its
+    directory cannot be written."""
     with ExitStack() as held:
         with suppress(FileNotFoundError):  # a copy of a run: nobody trains it
             descriptor = open_descriptor(run_dir / LOCK_NAME, os.O_RDONLY)
@@ -91,14 +88,9 @@ def reserved(run_dir: Path) -> Iterator[None]:
 
 def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origin:
     """Read what is needed of the run and its checkpoint at `path`.
-
-    Args:
-        trust_code: import the code that its config names.
-
-    Raises:
-        UserError: the checkpoint is damaged; the data are gone; the learning rate there is zero; or
-            its config names code.
-    """
+    `trust_code`: import the code that its config names.
+    Raises UserError: the checkpoint is damaged; the data are gone; the learning rate there is zero;
+    or its config names code."""
     try:
         saved = checkpoint.verify(path)
     except CheckpointError as error:
@@ -267,11 +259,7 @@ def make_study(
 
 
 def parse_numbers(option: str, text: str) -> list[Fraction]:
-    """`1/4,0.5,2` as exact numbers.
-
-    Raises:
-        UserError: one is no positive number.
-    """
+    """`1/4,0.5,2` as exact numbers. Raises UserError: one is no positive number."""
     numbers = []
     for word in text.split(","):
         with suppress(ValueError, ZeroDivisionError):

@@ -144,11 +144,8 @@ def check_all(
 ) -> tuple[list[Document], list[Skipped]]:
     """The candidates of the modality `what` that are text, sorted by source, each text once; and
     the others.
-
-    Args:
-        max_bytes: a larger file or line is skipped unread.
-        forbidden: strings that must not enter the corpus, such as absolute paths of this machine.
-    """
+    `max_bytes`: a larger file or line is skipped unread. `forbidden`: strings that must not enter
+    the corpus, such as absolute paths of this machine."""
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
     skipped: list[Skipped] = []
     documents: dict[str, Document] = {}

@@ -71,10 +71,7 @@ class Manifest:
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a corpus.
-
-    Raises:
-        UserError: it is missing, damaged, or of another format version.
-    """
+    Raises UserError: it is missing, damaged, or of another format version."""
     file = directory / MANIFEST_NAME
     try:
         content = read_json(file)

@@ -61,10 +61,7 @@ class Starter:
 
 def render_starter(starter: Starter, *, schema: str | None) -> str:
     """The whole file.
-
-    Args:
-        schema: path of the JSON Schema from the file's directory, for editors; None: none.
-    """
+    `schema`: path of the JSON Schema from the file's directory, for editors; None: none."""
     sizes = starter.sizes
     notes = [_comment(f"Note: {note}") for note in starter.notes]
     vocabulary = tying = objective = ""

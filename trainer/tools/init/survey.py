@@ -54,10 +54,7 @@ def make_starter(
     tokenizer: str | None = None,
 ) -> Starter:
     """The starter config for the data at `paths`; the other arguments are the verb's options.
-
-    Raises:
-        UserError: there is nothing to train on.
-    """
+    Raises UserError: there is nothing to train on."""
     paths = [_expanded(path) for path in paths]
     if any(map(is_url, paths)):
         at = discover_stored(paths, format=format, cache=Cache(None, DataTable.model_fields["cache_gb"].default))

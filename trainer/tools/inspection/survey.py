@@ -33,10 +33,7 @@ def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
 
 def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
     """Every token of every document once, in chunks of whole or partial documents.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    Raises UserError: the file is damaged."""
     waiting: list[TokenArray] = []
     num_waiting = 0
     for document, length in enumerate(documents.lengths.tolist()):
@@ -63,11 +60,8 @@ def guess(
     streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
 ) -> Guess:
     """Distinguish text from token ids by the format and first record of each stream.
-
-    Raises:
-        UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot be
-            read.
-    """
+    Raises UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot
+    be read."""
     examples: dict[Kind, str] = {}
     dtypes: dict[str, str] = {}
     formats = set()
@@ -104,11 +98,8 @@ def _dtype_of(path: Path) -> str:
 def guess_dtype(sample: bytes, size: int) -> str:
     """The integer type of headerless little-endian ids: the widest whose upper bytes are as empty
     as those of ids.
-
-    Args:
-        sample: bytes of the file, from an offset that is a multiple of 8.
-        size: bytes of the whole file, which must be a multiple of the type's size.
-    """
+    `sample`: bytes of the file, from an offset that is a multiple of 8. `size`: bytes of the whole
+    file, which must be a multiple of the type's size."""
     if size % 8 == 0 and len(sample) >= 16:
         # The upper half of each int64 is 0, unless ids are beyond any vocabulary.
         words = np.frombuffer(sample[: len(sample) // 8 * 8], dtype="<u4")
@@ -136,10 +127,7 @@ def look(
 ) -> tuple[list[Ints], tuple[int, int]]:
     """Read the streams once: the tokens of each document, by stream; and the largest token id, and
     how often it occurs.
-
-    Raises:
-        UserError: a file cannot be read or is damaged.
-    """
+    Raises UserError: a file cannot be read or is damaged."""
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
     options = ReadOptions(bounded, found.dtype, eod, format=format, column=column)
     lengths: list[Ints] = []

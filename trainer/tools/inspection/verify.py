@@ -80,13 +80,8 @@ def _compare(path: Path, entry: StreamEntry | None) -> None:
 def not_text(streams: Sequence[Stream], format: str) -> list[str]:
     """`FILE (why)` of each stream that is read as plain text and is not UTF-8 text, which the bytes
     tokenizer would not notice.
-
-    Args:
-        format: as `data.source.format`.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    `format`: as `data.source.format`.
+    Raises OSError: a file cannot be read."""
     found = []
     for stream in streams:
         if format_name(Path(stream.path), format) == "text":

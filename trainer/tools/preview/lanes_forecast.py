@@ -103,10 +103,7 @@ class CountedSource(ShardSource):
 def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
     """Its streams by relative path, with the places and lengths of their documents, and without
     tokens.
-
-    Raises:
-        UserError: a file cannot be read or is damaged, or there is no document to train on.
-    """
+    Raises UserError: a file cannot be read or is damaged, or there is no document to train on."""
     cut, read, _ = reading(plan, source)
     opener, found = StreamOpener(read, cut, warns=False), {}
     for stream in source.streams:
@@ -137,11 +134,8 @@ def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
 
 def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, most: int) -> LanesForecast:
     """Count what the lanes of a run with this config and seed will read, one step at least.
-
-    Args:
-        streams: from `open_lengths`, of each source that has streams and is read.
-        most: rows that are counted, over all data shards.
-    """
+    `streams`: from `open_lengths`, of each source that has streams and is read. `most`: rows that
+    are counted, over all data shards."""
     config, batches, num_shards = plan.config, plan.batches_by_steps, plan.facts.data_shards
     rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
     limit = min(most // rows, MOST_POSITIONS // (rows * row_tokens)) // num_shards

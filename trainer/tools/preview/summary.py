@@ -113,14 +113,9 @@ class Preview:
 
 def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
     """Compute a preview. Opens every stream, but reads only document lengths.
-
-    Args:
-        most: rows that are counted, over all data shards; beyond them numbers are averages.
-
-    Raises:
-        UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks
-            the state that a setting needs.
-    """
+    `most`: rows that are counted, over all data shards; beyond them numbers are averages.
+    Raises UserError: a stream cannot be opened, a source has nothing to train on, or the model
+    lacks the state that a setting needs."""
     plan.state_width()  # or an error, before any file is opened
     read = [source for source in plan.sources if source.streams and not source.is_off]
     streams = {source.name: open_lengths(plan, source) for source in read}

@@ -95,10 +95,7 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
 @dataclass(frozen=True)
 class Line:
     """One curve of a chart.
-
-    Attributes:
-        run, color, dash: indices; the color stands for the run if there are several.
-    """
+    `run`, `color`, `dash`: indices; the color stands for the run if there are several."""
 
     run: int
     label: str  # legend text, including the name of the run if there are several

@@ -310,10 +310,7 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
 def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     """The parts of the page that show its runs: HTML by the id of its element, and the charts as
     JSON under `data`.
-
-    Args:
-        diagnoses: of one run, or of several to overlay in the order of the colors.
-    """
+    `diagnoses`: of one run, or of several to overlay in the order of the colors."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     is_single = len(runs) == 1
     charts = make_charts(runs)
@@ -351,11 +348,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
 
 
 def plotly_script() -> str:
-    """plotly.js from the Python package.
-
-    Raises:
-        UserError: plotly is not installed.
-    """
+    """plotly.js from the Python package. Raises UserError: plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -46,11 +46,8 @@ _PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
 @dataclass(frozen=True)
 class RunRecord:
     """The files of one run, read back from its directory, or from a file of payloads.
-
-    Attributes:
-        status, config, environment: status.json (see `judged`), config.resolved.toml and env.json;
-            empty if absent.
-    """
+    `status`, `config`, `environment`: status.json (see `judged`), config.resolved.toml and
+    env.json; empty if absent."""
 
     path: Path
     train: RowTable
@@ -231,11 +228,7 @@ class _Reader:
         return ordered, redone
 
     def check_usable(self, path: Path, *, allow_empty: bool) -> None:
-        """Refuse a file without a usable row.
-
-        Raises:
-            UserError: naming the first invalid line.
-        """
+        """Refuse a file without a usable row. Raises UserError: naming the first invalid line."""
         if not (len(self.train) + len(self.evals)) and (self._first_error is not None or not allow_empty):
             raise _no_rows(path, self._first_error)
 
@@ -276,13 +269,8 @@ def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None)
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     """Read a run directory or a file of payloads. For a file called metrics.jsonl, the files beside
     it are read too.
-
-    Args:
-        allow_empty: a run that has logged no row yet gives a record without rows.
-
-    Raises:
-        UserError: the file does not exist, cannot be read, or has no valid payload.
-    """
+    `allow_empty`: a run that has logged no row yet gives a record without rows.
+    Raises UserError: the file does not exist, cannot be read, or has no valid payload."""
     path = Path(path)
     metrics, has_begun, problem = path, path.is_file(), "is neither a run directory nor a file"
     if path.is_dir():
@@ -335,10 +323,7 @@ def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The TOML in a file, within the bounds of `parse_json`.
-
-    Raises:
-        OSError, ValueError: as `read_json`.
-    """
+    Raises OSError, ValueError: as `read_json`."""
     found: dict[str, Any] = within_bounds(tomllib.loads, read_bytes(path).decode())
     return found
 

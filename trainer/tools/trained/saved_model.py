@@ -67,10 +67,7 @@ class SavedModel:
 
 def find_checkpoint(run_dir: str | Path, step: int | None, *, option: str = "--step") -> Path:
     """The run's complete checkpoint after `step`; None: the latest.
-
-    Raises:
-        UserError: there is none.
-    """
+    Raises UserError: there is none."""
     found = checkpoint.complete_checkpoints(Path(run_dir) / checkpoint.CHECKPOINTS)
     if not found:
         fix = "name a run that has saved one: checkpoint.every, keep_last and keep_every say which a run keeps"
@@ -84,10 +81,7 @@ def find_checkpoint(run_dir: str | Path, step: int | None, *, option: str = "--s
 
 def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
     """The config in the state.json of the checkpoint at `path`.
-
-    Raises:
-        UserError: it is damaged, or another version's.
-    """
+    Raises UserError: it is damaged, or another version's."""
     try:
         return RunConfig.model_validate(state.get("config"))
     except ValidationError as error:
@@ -98,10 +92,8 @@ def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
 
 def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckpoint:
     """The checkpoint after `step`, or the newest whole one.
-
-    Raises:
-        UserError: no run, no such checkpoint, a damaged one, or one of another version's config.
-    """
+    Raises UserError: no run, no such checkpoint, a damaged one, or one of another version's
+    config."""
     named = find_checkpoint(run_dir, step)
     found = checkpoint.find(named.parent, "auto" if step is None else str(named))
     assert found is not None
@@ -116,13 +108,8 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
     """Refuse a config that was not named by the user, but lay with a checkpoint at `place`, and
     names code to import.
-
-    Args:
-        tables: what is used of it; none: everything.
-
-    Raises:
-        UserError: it names some, and is not trusted.
-    """
+    `tables`: what is used of it; none: everything.
+    Raises UserError: it names some, and is not trusted."""
     if trusted:
         return
     for key, path in _named_code(config.model_dump()):
@@ -194,11 +181,7 @@ def load_model(
 
 
 def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int, source: Path) -> nn.Module:
-    """The model of a config with weights from `source`.
-
-    Raises:
-        UserError: they do not fit.
-    """
+    """The model of a config with weights from `source`. Raises UserError: they do not fit."""
     model = build_model(config.model, vocab_size, seq_len=config.data.seq_len, parts=PARTS)
     check_fit(model, weights, key=str(source), path="the file")
     model.load_state_dict(dict(weights))
@@ -359,10 +342,7 @@ def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use:
 
 def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
     """The model's `state_dict()`, whole, on the CPU; tensors alone.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    Raises CheckpointError: they cannot be read."""
     names = [name for name in tensors.shapes if name.startswith("model.")]
     found = {name.removeprefix("model."): tensors.read(name) for name in names}
     for name, owner in tensors.values.get("shared", {}).items():
@@ -373,11 +353,8 @@ def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
 def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a model's state; tensors that share memory (tied embeddings) are written once, with the
     names of the others.
-
-    Raises:
-        UserError: two tensors overlap without being the same.
-        OSError: the file cannot be written.
-    """
+    Raises UserError: two tensors overlap without being the same; OSError: the file cannot be
+    written."""
     kept: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}

@@ -124,10 +124,7 @@ def _num_bytes(source: Source) -> int:
 def _refuse_what_a_run_would(plan: Plan) -> None:
     """Refuse settings that a run refuses before it builds anything. Reads no data, only weights to
     begin with.
-
-    Raises:
-        UserError: the first of them.
-    """
+    Raises UserError: the first of them."""
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
     from trainer.lab.storage import Storage
@@ -163,13 +160,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
 
 def _check_resume(config: RunConfig, resume: str) -> None:
     """Refuse a checkpoint that a run could not resume from; no file is hashed.
-
-    Args:
-        resume: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
-
-    Raises:
-        UserError: it is not there, not whole, or was made with another config.
-    """
+    `resume`: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
+    Raises UserError: it is not there, not whole, or was made with another config."""
     from trainer.files import is_url
     from trainer.model.families import with_sizes
     from trainer.training.checkpointing import checkpoint
@@ -206,10 +198,7 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Derived values, without the memory of a step and the model's contract.
-
-    Raises:
-        UserError: the model lacks the state that a setting needs.
-    """
+    Raises UserError: the model lacks the state that a setting needs."""
     from trainer.config.rules import why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 

@@ -82,10 +82,7 @@ def ls(
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
     """The directories that are runs: the paths themselves, or their subdirectories.
-
-    Raises:
-        UserError: a path does not exist.
-    """
+    Raises UserError: a path does not exist."""
     found: dict[Path, None] = {}  # a set in order
     for given in map(Path, paths):
         if not given.is_dir():
