@@ -21,8 +21,9 @@ from trainer.tools.fitted_table import Column, duration_text, fitted_table
 from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, number_text
 
-BAR_QUANTILE = 2.1  # normal one of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %
-Losses = Mapping[int, float]  # of a batch at its best learning rate, by seed; empty: no branch ended with a loss
+# Normal quantile of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %.
+BAR_QUANTILE = 2.1
+Losses = Mapping[int, float]  # of a batch at its best learning rate, by seed; empty: none
 Answer = dict[str, Any]  # the content of cbs.json: numbers unrounded, factors as text
 
 
@@ -92,13 +93,13 @@ def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict 
     reference = min(means, key=lambda factor: means[factor])
     lowest, tolerated = means[reference], tolerance * abs(means[reference])
     error, bar = error_and_bar(found)
-    compared = {factor: Compared(mean - lowest, error, bar, tolerated) for factor, mean in means.items()}
+    compared = {n: Compared(mean - lowest, error, bar, tolerated) for n, mean in means.items()}
     # Its difference to itself has no error.
     compared[reference] = Compared(0.0, None, None, tolerated)
     upward = [factor for factor in sorted(measured) if factor >= reference]
 
     def chain(holds: Callable[[Compared], bool]) -> list[Fraction]:
-        return list(takewhile(lambda factor: factor in compared and holds(compared[factor]), upward))
+        return list(takewhile(lambda each: each in compared and holds(compared[each]), upward))
 
     within = chain(lambda each: each.is_within)
     return Verdict(
@@ -117,13 +118,14 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
     for branch in study.branches:
         by_batch.setdefault(branch.factor, []).append(branch)
     chosen = {factor: _best_rate(branches, results) for factor, branches in by_batch.items()}
-    measured = {n: {branch.seed: loss for branch, loss in best.items()} for n, best in chosen.items()}
+    measured = {n: {each.seed: loss for each, loss in best.items()} for n, best in chosen.items()}
     verdict = decide(measured, tolerance=tolerance)
     compared = verdict.compared if verdict else {}
     rows, origin = {}, study.origin
     for factor, branches in by_batch.items():
-        row = _row(study, branches, chosen[factor], results)
-        rows[factor] = {**row, "error": standard_error(measured[factor]), **_comparison(compared.get(factor))}
+        rows[factor] = _row(study, branches, chosen[factor], results)
+        rows[factor]["error"] = standard_error(measured[factor])
+        rows[factor] |= _comparison(compared.get(factor))
     noise = noise_scale_of(origin.run, by=origin.step)
     answer: Answer = {
         "run": str(origin.run.path),
@@ -164,15 +166,16 @@ def _row(
 ) -> dict[str, Any]:
     """A batch and what its best branches came to; None where no branch of it ended with a loss."""
     factor, origin = branches[0].factor, study.origin
-    row: dict[str, Any] = {"factor": str(factor), "sequences": float(factor) * origin.sequences_per_step}
-    row |= {"tokens": float(factor) * origin.tokens_per_step}
+    row: dict[str, Any] = {"factor": str(factor)}
+    row["sequences"] = float(factor) * origin.sequences_per_step
+    row["tokens"] = float(factor) * origin.tokens_per_step
     row |= {"micro_batches": branches[0].micro_batches, "steps": branches[0].steps}
     row |= {"trained_tokens": None, "lr": None, "lr_scale": None, "loss": None, "is_edge": False}
     row["losses"] = {str(branch.seed): loss for branch, loss in best.items()}
     if best:
         first, scales = next(iter(best)), sorted({branch.lr_scale for branch in branches})
-        row |= {"trained_tokens": fmean(results[branch].tokens for branch in best), "loss": fmean(best.values())}
-        row |= {"lr": first.lr, "lr_scale": first.lr_scale}
+        row["trained_tokens"] = fmean(results[branch].tokens for branch in best)
+        row |= {"lr": first.lr, "lr_scale": first.lr_scale, "loss": fmean(best.values())}
         # The best rate is the lowest or highest of a grid of several: a better one may lie outside.
         row["is_edge"] = len(scales) > 1 and first.lr_scale in (scales[0], scales[-1])
     return row
@@ -180,7 +183,8 @@ def _row(
 
 def _comparison(each: Compared | None) -> dict[str, Any]:
     if each is None:
-        return {"excess": None, "excess_error": None, "error_bar": None, "is_within": False, "is_open": False}
+        unknown = {"excess": None, "excess_error": None, "error_bar": None}
+        return {**unknown, "is_within": False, "is_open": False}
     found = {"excess": each.excess, "excess_error": each.error, "error_bar": each.bar}
     return {**found, "is_within": each.is_within, "is_open": each.is_open}
 
@@ -207,15 +211,15 @@ def _finding(answer: Answer) -> str:
     name = f"{number_text(critical['sequences'], 3)} sequences"
     size = f"{name} ({critical['tokens']:,.0f} tokens, {critical['factor']} x today's)"
     rule = f"within {answer['tolerance']:.2%} of the lowest, that of {answer['reference']} x"
-    if critical["next_larger"] is None:
+    larger, lowest = critical["next_larger"], critical["lowest"]
+    text = f"the critical batch is {size}: its loss is {rule}, that of {larger} x is not"
+    if larger is None:
         text = f"the critical batch is at least {size}, the largest measured: its loss is {rule}"
-    else:
-        text = f"the critical batch is {size}: its loss is {rule}, that of {critical['next_larger']} x is not"
     if critical["is_unresolved"]:
         until = f"{critical['highest']} x"
         if critical["highest"] == answer["batches"][-1]["factor"]:
             until += " or more"
-        text += f"; the error bars leave {critical['lowest']} x to {until} open: add seeds or tokens"
+        text += f"; the error bars leave {lowest} x to {until} open: add seeds or tokens"
     elif answer["seeds"] == 1:
         text += "; a single seed has no error bars"
     edges = ", ".join(f"{row['factor']} x" for row in answer["batches"] if row["is_edge"])
@@ -236,13 +240,13 @@ def cost_lines(study: Study, num_done: int) -> list[str]:
     kind = "training loss over the last quarter (eval.holdout_fraction is 0)"
     if study.is_held_out:
         kind = "held-out loss"
-    total = num_todo * study.tokens
+    total, each = num_todo * study.tokens, f"{study.tokens:,.0f} tokens"
     cost = f"cost: {counted(num_todo, 'branch')}, {total:,.0f} tokens"
     if rate:
         cost += f", about {duration_text(total / rate)} at the run's {rate:,.0f} tokens/s"
     return [
         f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}",
-        f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; the {kind} decides",
+        f"each trains {each} in {min(steps):,} to {max(steps):,} steps; the {kind} decides",
         *study.impossible,
         cost,
     ]
@@ -274,6 +278,7 @@ def print_answer(answer: Answer, console: Console) -> None:
         column("above\nthe best", "excess", "+.2%", "excess_error", scale=lowest),
         Column("within", within),
     ]
-    title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}; +- one standard error"
+    title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}"
+    title += "; +- one standard error"
     console.print(fitted_table(columns, width=console.width, title=title))
     console.print(answer["sentence"], highlight=False, markup=False)

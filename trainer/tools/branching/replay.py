@@ -68,7 +68,8 @@ def recorded(run: RunRecord) -> Values:
     for text in lines:
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
-            found[line["global_step"]] = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
+            digests = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
+            found[line["global_step"]] = digests
     for name in NUMBERS:
         for step, value in zip(*run.train.column(name), strict=True):
             found.setdefault(step, {})[name] = value
@@ -105,7 +106,8 @@ class Origin:
     @cached_property
     def blends(self) -> list[BlendDataset]:
         """The readers of the data shards, before the first step that is repeated."""
-        blends = [make_blend(self.plan, shard) for shard in RankInfo().data_shards(self.plan.facts.data_shards)]
+        own = RankInfo().data_shards(self.plan.facts.data_shards)
+        blends = [make_blend(self.plan, shard) for shard in own]
         if self.path is not None:
             with checkpoint.loading(self.path, "data cursors"):
                 shards = range(checkpoint.data_shards(self.state))
@@ -134,13 +136,18 @@ def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mappin
             # stays.
             before |= {key: pair.get("before") for key, pair in changed.items() if isinstance(pair, Mapping)}
     before.pop("data files", None)
-    sets = [f"{key}={json.dumps(value)}" for key, value in before.items() if not key.startswith("env.")]
-    env = {key.removeprefix("env."): value for key, value in before.items() if key.startswith("env.")}
+    sets, environment = [], dict(run.environment)
+    for key, value in before.items():
+        if key.startswith("env."):
+            environment[key.removeprefix("env.")] = value
+        else:
+            sets.append(f"{key}={json.dumps(value)}")
     path = RunDir(run.path).resolved_config
     try:
-        return load_config(path, sets), usable({**run.environment, **env}), ""
+        return load_config(path, sets), usable(environment), ""
     except UserError:
-        return load_config(path), run.environment, LATER.format(f"the launch after step {later[0].global_step}")
+        note = LATER.format(f"the launch after step {later[0].global_step}")
+        return load_config(path), run.environment, note
 
 
 def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
@@ -149,7 +156,8 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     config names code."""
     run = load_run(run_dir, allow_empty=True)
     complete = checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
-    kept, resumed = {checkpoint.step_of(path): path for path in complete}, [each.global_step for each in run.restarts]
+    kept = {checkpoint.step_of(path): path for path in complete}
+    resumed = [each.global_step for each in run.restarts]
     # Launches after the step may have had another config; a checkpoint between has the step's own.
     since = len(run.restarts)
     while since and resumed[since - 1] >= step:
@@ -172,7 +180,8 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
         problem = f"began from a checkpoint of step {resumed[0]} that is gone"
         raise UserError(str(run_dir), problem, "put it back where checkpoint.resume says")
     if step > config.train.steps and not config.train.tokens:
-        raise UserError(str(run_dir), f"has {config.train.steps} steps, not {step}", "name one of them")
+        problem = f"has {config.train.steps} steps, not {step}"
+        raise UserError(str(run_dir), problem, "name one of them")
     size = environment.get("world_size")
     shards = data_shards(config, size or 1)
     if shards > MOST_MICRO_BATCHES:
@@ -208,7 +217,8 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
     @cache
     def opened(source: str, name: str) -> OpenStream:
         dataset: Any = sources[source]
-        stream: OpenStream = dataset.open(next(each for each in dataset.streams if each.relative_path == name))
+        found = next(each for each in dataset.streams if each.relative_path == name)
+        stream: OpenStream = dataset.open(found)
         return stream
 
     rows, count = [], Counter[int]()
@@ -219,7 +229,8 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
             continue
         meta = _meta(micro["meta"])
         for number, tokens in enumerate(micro["tokens"]):
-            row: dict[str, Any] = {**place, "row": number, "tokens": tokens, **_held(micro, meta, number)}
+            row: dict[str, Any] = {**place, "row": number, "tokens": tokens}
+            row |= _held(micro, meta, number)
             if with_text:
                 for each in row["documents"] or ():
                     table = opened(each["source"], each["stream"]).documents
@@ -240,8 +251,8 @@ def _held(micro: Mapping[str, Any], meta: Mapping[str, Any], number: int) -> dic
         return {"source": source, "stream": meta.get("stream"), "documents": None, "cell": None}
     documents = [dict(each) for each in meta["rows"][number]]
     first, *_ = [*documents, {"source": None, "stream": meta.get("stream")}]
-    cell = meta["cell_indices"][number]
-    return {"source": first["source"], "stream": first["stream"], "documents": documents, "cell": cell}
+    found = {"source": first["source"], "stream": first["stream"], "documents": documents}
+    return {**found, "cell": meta["cell_indices"][number]}
 
 
 def _meta(text: str) -> Mapping[str, Any]:
@@ -264,16 +275,17 @@ def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
     Raises UserError: how many they are is not known ahead."""
     plan, micros = origin.plan.config.micro_batches, []
     if not plan.is_known_ahead:
-        raise UserError("train.micro_batches", "depends on what the run measures", f"use train replay --step {step}")
+        problem = "depends on what the run measures"
+        raise UserError("train.micro_batches", problem, f"use train replay --step {step}")
     first, start, stop = map(plan.batches_before, (origin.step + 1, step, step + 1))
     # The blends are read on from the checkpoint: batches before the step are drawn and dropped.
     for number in range(first, stop):
         for shard, blend in enumerate(origin.blends):
             batch = next(blend, None)
             if batch is not None and number >= start:
-                found = {"tokens": _tokens(np.asarray(batch["targets"])), "sources": batch["dataset_labels"]}
-                meta = str(batch.get("instability_meta_json", "{}"))
-                micros.append({"shard": shard, "is_filler": False, "meta": meta, **found})
+                found = {"shard": shard, "is_filler": False, "sources": batch["dataset_labels"]}
+                found["meta"] = str(batch.get("instability_meta_json", "{}"))
+                micros.append({**found, "tokens": _tokens(np.asarray(batch["targets"]))})
     return micros
 
 
@@ -327,7 +339,8 @@ def replay(
     if num_ranks != own or threads not in range(1, MOST_THREADS):
         threads = None
     rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
-    config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
+    config = with_tables(origin.config, changed)
+    config = config.model_copy(update={"extension": [*origin.config.extension, rides]})
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
         # Changes of the mix are read from events.jsonl, so the new directory begins with those of
         # the run.
@@ -344,8 +357,8 @@ def replay(
     if should_stop():
         raise BranchFailed("stopped")
     if not micros:
-        reason = str(again.status.get("reason")).partition(";")[0]
-        ended = f"the run has no such step: it ends after step {again.status.get('last_step')} ({reason})"
+        reason, last = str(again.status.get("reason")).partition(";")[0], again.status.get("last_step")
+        ended = f"the run has no such step: it ends after step {last} ({reason})"
         raise BranchFailed(failure or ended)
     return Replay(num_ranks, num_ranks == own, values, micros, failure)
 
@@ -398,9 +411,9 @@ class Replayed(Extension):
         noted["faults"] = {}
         if result.token_loss is not None:
             noted["losses"] = result.token_loss.double().sum(1).tolist()
-        gradients = [own_part(each.grad) for each in self.run.model.parameters() if each.grad is not None]
-        if not all(bool(each.isfinite().all()) for each in gradients):
-            noted["faults"]["gradient"] = "not finite"
+        for each in self.run.model.parameters():
+            if each.grad is not None and not own_part(each.grad).isfinite().all():
+                noted["faults"]["gradient"] = "not finite"
         self._num_done += 1
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:

@@ -38,7 +38,7 @@ LAST_PART = 4  # the last quarter of the steps counts, without held-out document
 LOGGED_ROWS = 20  # of a branch at least, if its training loss is not what counts
 NEVER = 10**9  # steps between evaluations: there is one after the last step
 EVAL_BATCHES = 64  # unless the run's config says: the same documents for every batch
-EPOCHS, BATCHES = 2**20, 2**32  # farther than any run gets: every order has epochs and batches of its own
+EPOCHS, BATCHES = 2**20, 2**32  # farther than any run gets: every order has its own
 POLL_SEC = 0.1
 SHOWN_OUTPUT = 300
 
@@ -70,8 +70,12 @@ def read_kept(path: Path) -> dict[str, Any] | None:
 
 def results_of(study: Study) -> dict[Branch, BranchResult]:
     """The results of the branches that are done."""
-    found = {branch: read_kept(study.directory / branch.name / RESULT_FILE) for branch in study.branches}
-    return {branch: BranchResult(**result) for branch, result in found.items() if result is not None}
+    found = {}
+    for branch in study.branches:
+        result = read_kept(study.directory / branch.name / RESULT_FILE)
+        if result is not None:
+            found[branch] = BranchResult(**result)
+    return found
 
 
 def run_branches(
@@ -101,9 +105,10 @@ def _run_branch(study: Study, branch: Branch, should_stop: Callable[[], bool]) -
     if not checkpoint.complete_checkpoints(RunDir(path).checkpoints):
         shutil.rmtree(path, ignore_errors=True)
         fork(study.origin.path, path, order=branch.seed)
-    is_done = RunDir(path).status().get("state") == FINISHED
-    if not is_done and not run_program(study.origin.num_ranks, training_config(study, branch), path, should_stop):
-        return None
+    if RunDir(path).status().get("state") != FINISHED:
+        config = training_config(study, branch)
+        if not run_program(study.origin.num_ranks, config, path, should_stop):
+            return None
     run = load_run(path)
     tokens = round(max(run.train.column("tokens_seen")[1], default=0.0)) - study.origin.tokens_seen
     if run.status.get("state") == FINISHED and run.status.get("last_step") != end:
@@ -126,12 +131,14 @@ def _run_branch(study: Study, branch: Branch, should_stop: Callable[[], bool]) -
 
 def _has_diverged(run: RunRecord) -> bool:
     """Whether the loss or the gradient ceased to be finite, which ended the run."""
-    return run.status.get("state") == "failed" and any(event.get("event") == "non_finite" for event in run.events)
+    has_met = any(event.get("event") == "non_finite" for event in run.events)
+    return has_met and run.status.get("state") == "failed"
 
 
 def last_training_loss(run: RunRecord, *, last: int, num_steps: int) -> float | None:
     """Mean training loss per token over the last quarter of the steps; None if one is missing."""
-    losses, tokens = (dict(zip(*run.train.column(key), strict=True)) for key in ("loss", "tokens_in_step"))
+    losses = dict(zip(*run.train.column("loss"), strict=True))
+    tokens = dict(zip(*run.train.column("tokens_in_step"), strict=True))
     steps = range(last - num_steps // LAST_PART + 1, last + 1)
     if any(step not in losses for step in steps):
         return None
@@ -152,7 +159,8 @@ def run_program(
     Raises BranchFailed: it failed, but for a loss that is not finite."""
     config_file, output_file = run_dir / "branch.toml", run_dir / OUTPUT_FILE
     write_file(config_file, to_toml(config))
-    command = [sys.executable, str(PROGRAM), "--config", str(config_file), "--run-dir", str(run_dir)]
+    command = [sys.executable, str(PROGRAM), "--config", str(config_file)]
+    command += ["--run-dir", str(run_dir)]
     if num_ranks > 1:
         command += ["--nproc", str(num_ranks)]
     environment = {**os.environ, PARENT: str(os.getpid())}
@@ -187,9 +195,9 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
     """The config of a branch: the run's at the checkpoint, with another batch and a constant
     learning rate, and without samples, probes, other sinks, stores, and checkpoints but at its
     end."""
-    config = study.origin.config
+    config, end = study.origin.config, study.origin.step + branch.steps
     changed: dict[str, dict[str, Any]] = {
-        "train": {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.micro_batches},
+        "train": {"steps": end, "tokens": 0, "micro_batches": branch.micro_batches},
         "optimizer": {"lr": branch.lr},
         "ledger": _ledger(config, branch.factor, branch.seed),
         "eval": {"every": 0, "batches": config.eval.batches or EVAL_BATCHES},
@@ -202,7 +210,8 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
     if study.is_held_out:
         changed["eval"]["every"] = NEVER
         changed["metrics"]["log_interval"] = max(branch.steps // LOGGED_ROWS, 1)
-    return with_tables(config, changed).model_copy(update={"scheduler": SchedulerTable(name="constant")})
+    constant = {"scheduler": SchedulerTable(name="constant")}
+    return with_tables(config, changed).model_copy(update=constant)
 
 
 def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> RunConfig:
@@ -214,8 +223,10 @@ def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> 
         "alert": {"command": [], "url": None},
         "checkpoint": {"every": 0, "every_minutes": 0.0, "remote": None},
     }
-    tables = {table: {**quiet.get(table, {}), **changed.get(table, {})} for table in quiet.keys() | changed.keys()}
-    copies = {table: getattr(config, table).model_copy(update=update) for table, update in tables.items()}
+    copies = {}
+    for name in quiet.keys() | changed.keys():
+        update = {**quiet.get(name, {}), **changed.get(name, {})}
+        copies[name] = getattr(config, name).model_copy(update=update)
     return config.model_copy(update=copies)
 
 
@@ -256,7 +267,8 @@ def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
             files = TensorFiles([path])
             part = unpack(files.values, files.read)
             values, tensors = pack({**part, "data": reordered(part["data"], order)})
-            write_tensors(target, {name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values)
+            rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
+            write_tensors(target, rows, values)
         elif path.name not in (checkpoint.MARKER, checkpoint.STATE_FILE):
             try:
                 os.link(path, target)
@@ -272,7 +284,8 @@ def reordered(state: Mapping[str, Any], order: int) -> dict[str, Any]:
     epochs and indices that the run itself never reaches are an order of their own. run.seed stays:
     the held-out documents follow from it. All ranks must begin the same epoch.
     """
-    beginning = {"epoch": order * EPOCHS, "index": 0, "turn": 0, "is_ended": False, "pool": [], "points": []}
+    beginning: dict[str, Any] = {"epoch": order * EPOCHS, "index": 0, "turn": 0, "is_ended": False}
+    beginning |= {"pool": [], "points": []}
     fresh: dict[str, Any] = {"batch_index": state["batch_index"] + order * BATCHES, "sources": []}
     for source in state["sources"]:
         observed = {**source["observed"], "waits": []}

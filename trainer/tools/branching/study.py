@@ -30,7 +30,7 @@ from trainer.training.step.schedule import make_schedule
 
 DEFAULT_SHARE = 0.2  # of the tokens so far
 LEAST_STEPS = 16  # of the largest batch, by default
-STEPS_UNIT = 4  # a branch's steps are a multiple of this, so that the last quarter of its tokens is whole steps
+STEPS_UNIT = 4  # of a branch's steps, so that the last quarter of its tokens is whole steps
 RATE_ROWS = 10  # logged rows before the checkpoint, over which the median speed is taken
 
 
@@ -95,19 +95,22 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
         saved = checkpoint.verify(path)
     except CheckpointError as error:
         raise UserError("--at", str(error), "choose another checkpoint") from None
-    step, world_size, tokens_seen = saved["step"], saved["world_size"], saved["tracker"]["tokens_seen"]
+    step, world_size = saved["step"], saved["world_size"]
+    tokens_seen = saved["tracker"]["tokens_seen"]
     config = config_of(saved, path)
     refuse_code(config, path, trusted=trust_code)
-    plan = make_plan(config, config_path_of(saved.get("environment", {}), run_dir), world_size, parts=PARTS)
+    config_path = config_path_of(saved.get("environment", {}), run_dir)
+    plan = make_plan(config, config_path, world_size, parts=PARTS)
     micro_batches = saved["micro_batches"][0] or config.micro_batches.first
-    lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
+    lr = make_schedule(config, plan.length)(saved.get("reached", step))
+    lr *= config.micro_batches.lr_factor(micro_batches)
     # Branches keep this rate throughout: the end of a schedule would compare nothing.
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"
         raise UserError("--at", problem, "choose another step")
     batches = read_rank(path, 0)["data"]["batch_index"]
     sources, reached = [], {"step": step + 1, "batch": batches}
-    for source in plan.sources:  # under its full name, with the weight that its schedule has reached
+    for source in plan.sources:  # under its full name, with the weight that it has reached
         weight = source.weight.evaluate(reached[source.weight.unit])
         sources.append(source.table.model_copy(update={"name": source.name, "weight": weight}))
     run, data = load_run(run_dir), config.data.model_copy(update={"source": sources})
@@ -231,9 +234,10 @@ def make_study(
         if number.denominator == 1:
             possible[factor] = number.numerator
         else:
-            impossible.append(f"{factor} of today's batch is impossible: {number} of a micro-batch per step and rank")
+            part = f"{number} of a micro-batch per step and rank"
+            impossible.append(f"{factor} of today's batch is impossible: {part}")
     if len(possible) < 2:
-        problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
+        problem = "; ".join(["leaves fewer than two batches to compare", *impossible])
         raise UserError("--factors", problem, "name others, such as 1,2,4")
     least = LEAST_STEPS * float(max(possible)) * origin.tokens_per_step
     base_tokens = tokens or max(DEFAULT_SHARE * origin.tokens_seen, least)
@@ -250,8 +254,8 @@ def make_study(
             branches.append(Branch(factor, micro_batches, scale, lr * scale, seed, steps))
     study = Study(directory, origin, base_steps, branches, impossible)
     if before is not None:
-        now = study.common.items()
-        changed = [f"{key} {before.get(key)} (now {value})" for key, value in now if before.get(key) != value]
+        now = [(key, value) for key, value in study.common.items() if before.get(key) != value]
+        changed = [f"{key} {before.get(key)} (now {value})" for key, value in now]
         if changed:
             problem = f"holds branches with {', '.join(changed)}; their losses do not compare"
             raise UserError(str(directory), problem, "give the same options, or move the directory away")

@@ -44,7 +44,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 PYTEXT_BYTES: Mapping[str, int] = {"python": 18_000_000, "cpp": 10_000_000, "prose": 5_000_000}
 _PYTEXT_FILE_BYTES = 2_000_000
-_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}  # pydoc_data is the prose modality's
+# pydoc_data is the prose modality's.
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 _LICENCE_WORDS = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 _OWN_DISTRIBUTION = "trainer"
 
@@ -82,7 +83,8 @@ def build_text(
     skipped: list[Skipped] = []
     for name, patterns in modalities.items():
         if not _NAME.fullmatch(name):
-            raise UserError("--modality", f"{name!r} is not a plain name", "use letters, digits, - and _")
+            problem = f"{name!r} is not a plain name"
+            raise UserError("--modality", problem, "use letters, digits, - and _")
         files = _files(name, patterns)
         refused: list[Skipped] = []
         candidates: list[Candidate] = []
@@ -135,8 +137,8 @@ def _why_no_text(path: Path) -> str:
         return "compressed: unpack it"
     if suffix in RECORDS:
         return f'{suffix} is no plain text: write a .jsonl file with {{"text": ...}} on each line'
-    read_as_is = {*suffixes(), *index_suffixes()} - {*FORMATS["text"].suffixes, *FORMATS["jsonl"].suffixes}
-    if suffix in read_as_is:
+    of_text = (*FORMATS["text"].suffixes, *FORMATS["jsonl"].suffixes)
+    if suffix in (*suffixes(), *index_suffixes()) and suffix not in of_text:
         return f"{suffix} is no plain text: a run reads the file as it is"
     return ""
 
@@ -209,7 +211,8 @@ def _prose() -> Iterator[Candidate]:
         for file in distribution.files or []:
             is_text = file.suffix.lower() in ("", ".txt", ".md", ".rst")
             if is_text and any(word in file.name.upper() for word in _LICENCE_WORDS):
-                _, _, inside = file.as_posix().rpartition(".dist-info/")  # whose name has the version in it
+                # The name of this directory has the version in it.
+                _, _, inside = file.as_posix().rpartition(".dist-info/")
                 yield of_file(f"{name}/{inside}", Path(str(file.locate())))
 
 
@@ -250,23 +253,26 @@ def build_key_recall(
         UserError: fewer groups than streams, or `out` cannot be used.
     """
     if groups < streams:
-        raise UserError("--groups", f"{groups} groups do not fill {counted(streams, 'stream')}", "write more groups")
+        problem = f"{groups} groups do not fill {counted(streams, 'stream')}"
+        raise UserError("--groups", problem, "write more groups")
     digits = len(str(streams - 1))
     end = "." * (seq_len - MIN_SEQ_LEN) + "\n"
     documents: dict[str, list[Document]] = {}
     for stream in range(streams):
         name = f"stream{stream:0{digits}}"
-        count = len(range(stream, groups, streams))
-        symbols = keyed_generator("key-recall", seed, stream).integers(NUM_SYMBOLS, size=(count, 2)).tolist()
+        draw = keyed_generator("key-recall", seed, stream)
+        size = len(range(stream, groups, streams)), 2
+        symbols = draw.integers(NUM_SYMBOLS, size=size).tolist()
         documents[name] = []
         for index, (first, second) in enumerate(symbols):
             reveal = f"<{REVEALED[first]}{REVEALED[second]}>{end}"
             text = reveal + f"a{ANSWERS[first]}b{ANSWERS[second]}{end}" * (cells - 1)
             documents[name].append(document(of_text(f"{name}/{index}", text), text))
     nats = math.log(NUM_SYMBOLS)
+    floor = 2 * nats / (cells * seq_len)
     rules = {
         "groups": f"{groups} documents of {cells} cells of {seq_len} bytes, seed {seed}",
         "answers": f"the digits; {nats:.4f} nats each without carried state, 0 with it",
-        "floor": f"{2 * nats / (cells * seq_len):.4f} nats a byte with carried state: the two revealed symbols",
+        "floor": f"{floor:.4f} nats a byte with carried state: the two revealed symbols",
     }
     return write_corpus(out, {"recall": documents}, builder="key-recall", rules=rules, skipped=[], force=force)

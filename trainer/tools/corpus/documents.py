@@ -59,13 +59,14 @@ def of_lines(source: str, path: Path) -> list[Candidate]:
             if text.strip():
                 places.append((number, start, len(text)))
             start += len(text)
-    width = len(str(places[-1][0])) if places else 0  # so that sources sort in the order of the lines
+    width = len(str(places[-1][0])) if places else 0  # sources sort as the lines
 
     def line(number: int, start: int, num_bytes: int) -> Candidate:
         def read() -> bytes:
             with path.open("rb") as file:
                 file.seek(start)
-                return _text_of(file.read(num_bytes), f"{path}: line {number}").encode("utf-8", "surrogatepass")
+                text = _text_of(file.read(num_bytes), f"{path}: line {number}")
+                return text.encode("utf-8", "surrogatepass")
 
         return Candidate(f"{source}:{number:0{width}d}", lambda: num_bytes, read)
 
@@ -76,7 +77,8 @@ def _text_of(line: bytes, where: str) -> str:
     """The text of one line."""
     text = document_of(line, where)
     if not isinstance(text, str):
-        raise damaged(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
+        fix = "leave the file out: a run reads it as it is"
+        raise damaged(where, "holds token ids, not text", fix)
     return text
 
 
@@ -97,7 +99,8 @@ class Document:
 def document(candidate: Candidate, text: str) -> Document:
     """The document that a candidate with this text is."""
     encoded = text.encode("utf-8")
-    return Document(candidate.source, candidate.read, len(encoded), hashlib.sha256(encoded).hexdigest())
+    digest = hashlib.sha256(encoded).hexdigest()
+    return Document(candidate.source, candidate.read, len(encoded), digest)
 
 
 def why_not_text(content: bytes | mmap) -> str:
@@ -107,7 +110,7 @@ def why_not_text(content: bytes | mmap) -> str:
         chunk = content[start : start + CHUNK_BYTES]
         try:
             text = decoder.decode(chunk, final=start + len(chunk) == len(content))
-        except UnicodeDecodeError as error:  # of the chunk, and what the last one has left of a character
+        except UnicodeDecodeError as error:  # of the chunk, and the rest of a character before it
             offset = start + len(chunk) - len(error.object) + error.start
             return f"not UTF-8: byte {error.object[error.start]:#04x} at offset {offset}"
         if "\0" in text:
@@ -195,7 +198,7 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
         streams[smallest] = streams[smallest] + left_over
     elif left_over:
         streams[_free_name(MISC, streams)] = left_over
-    return {name: sorted(streams[name], key=lambda document: document.source) for name in sorted(streams)}
+    return {name: sorted(streams[name], key=lambda each: each.source) for name in sorted(streams)}
 
 
 def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
@@ -216,7 +219,7 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
         taken: list[Document] = []
         rest: list[Document] = []
         size = 0
-        for document in sorted(streams[name], key=lambda d: hashlib.sha256(d.source.encode()).digest()):
+        for document in sorted(streams[name], key=_shuffled):
             if size + document.num_bytes > room:
                 rest.append(document)
                 continue
@@ -230,6 +233,10 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
             left -= size
             chosen[name] = sorted(taken, key=lambda document: document.source)
     return {name: chosen[name] for name in sorted(chosen)}
+
+
+def _shuffled(document: Document) -> bytes:
+    return hashlib.sha256(document.source.encode()).digest()
 
 
 def _size(documents: Sequence[Document]) -> int:
@@ -246,7 +253,8 @@ def _stream_name(parts: Sequence[str]) -> str:
     encoded = name.encode()
     if len(encoded) <= MAX_NAME_BYTES:
         return name
-    return f"{encoded[:MAX_NAME_BYTES].decode(errors='ignore')}-{hashlib.sha256(encoded).hexdigest()[:12]}"
+    digest = hashlib.sha256(encoded).hexdigest()[:12]
+    return f"{encoded[:MAX_NAME_BYTES].decode(errors='ignore')}-{digest}"
 
 
 def _free_name(name: str, taken: Mapping[str, object]) -> str:

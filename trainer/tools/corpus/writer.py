@@ -51,7 +51,8 @@ class Manifest:
         if modality is not None:
             chosen = self.modalities[modality]
         names = ("documents", "text_bytes", "file_bytes")
-        return {"streams": len(chosen), **{name: sum(getattr(entry, name) for entry in chosen) for name in names}}
+        sums = {name: sum(getattr(entry, name) for entry in chosen) for name in names}
+        return {"streams": len(chosen), **sums}
 
     def to_json(self) -> str:
         content = {
@@ -88,7 +89,8 @@ def read_manifest(directory: Path) -> Manifest:
             skipped=tuple(Skipped(**item) for item in content["skipped"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(str(file), f"is not a corpus's manifest ({error!r})", "build the corpus again") from None
+        problem = f"is not a corpus's manifest ({error!r})"
+        raise UserError(str(file), problem, "build the corpus again") from None
 
 
 def write_corpus(
@@ -116,7 +118,8 @@ def write_corpus(
         if not force:
             if existing.inputs_sha256 == digest and _is_whole(out, existing):
                 return existing
-            raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
+            fix = "use another directory, or --force to replace it"
+            raise UserError(str(out), "holds another corpus", fix)
         if others := _not_ours(out, existing):
             problem = f"holds {others[0]}, which is no part of the corpus"
             raise UserError(str(out), problem, "move it away, or name another directory")
@@ -152,14 +155,16 @@ def _existing(out: Path) -> Manifest:
     try:
         return read_manifest(out)
     except UserError:
-        raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus") from None
+        fix = "name a new directory for the corpus"
+        raise UserError(str(out), "is not empty and holds no corpus", fix) from None
 
 
 def _not_ours(out: Path, manifest: Manifest) -> list[str]:
     """Files in `out` that no builder wrote, and that would be lost with the corpus."""
     ours = {MANIFEST_NAME, *manifest.entries}
     found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
-    return sorted(name for name in found if name not in ours and not Path(name).name.startswith("."))
+    lost = [name for name in found if name not in ours]
+    return sorted(name for name in lost if not Path(name).name.startswith("."))
 
 
 def _is_whole(out: Path, manifest: Manifest) -> bool:
@@ -171,7 +176,8 @@ def _is_whole(out: Path, manifest: Manifest) -> bool:
 def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> StreamEntry:
     digest = hashlib.sha256()
     file_bytes = 0
-    with replacing(directory / path, sync=False) as file:  # the whole corpus is synced with its manifest, last
+    # The whole corpus is synced with its manifest, last.
+    with replacing(directory / path, sync=False) as file:
         for document in documents:
             text = document.text()
             # The text was left on disk since it was checked.

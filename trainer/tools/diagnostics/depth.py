@@ -19,7 +19,8 @@ def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
     """(number of evaluations, the curve of each set in the last one)."""
     columns = [series(run, key) for key in run.keys if "depth/" in key and key.startswith("eval/")]
     last = max((column.steps[-1] for column in columns if column), default=0)
-    values = {column.key: column.values[-1] for column in columns if column and column.steps[-1] == last}
+    ends = [column for column in columns if column and column.steps[-1] == last]
+    values = {column.key: column.values[-1] for column in ends}
     known = {name: curve for name, curve in curves_of(values).items() if _is_known(curve)}
     return max(map(len, columns), default=0), known
 
@@ -74,9 +75,9 @@ def _risen(curve: DepthCurve) -> tuple[int, int] | None:
     """(depth of the largest gain, the depth from which on it is lost)."""
     best, peak = curve.gains[0]
     for start, gain in curve.gains:
-        fall, error = peak.value - gain.value, math.hypot(peak.error, gain.error)
-        is_lost = fall > max(limits.FAR_ERRORS * error, limits.LOST_GAIN * peak.value, limits.WORTHLESS_NATS)
-        if is_lost or _is_negative(gain):
+        error = limits.FAR_ERRORS * math.hypot(peak.error, gain.error)
+        least = max(error, limits.LOST_GAIN * peak.value, limits.WORTHLESS_NATS)
+        if peak.value - gain.value > least or _is_negative(gain):
             return best, start
         if gain.value > peak.value:
             best, peak = start, gain
@@ -95,10 +96,10 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
             continue
         gains, (best, depth) = dict(curve.gains), risen
         inside = f" in {name}" if name else ""
-        words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} tokens on, "
-        words += f"{gains[depth]} from {depth:,} on; states were never trained that long"
+        words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} tokens "
+        words += f"on, {gains[depth]} from {depth:,} on; states were never trained that long"
         knob = Knob.of(run, "train.tbptt_cells", 2)
-        if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe, so none can be long
+        if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
             knob = Knob("ledger.wipe_mode", "full", "lru")
         return finding(words, *_evidence(run, name, best, depth), knob=knob)
     return healthy("the gain of carrying does not fall with depth")

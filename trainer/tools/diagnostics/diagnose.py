@@ -164,7 +164,7 @@ class Diagnosis:
             "findings": [ruling.rule.name for ruling in self.findings],
             "advice": [ruling.rule.name for ruling in self.advice],
             "rules_judged": self.num_judged,
-            "rules_not_judged": [ruling.rule.name for ruling in self.rulings if not ruling.is_judged],
+            "rules_not_judged": [each.rule.name for each in self.rulings if not each.is_judged],
             "rules": [ruling.to_json() for ruling in self.rulings],
             "notes": self.run.notes,
         }
@@ -179,4 +179,5 @@ def _outcome(rule: Rule, run: RunRecord) -> Outcome:
     try:
         return rule.apply(run)
     except Exception as error:  # noqa: BLE001 - see above
-        return not_measured(f"the run's files do not fit together ({type(error).__name__}: {error})")
+        why = f"{type(error).__name__}: {error}"
+        return not_measured(f"the run's files do not fit together ({why})")

@@ -55,7 +55,8 @@ def repeated_data(run: RunRecord) -> Outcome:
         return finding(words, evidence, knob=other_data)
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
-        words += ": gradients were clipped or scaled before they were measured, or ranks read data of different kinds"
+        words += ": gradients were clipped or scaled before they were measured, "
+        words += "or ranks read data of different kinds"
         return finding(words, evidence, severity="warning")
     return healthy(words)
 
@@ -63,16 +64,18 @@ def repeated_data(run: RunRecord) -> Outcome:
 @rule("advice", needs=[B_BIG], hint=HINT)
 def batch_size(run: RunRecord) -> Outcome:
     """A batch that is far from the noise scale of the gradient."""
-    if all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ)) and repeated_data.check(run).verdict == "finding":
+    has_noise = all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ))
+    if has_noise and repeated_data.check(run).verdict == "finding":
         return explained("ranks read the same data, so the noise scale is unknown: see repeated_data")
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
         return not_yet(f"the noise scale is {why_unknown(run)}")
     if scale.steps is not None and scale.steps < limits.NOISE_STEPS:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
-    words = f"{number_text(scale.batch)} sequences per step, noise scale {scale.number} ({scale.where})"
-    words += _doubt(run, scale)
-    rows = [_row(run, key, scale) for key in (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)]
+    words = f"{number_text(scale.batch)} sequences per step, "
+    words += f"noise scale {scale.number} ({scale.where}){_doubt(run, scale)}"
+    keys = (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)
+    rows = [_row(run, key, scale) for key in keys]
     shown = [row.evidence() for row in rows if len(row)]
     # A lower bound is enough for "too small". The other two verdicts need an upper bound.
     if scale.batch < limits.SMALL_BATCH * scale.low:

@@ -57,13 +57,14 @@ def loss_spikes(run: RunRecord) -> Outcome:
     flagged = _flagged(loss, series(run, FLAG))
     if len(loss) <= limits.SPIKE_BEFORE and not flagged:
         return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(loss)}")
-    hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
+    late = [index for index, step in enumerate(loss.steps) if step in flagged]
+    hits = sorted({*find_spikes(loss.values), *late})
     if not hits:
         return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")
     peak = max(hits, key=loss.values.__getitem__)
     before = [*filter(math.isfinite, loss.values[:peak])][-limits.SPIKE_CENTER :]
-    words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[peak])} "
-    words += f"at step {loss.steps[peak]}, after {_level(before)}"
+    words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
+    words += f"{number_text(loss.values[peak])} at step {loss.steps[peak]}, after {_level(before)}"
     if flagged:
         words += f"; {len(flagged)} flagged between two rows, see events.jsonl"
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
@@ -105,7 +106,8 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     first = f"{number_text(loss.values[0])} at step {loss.steps[0]}"
     last = _end_above_first(loss)
     if last is not None:
-        words = f"the run diverged: its loss began with {first} and is {_level(loss.at(last).values)} at the end"
+        level = _level(loss.at(last).values)
+        words = f"the run diverged: its loss began with {first} and is {level} at the end"
         middle = (loss.values[0] + median(loss.at(last).values)) / 2
         mix, knob = _cause(run, loss, loss.where(lambda value: value >= middle)[0])
         shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
@@ -114,8 +116,8 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     if high is None:
         return None
     top = max(high, key=loss.values.__getitem__)
-    words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step {loss.steps[top]}, "
-    words += f"and came back to {_level(loss.values[len(loss) // 2 :])}"
+    words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step "
+    words += f"{loss.steps[top]}, and came back to {_level(loss.values[len(loss) // 2 :])}"
     mix, knob = _cause(run, loss, high[0])
     shown = loss.evidence(sorted({0, *high, len(loss) - 1}))
     return finding(words + mix, shown, knob=knob, severity="warning")

@@ -43,7 +43,7 @@ def stuck_reader(run: RunRecord) -> Outcome:
     if _has_own_pools(run):
         picks *= ranks(run)
     if facts.has_full_rows(run):  # a document is a token at least
-        picks *= math.prod(int(run.setting(key, 1)) for key in ("data.mixing.batch_size", "data.seq_len"))
+        picks *= int(run.setting("data.mixing.batch_size", 1)) * int(run.setting("data.seq_len", 1))
     limit = limits.surprise_bound(picks)
     hits = surprise.where(lambda value: value > limit)
     chance = f"has a chance of {_odds(max(surprise.values))}"
@@ -52,7 +52,9 @@ def stuck_reader(run: RunRecord) -> Outcome:
         return healthy(f"no open stream waits for longer than chance explains ({chances})")
     words = f"an open stream is no longer read: so long a wait {chance}"
     words += f"; first beyond {_odds(limit)} at step {surprise.steps[hits[0]]}"
-    shown = [column.evidence(hits) for column in (surprise, waits) if column.steps == surprise.steps]
+    shown = [surprise.evidence(hits)]
+    if waits.steps == surprise.steps:
+        shown.append(waits.evidence(hits))
     return finding(words, *shown, knob=Knob("data.mixing.pick_mode", mode, "round_robin"))
 
 
@@ -65,9 +67,10 @@ def _odds(nats: float) -> str:
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
-    found = []
-    for table in (run.setting("data.mixing", {}), *(table.get("mixing", {}) for table in facts.sources(run))):
-        found += [table.get("batch_size"), *dict(table.get("batch_size_by_modality") or {}).values()]
+    found, own = [], [table.get("mixing", {}) for table in facts.sources(run)]
+    for table in (run.setting("data.mixing", {}), *own):
+        by_modality = dict(table.get("batch_size_by_modality") or {})
+        found += [table.get("batch_size"), *by_modality.values()]
     return [size for size in found if isinstance(size, int)]
 
 
@@ -78,7 +81,8 @@ def uneven_slices(run: RunRecord) -> Outcome:
         return FULL_ROWS
     if not facts.is_one_pool(run):
         return SEVERAL_POOLS
-    least, most, fraction = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)))
+    keys = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
+    least, most, fraction = aligned(*(series(run, key) for key in keys))
     ratios = list(map(_ratio_of_slices, least.values, most.values, fraction.values))
     hits = [index for index, ratio in enumerate(ratios) if ratio > limits.UNEVEN_RATIO]
     times = f"at least {number_text(max(ratios))} times as many batches as the shortest"
@@ -98,7 +102,8 @@ def uneven_slices(run: RunRecord) -> Outcome:
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
         return finding(words, *evidence, knob=knob, severity="warning")
     # The batches are even, so the streams differ in size, which is the user's choice.
-    return finding(words, *evidence, knob=Knob("data.source", None, "streams of similar size"), severity="advice")
+    knob = Knob("data.source", None, "streams of similar size")
+    return finding(words, *evidence, knob=knob, severity="advice")
 
 
 def _ratio_of_slices(low: float, high: float, share: float) -> float:
@@ -245,7 +250,8 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob:
     begins_within_rows = align == "stream" or (align == "auto" and is_built_in)
     if not begins_within_rows and max(fill.values) < limits.WHOLE_FILL:
         shorter = max(cell // 2, 1) if isinstance(cell, int) else "half"
-        return Knob("data.seq_len", cell, shorter, "or train a model that runs resets in one pass (docs/models.md)")
+        condition = "or train a model that runs resets in one pass (docs/models.md)"
+        return Knob("data.seq_len", cell, shorter, condition)
     if isinstance(rows, int) and mean * rows >= 1:
         more = "or read more data, or set data.max_group_cells"
         return Knob("data.mixing.batch_size", rows, int(mean * rows), more)
@@ -265,14 +271,16 @@ def shares(run: RunRecord) -> Outcome:
             due = 2 ** step.bit_length()
     hits = [index for index, limit in bounds.items() if errors.values[index] > limit]
     index = [len(errors) - 1, *hits][-1]
-    words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; chance explains {bounds[index]:.1%}"
+    words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; "
+    words += f"chance explains {bounds[index]:.1%}"
     off = f"the share of a source differs from its weight {words}"
     if ended.positive:
-        repeat, what = Knob.of(run, "data.mixing.repeat", "true, or more data"), _what_ended(run, ended)
-        first_end = ended.evidence(ended.positive[:1])
+        repeat = Knob.of(run, "data.mixing.repeat", "true, or more data")
+        what, first_end = _what_ended(run, ended), ended.evidence(ended.positive[:1])
         if hits:
             return finding(f"{off}; {what}", errors.evidence(hits), first_end, knob=repeat)
-        return finding(f"{what}; the others give its batches", first_end, knob=repeat, severity="advice")
+        words = f"{what}; the others give its batches"
+        return finding(words, first_end, knob=repeat, severity="advice")
     if not hits:
         return healthy(f"the shares of the sources differ from their weights {words}")
     knob = Knob("data.source.weight", None, "a weight that the amount of data allows")
@@ -286,9 +294,11 @@ def _what_ended(run: RunRecord, ended: Series) -> str:
         if event.get("event") == "source_ended" and isinstance(event.get("sources"), list):
             names.update(dict.fromkeys(event["sources"], event.get("global_step")))
     if not names:
-        return f"{counted(max(ended.values), 'source')} exhausted, the first by step {ended.steps[ended.positive[0]]}"
+        first = ended.steps[ended.positive[0]]
+        return f"{counted(max(ended.values), 'source')} exhausted, the first by step {first}"
     where = " on rank 0" if ranks(run) > 1 else ""
-    return f"source {few([f'{name} exhausted at step {step}{where}' for name, step in names.items()])}"
+    each = [f"{name} exhausted at step {step}{where}" for name, step in names.items()]
+    return f"source {few(each)}"
 
 
 RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

@@ -10,6 +10,7 @@ from collections import Counter
 from statistics import median
 
 from trainer.tools import limits
+from trainer.tools.diagnostics import facts
 from trainer.tools.diagnostics.facts import Evidence, Knob, Series, aligned, series, sources
 from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measured, not_yet, rule
 from trainer.tools.runs.load import RunRecord
@@ -26,6 +27,7 @@ STAGES = {  # of reading: in words, and what makes them faster
     "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
     "own_code": ("running the own code", "less work for each batch in its own code"),
 }
+EQUAL_WORK = {"per_stream": "they read slices of the same streams", "per_row": "their rows are full alike"}
 STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 
 
@@ -91,7 +93,8 @@ def data_bound(run: RunRecord) -> Outcome:
 
 def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, float] | None:
     """The stage of reading that took most, and its share; None: they do not explain the wait."""
-    columns = [series(run, key).since(since) for key in run.train.keys if key.startswith(STAGE_KEYS)]
+    keys = [key for key in run.train.keys if key.startswith(STAGE_KEYS)]
+    columns = [series(run, key).since(since) for key in keys]
     total = sum(column.total for column in columns)
     if not columns or total < limits.EXPLAINED_WAIT * waited:
         return None
@@ -118,11 +121,11 @@ def straggling_rank(run: RunRecord) -> Outcome:
     worst = sorted(heapq.nlargest(6, range(len(waits)), key=waits.__getitem__))
     evidence = slowest.evidence(worst), fastest.evidence(worst)
     mode = run.setting("data.mixing.batching_mode")
-    equal_work = {"per_stream": "they read slices of the same streams", "per_row": "their rows are full alike"}
-    if mode in equal_work:
-        return finding(f"{words}; {equal_work[mode]}: look at the machine of the slowest", *evidence)
+    if mode in EQUAL_WORK:
+        return finding(f"{words}; {EQUAL_WORK[mode]}: look at the machine of the slowest", *evidence)
     condition = "if ranks read different data; otherwise look at the machine of the slowest rank"
-    return finding(words, *evidence, knob=Knob("data.mixing.batching_mode", mode, "per_stream", condition))
+    knob = Knob("data.mixing.batching_mode", mode, "per_stream", condition)
+    return finding(words, *evidence, knob=knob)
 
 
 @rule("warning", uses=["the `restart` events of metrics.jsonl"])
@@ -175,9 +178,10 @@ def model_contract(run: RunRecord) -> Outcome:
     if not events:
         if "model" in run.config and run.setting("model.target") is None:
             return healthy("a built-in model, which the tests prove")
-        return not_measured("the run has no record of a check of its model (trainer.lab.contracts.check_model)")
+        check = "trainer.lab.contracts.check_model"
+        return not_measured(f"the run has no record of a check of its model ({check})")
     # Where each document begins a row, none has a reset inside.
-    begins_rows = run.setting("data.mixing.batching_mode") != "per_row" or run.setting("data.align") == "document"
+    begins_rows = not facts.has_full_rows(run) or run.setting("data.align") == "document"
     broken: dict[str, str] = {}
     starts: Counter[int] = Counter()  # breaches found at each step
     judged, why = False, "unknown reason"
@@ -189,16 +193,19 @@ def model_contract(run: RunRecord) -> Outcome:
                 broken.setdefault(verdict["check"], verdict["text"])
                 starts[int(event.get("global_step", 0))] += 1
         # Every model can be judged for causality: where that one was not testable, nothing was.
-        untried = [v["text"] for v in verdicts if v["check"] == "causality" and v["status"] == "not testable here"]
+        open_ones = [verdict for verdict in verdicts if verdict["status"] == "not testable here"]
+        untried = [verdict["text"] for verdict in open_ones if verdict["check"] == "causality"]
         judged = judged or bool(verdicts and not untried)
         why = str((untried or [event.get("not_tried") or why])[0])
     if broken:
         trusted = run.setting("model.trust", events[-1].get("trusted")) or []
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
-        evidence = Evidence("breaches of the contract", tuple(starts), tuple(map(float, starts.values())))
+        counts = tuple(map(float, starts.values()))
+        evidence = Evidence("breaches of the contract", tuple(starts), counts)
         if not broken.keys() & set(trusted):
             return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
-        return finding(sentence, evidence, knob=Knob("model.trust", trusted, [], "with a model that keeps it"))
+        knob = Knob("model.trust", trusted, [], "with a model that keeps it")
+        return finding(sentence, evidence, knob=knob)
     if not judged:
         return not_measured(f"the model was not checked: {why}")
     return healthy("the model keeps the contract, as far as it could be tested")

@@ -56,8 +56,8 @@ def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob
     share = number_text(losses.total)
     if evictions:
         share += f" of {number_text(evictions.total)}"
-    words = f"{share} evicted states ({mode}) were still needed: their documents continued from zero, "
-    words += f"first logged at step {losses.steps[losses.positive[0]]}"
+    words = f"{share} evicted states ({mode}) were still needed: their documents continued from "
+    words += f"zero, first logged at step {losses.steps[losses.positive[0]]}"
     return finding(words, losses.evidence(losses.positive), knob=knob(run))
 
 
@@ -78,7 +78,7 @@ def _longer_threshold(run: RunRecord) -> Knob:
     key, current = "ledger.stale_threshold", run.setting("ledger.stale_threshold") or 0
     if facts.has_full_rows(run):  # what is read is stored in every micro-batch
         return Knob(key, current or None, max(2 * current, 2))
-    active: Counter[int] = Counter()  # by step, over ranks; a source reports modalities only after its first batch
+    active: Counter[int] = Counter()  # by step, over ranks and sources
     for column in facts.modality_columns(run):
         active.update(dict(zip(column.steps, map(round, column.values), strict=True)))
     readers = max(active.values(), default=0) / facts.ranks(run)
@@ -100,9 +100,11 @@ def cold_starts(run: RunRecord) -> Outcome:
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
-        return explained(f"{counted(cold.total, 'chunk')} that continue a document found no state, explained by {why}")
+        chunks = counted(cold.total, "chunk")
+        return explained(f"{chunks} that continue a document found no state, explained by {why}")
     first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
-    words = f"{chunks} that continue a document found no state and began from zero, first logged at step {first}"
+    words = f"{chunks} that continue a document found no state and began from zero, "
+    words += f"first logged at step {first}"
     evidence, wipes = [cold.evidence(cold.positive)], series(run, WIPES)
     knob: Knob | None = None
     if wipes.total:
@@ -131,7 +133,8 @@ def ledger_oversize(run: RunRecord) -> Outcome:
     judged = limits.ledger_oversize(capacity, max(fill.values) * capacity, row_bytes, device)
     if not judged.is_beyond:
         return healthy(judged.words)
-    return finding(judged.words, fill.evidence(fill.largest()), knob=Knob("ledger.capacity", capacity, judged.better))
+    knob = Knob("ledger.capacity", capacity, judged.better)
+    return finding(judged.words, fill.evidence(fill.largest()), knob=knob)
 
 
 @rule("error", needs=[REFUSED])
@@ -141,7 +144,8 @@ def refused_rows(run: RunRecord) -> Outcome:
     if not refused.positive:
         return healthy("every state was finite")
     first = refused.steps[refused.positive[0]]
-    words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, first logged at step {first}"
+    words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, "
+    words += f"first logged at step {first}"
     return finding(words, refused.evidence(refused.positive), knob=facts.lower_lr(run))
 
 
@@ -207,12 +211,13 @@ def stale_states(run: RunRecord) -> Outcome:
     size, first, side, effect = abs(gap.mean), gap.shown.steps[0], "above", "their age costs loss"
     if gap.mean < 0:
         side, effect = "below", "training looks better than inference will be"
-    words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats per token "
-    words += f"{side} that of fresh ones (carrying a state lowers it by {gain})"
+    words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats "
+    words += f"per token {side} that of fresh ones (carrying a state lowers it by {gain})"
     if size <= max(limits.FAR_ERRORS * gap.error, limits.STALE_SHARE * gain.mean, limits.STALE_NATS):
         return healthy(words)
     if series(run, COLD_STARTS).since(first).total:
-        return explained(f"{words}; ledger/cold_starts counts lost states, which also differ from fresh ones")
+        lost = "ledger/cold_starts counts lost states, which also differ from fresh ones"
+        return explained(f"{words}; {lost}")
     age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
     how_old = ""
     if age and drift:

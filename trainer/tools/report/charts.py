@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from itertools import chain
 from typing import Final, Literal
 
 import numpy as np
@@ -50,17 +49,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps. A point is one logged value, or a bucket of neighboring ones: its first
-    and last step [N], and the mean, lowest and highest of its finite values. `bad_steps` are those
-    of all other values, `num_values` counts the former."""
+    """Values over steps. A point is one logged value, or a bucket of neighboring ones."""
 
-    first: Ints
+    first: Ints  # step of each point [N]
     last: Ints
-    mean: Floats
+    mean: Floats  # of its finite values
     low: Floats
     high: Floats
-    num_values: int
-    bad_steps: Ints
+    num_values: int  # the finite ones
+    bad_steps: Ints  # of all others
 
     @property
     def is_reduced(self) -> bool:
@@ -70,7 +67,9 @@ class Curve:
     @property
     def is_constant(self) -> bool:
         """Whether all values are the same finite number."""
-        return bool(len(self.mean)) and not len(self.bad_steps) and float(self.low.min()) == float(self.high.max())
+        if not len(self.mean) or len(self.bad_steps):
+            return False
+        return float(self.low.min()) == float(self.high.max())
 
 
 def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
@@ -94,15 +93,14 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a chart.
-    `run`, `color`, `dash`: indices; the color stands for the run if there are several."""
+    """One curve of a chart."""
 
-    run: int
+    run: int  # its index
     label: str  # legend text, including the name of the run if there are several
     variant: str  # distinguishes lines of the same run and key
     curve: Curve
-    color: int
-    dash: int = 0
+    color: int  # an index; it stands for the run if there are several
+    dash: int = 0  # an index
     errors: Floats | None = None  # standard error of each point; NaN where unknown
 
 
@@ -117,8 +115,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `facts` are (heading, text) pairs shown below it. Of style `heat`, a line is a row
-    of cells over steps, whose colors are logarithmic. `is_wide`: a combined view."""
+    """One chart. Of style `heat`, a line is a row of cells over steps, with logarithmic colors."""
 
     title: str
     unit: str
@@ -128,8 +125,8 @@ class Chart:
     style: Style = "line"
     band: Band | None = None
     references: tuple[Reference, ...] = ()
-    facts: tuple[tuple[str, str], ...] = ()
-    is_wide: bool = False
+    facts: tuple[tuple[str, str], ...] = ()  # (heading, text) pairs shown below it
+    is_wide: bool = False  # a combined view
     is_log: bool = False
 
     @property
@@ -141,12 +138,10 @@ class Chart:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it is drawn: constants are not; in a combined view, only zeros without errors are
-        not."""
+        """Whether it is drawn: constants are not, of combined views those of 0 without errors."""
         if not all(line.curve.is_constant for line in self.lines):
             return True
-        is_zero = all(line.errors is None and float(line.curve.low[0]) == 0.0 for line in self.lines)
-        return self.is_wide and not is_zero
+        return self.is_wide and any(line.errors is not None or line.curve.low[0] for line in self.lines)
 
 
 @dataclass
@@ -155,22 +150,20 @@ class Columns:
 
     runs: Sequence[RunRecord]
     limit: int
-    _made: dict[tuple[int, str], Curve | None] = field(default_factory=dict)
+    _made: dict[str, list[tuple[int, Curve]]] = field(default_factory=dict)
 
     def curves(self, key: str) -> list[tuple[int, Curve]]:
         """(index of the run, curve) for each run that has the key."""
-        for run, record in enumerate(self.runs):
-            if (run, key) not in self._made:
+        if key not in self._made:
+            self._made[key] = []
+            for run, record in enumerate(self.runs):
                 steps, values = record.column(key)
-                self._made[run, key] = None
                 if len(steps):
-                    self._made[run, key] = make_curve(steps, values, limit=self.limit)
-        made = [(run, self._made[run, key]) for run in range(len(self.runs))]
-        return [(run, curve) for run, curve in made if curve is not None]
+                    self._made[key].append((run, make_curve(steps, values, limit=self.limit)))
+        return self._made[key]
 
     def errors(self, run: int, key: str, curve: Curve) -> Floats | None:
-        """The standard error of each point, NaN where unknown; None for buckets, and without
-        errors."""
+        """The standard error of each point, NaN where unknown; None if there is none to draw."""
         if not _is_error(key + ERROR_SUFFIX) or curve.is_reduced:
             return None
         known = dict(zip(*self.runs[run].column(key + ERROR_SUFFIX), strict=True))
@@ -196,10 +189,10 @@ def variant_of(key: str) -> tuple[str, int]:
     if key.startswith(EVAL_PREFIX):
         return key.removeprefix(EVAL_PREFIX), 1
     base = key.removesuffix(WORST_SUFFIX)
+    if base == key or not is_known(base) or not is_known(key):
+        return key, 0
     # Some keys of the catalog end in _max themselves.
-    if base != key and is_known(base) and is_known(key) and lookup(key).title == f"{lookup(base).title}, worst rank":
-        return base, 2
-    return key, 0
+    return (base, 2) if lookup(key).title == f"{lookup(base).title}, worst rank" else (key, 0)
 
 
 def _is_error(key: str) -> bool:
@@ -224,40 +217,34 @@ class View:
     style: Style = "line"  # for a single run; several runs are drawn as lines
     is_total: bool = False
     is_log: bool = False
-    # lines of one color that are readable if colors stand for runs; beyond, the keys get separate
-    # charts.
-    max_keys: int = 1
+    max_keys: int = 1  # lines of one color that are readable; with more each key has a chart
+
+    def references(self, runs: Sequence[RunRecord]) -> list[Reference]:
+        """The levels of the rows that have some."""
+        found = []
+        for number, run in enumerate(runs):
+            capacity, ranks = run.setting("ledger.capacity"), run.world_size
+            if "ledger/live_groups" in self.rows and isinstance(capacity, int) and ranks is not None:
+                label = f"capacity of {counted(ranks, 'rank')}"
+                found.append(Reference(label, float(capacity * ranks), number))
+            if "stream_mixing/active/pick_surprise_max" in self.rows and run.steps:
+                bound = limits.surprise_bound(max(batches_through(run, run.steps[-1]), 1))
+                found.append(Reference(f"ln(picks / {limits.ALPHA:g})", bound, number))
+        return found
 
 
 PLAIN: Final = View("", ())
 
 
-def _capacity(runs: Sequence[RunRecord]) -> Iterable[Reference]:
-    for number, run in enumerate(runs):
-        capacity, ranks = run.setting("ledger.capacity"), run.world_size
-        if isinstance(capacity, int) and ranks is not None:
-            yield Reference(f"capacity of {counted(ranks, 'rank')}", float(capacity * ranks), number)
-
-
-def _surprise_bound(runs: Sequence[RunRecord]) -> Iterable[Reference]:
-    for number, run in enumerate(runs):
-        if run.steps:
-            picks = max(batches_through(run, run.steps[-1]), 1)
-            yield Reference(f"ln(picks / {limits.ALPHA:g})", limits.surprise_bound(picks), number)
-
-
-# By the row that they are drawn with.
-REFERENCES: Final = {"ledger/live_groups": _capacity, "stream_mixing/active/pick_surprise_max": _surprise_bound}
-
-
 @cache
 def _fixed_views() -> tuple[View, ...]:
     """Those of views.json (`*`: all rows that begin so), and a heat map for each row of layers."""
-    text = (resources.files("trainer.tools.report") / "assets" / "views.json").read_text(encoding="utf-8")
-    found = []
-    for fields in json.loads(text):
-        rows = [keys_under(row[:-1]) if row.endswith("*") else (row,) for row in fields.pop("rows")]
-        found.append(View(rows=tuple(chain.from_iterable(rows)), **fields))
+    file, found = resources.files("trainer.tools.report") / "assets" / "views.json", []
+    for fields in json.loads(file.read_text(encoding="utf-8")):
+        rows: list[str] = []
+        for row in fields.pop("rows"):
+            rows += keys_under(row[:-1]) if row.endswith("*") else [row]
+        found.append(View(rows=tuple(rows), **fields))
     return (*found, *(View(spec.title, (spec.name,), style="heat") for spec in LAYER_ROWS))
 
 
@@ -275,9 +262,10 @@ def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
 
 def _keys_of_row(row: str, keys: Sequence[str], columns: Columns) -> list[str]:
     """The training keys of a catalog row that some run has; `blocks.10` follows `blocks.9`."""
-    found = [key for key in keys if _family(key)[0] == row and variant_of(key)[1] == 0 and not _is_error(key)]
-    found.sort(key=lambda key: [(text, int(part or 0)) for text, part in re.findall(r"(\D*)(\d*)", key)])
-    return [key for key in found if columns.curves(key)]
+    found = [key for key in keys if _family(key)[0] == row and not variant_of(key)[1]]
+    found = [key for key in found if not _is_error(key) and columns.curves(key)]
+    parts = {key: re.findall(r"(\D*)(\d*)", key) for key in found}
+    return sorted(found, key=lambda key: [(text, int(number or 0)) for text, number in parts[key]])
 
 
 def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
@@ -319,7 +307,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
         tuple(lines),
         style=view.style if columns.is_single else "line",
         band=spec.band if len(keys) == 1 or not view.rows else None,
-        references=tuple(REFERENCES[keys[0]](columns.runs)) if keys[0] in REFERENCES and view.rows else (),
+        references=tuple(view.references(columns.runs)),
         facts=_facts(keys if view.rows else [base]),
         is_wide=bool(view.rows),
         is_log=view.is_log,
