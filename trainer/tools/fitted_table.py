@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-_PER_COLUMN: Final = 3  # of rich's default box: a border and two spaces; one more border closes the row
+_PER_COLUMN: Final = 3  # of rich's default box: a border and two spaces; one more at the end
 _LEAST_FIRST: Final = 8  # width below which the first column is not folded
 
 
@@ -22,7 +22,7 @@ class Column:
     heading: str
     cells: Sequence[str]
     justify: Literal["left", "right"] = "left"
-    leave_out: int = 0  # if the table is too wide, columns with the highest are dropped first; 0: never
+    leave_out: int = 0  # of a table that is too wide, the highest are dropped first; 0: never
     wraps: bool = False  # cells may break between words
 
     @property
@@ -60,7 +60,8 @@ def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "; --json
     options.setdefault("title_justify", "left")
     if len(kept) < len(columns):
         names = ", ".join(column.name for column in columns if column not in kept)
-        options |= {"caption": f"omitted to fit the terminal: {names}{hint}", "caption_justify": "left"}
+        options["caption"] = f"omitted to fit the terminal: {names}{hint}"
+        options["caption_justify"] = "left"
     is_too_wide = needed_width(kept) > width
     table = Table(**options)
     for position, column in enumerate(kept):

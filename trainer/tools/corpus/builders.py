@@ -89,11 +89,13 @@ def build_text(
         refused: list[Skipped] = []
         candidates: list[Candidate] = []
         for source, path in files.items():
-            if why := _why_no_text(path):
+            why = _why_no_text(path)
+            if why:
                 refused.append(Skipped(f"{name}/{source}", why))
+            elif path.suffix.lower() in FORMATS["jsonl"].suffixes:
+                candidates += of_lines(source, path)
             else:
-                is_lines = path.suffix.lower() in FORMATS["jsonl"].suffixes
-                candidates += of_lines(source, path) if is_lines else [of_file(source, path)]
+                candidates.append(of_file(source, path))
         documents, unusable = check_all(candidates, what=name, max_bytes=max_file_bytes, progress=progress)
         refused += unusable
         if not documents:
@@ -226,8 +228,7 @@ def build_key_recall(
     seed: int = 0,
     force: bool = False,
 ) -> Manifest:
-    """Write a corpus that can only be learned with state carried from cell to cell, as
-    `out/recall/stream<k>.jsonl`.
+    """Write a corpus that can only be learned with carried state, as `out/recall/stream<k>.jsonl`.
 
     A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first
     cell reveals two of eight symbols, drawn independently; every later cell asks for both. With 6

@@ -127,7 +127,8 @@ def _checked(candidate: Candidate, max_bytes: int, forbidden: Iterable[str]) -> 
         content = candidate.read()
     except OSError as error:
         return f"cannot be read: {error.strerror or type(error).__name__}"
-    if why := why_not_text(content):
+    why = why_not_text(content)
+    if why:
         return why
     text = content.decode("utf-8-sig")
     if not text.strip():

@@ -1,4 +1,4 @@
-"""What rules read of a run: series of its metrics, facts about it, and settings to change."""
+"""Facts that rules read of a run: series of its metrics, its settings, and those to change."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: NaN and infinities become words."""
-        values = [value if math.isfinite(value) else non_finite_word(value) for value in self.values]
+        values = list(map(_json_number, self.values))
         return {"key": self.key, "steps": list(self.steps), "values": values}
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else non_finite_word(value)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     seq_len = _seq_len(kept, int(kept.sum()))
     # A row reads documents one behind the other, and an epoch has to last longer than its longest
     # document does.
-    fitting = min(np.count_nonzero(kept) / share, trained / int(kept.max()), trained / (32 * seq_len))
+    longest = max(int(kept.max()), 32 * seq_len)
+    fitting = min(np.count_nonzero(kept) / share, trained / longest)
     batch = _power_of_two(int(fitting), 1, LARGEST_BATCH)
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
     tokens_a_step = batch * seq_len * micro
@@ -102,7 +103,8 @@ def _holdout(streams: Sequence[Stream], lengths: Sequence[Ints]) -> float:
 
 def never_held_out(streams: Sequence[Stream], lengths: Sequence[Ints], fraction: float) -> list[str]:
     """The modalities of which this fraction holds out no token, or all."""
-    return [name for name, (held, all_) in _held_out(streams, lengths, fraction).items() if not 0 < held < all_]
+    found = _held_out(streams, lengths, fraction)
+    return [name for name, (held, all_) in found.items() if not 0 < held < all_]
 
 
 def _held_out(streams: Sequence[Stream], lengths: Sequence[Ints], fraction: float) -> dict[str, tuple[int, int]]:

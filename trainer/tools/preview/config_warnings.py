@@ -48,7 +48,8 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
         found += _blend_warnings(source.table.weight, view, preview)
     found += fill_warnings(plan, preview)
     if preview.ends_at_step is not None:
-        problem = f"is false, and the data is exhausted at step {preview.ends_at_step} of {preview.steps}"
+        when = f"step {preview.ends_at_step} of {preview.steps}"
+        problem = f"is false, and the data is exhausted at {when}"
         found.append(_to_set("data.mixing.repeat", problem, "true"))
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
@@ -59,7 +60,8 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
     """About modalities that are drawn in another share of the tokens than they have in the
     corpus."""
     # The shares of a blend with a schedule are meant to change.
-    if not preview.has_full_rows or any(isinstance(source.table.weight, ScheduleTable) for source in plan.sources):
+    is_constant = not any(isinstance(each.table.weight, ScheduleTable) for each in plan.sources)
+    if not preview.has_full_rows or not is_constant:
         return
     skewed: list[str] = []
     shares: dict[str, float] = {}
@@ -69,8 +71,10 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
             shares[source.name] = shares.get(source.name, 0.0) + corpus
             is_alike = corpus <= limits.SKEW * drawn and drawn <= limits.SKEW * corpus
             if max(corpus, drawn) >= limits.SEEN_SHARE and not is_alike:
-                skewed.append(f"{view.name} is {corpus:.1%} of the corpus and {drawn:.1%} of what is drawn")
-    fix = "give each modality a source of its own, with a weight (train init writes that), or train longer"
+                shown = f"{corpus:.1%} of the corpus and {drawn:.1%} of what is drawn"
+                skewed.append(f"{view.name} is {shown}")
+    fix = "give each modality a source of its own, with a weight (train init writes that), "
+    fix += "or train longer"
     if len(shares) > 1:
         weights = ", ".join(f"{name} = {share:.3g}" for name, share in shares.items())
         fix = f"if that is not meant, the shares of the corpus come from the weights {weights}"
@@ -88,7 +92,8 @@ def fill_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
         if fill.padding > 1 - limits.LOW_FILL:
             yield _padding(plan, fill)
         return
-    why = f"the longest document has {fill.longest:,} tokens, and an epoch {fill.row_tokens:,.0f} for each row"
+    why = f"the longest document has {fill.longest:,} tokens, "
+    why += f"and an epoch {fill.row_tokens:,.0f} for each row"
     if fill.documents < rows:
         each = "data shard" if plan.facts.data_shards > 1 else "run"
         why = f"a {each} has {counted(fill.documents, 'document')} for {counted(rows, 'row')}"
@@ -121,8 +126,10 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
             length, unit = preview.steps, "steps"
         yield from starmap(ConfigWarning, never_reached(key, weight.points, length, unit))
     if 0 < view.batches < 1:
-        problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: the source is hardly ever read"
-        yield ConfigWarning(key, problem, f"raise it {1 / view.batches:.0f} times or more, or set it to 0")
+        problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: "
+        problem += "the source is hardly ever read"
+        fix = f"raise it {1 / view.batches:.0f} times or more, or set it to 0"
+        yield ConfigWarning(key, problem, fix)
     if view.epochs is not None and view.epochs > limits.MAX_EPOCHS:
         problem = f"reads the source for {view.epochs:.1f} epochs; "
         problem += f"beyond {limits.MAX_EPOCHS:.0f}, repeated tokens add little"
@@ -133,11 +140,12 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
 def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:
     threshold, bound = ledger.stale_threshold, ledger.wait_bound_steps
     if threshold is not None and threshold < min(bound, preview.steps):
-        wait = f"a document may wait up to {bound} steps for its next chunk"
-        yield _to_set("ledger.stale_threshold", f"{threshold} steps: {wait}, and its state is evicted", bound)
+        problem = f"{threshold} steps: a document may wait up to {bound} steps for its next chunk, "
+        yield _to_set("ledger.stale_threshold", problem + "and its state is evicted", bound)
     if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
         times = preview.steps // config.ledger.wipe_every
-        problem = f'"full" drops every state {times} times in this run, and does not count false evictions'
+        problem = f'"full" drops every state {times} times in this run, '
+        problem += "and does not count false evictions"
         yield _to_set("ledger.wipe_mode", problem, '"lru"')
     row_bytes = round(ledger.megabytes * 1e6 / ledger.capacity)
     oversize = limits.ledger_oversize(ledger.capacity, ledger.groups_in_flight, row_bytes)

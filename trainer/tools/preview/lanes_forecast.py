@@ -25,7 +25,8 @@ from trainer.data.tokenizer import IdsTokenizer
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, reading, runs_on
 
-MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; the rest of a longer run is extrapolated
+MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; more are extrapolated
+Opened = Mapping[str, Mapping[str, OpenStream]]  # source -> path -> stream
 MOST_POSITIONS = 200_000_000  # of all counted rows: as long
 
 
@@ -37,7 +38,7 @@ class Corpus:
     groups: Counter[str]
     tokens: Counter[str]
     behind_cuts: int  # tokens that follow a cut of their document
-    padded: Ints  # positions that its groups take where each begins a row of T, T / 2, T / 4, ... tokens
+    padded: Ints  # positions of its groups, each beginning a row of T, T / 2, T / 4, ... tokens
 
 
 @dataclass
@@ -59,7 +60,8 @@ class LanesForecast:
     tokens: Ints  # of each step over all shards, without data sets of the user's own: [steps]
     full: Ints  # those of rows without a gap: [steps]
     tallies: Mapping[str, Sequence[Tally]]  # of each source that has streams and is read, by shard
-    shards: Mapping[str, Ints]  # of each of them [shards, 3]: tokens of all groups and of the longest, number of groups
+    # Of each of them [shards, 3]: tokens of all groups and of the longest, number of groups.
+    shards: Mapping[str, Ints]
     runs_on: bool  # documents begin within rows
 
 
@@ -110,7 +112,8 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
         opened = opener(stream)
         # As many zeros as tokens, in one byte: lanes look at lengths alone.
         none = np.broadcast_to(np.uint8(0), len(opened.documents.tokens))
-        found[stream.relative_path] = replace(opened, documents=replace(opened.documents, tokens=none, bounds=None))
+        documents = replace(opened.documents, tokens=none, bounds=None)
+        found[stream.relative_path] = replace(opened, documents=documents)
     if not any(opened.groups.num_groups for opened in found.values()):
         raise opener.nothing_left(f"source {source.name}", "has no document to train on")
     opener.warn()
@@ -132,7 +135,7 @@ def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
     return Corpus(num_streams, groups, tokens, behind_cuts, padded)
 
 
-def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, most: int) -> LanesForecast:
+def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
     """Count what the lanes of a run with this config and seed will read, one step at least.
     `streams`: from `open_lengths`, of each source that has streams and is read. `most`: rows that
     are counted, over all data shards."""
@@ -180,9 +183,7 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
     )
 
 
-def _blend(
-    plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], shard: int, parts: Mapping[str, list[CountedSource]]
-) -> LaneBlend:
+def _blend(plan: Plan, streams: Opened, shard: int, parts: Mapping[str, list[CountedSource]]) -> LaneBlend:
     """The lanes of a data shard, whose counted sources are added to `parts`."""
     config, sources = plan.config, []
     rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
@@ -191,7 +192,8 @@ def _blend(
         if source.is_off:
             dataset = UnreadSource()
         elif source.name in streams:
-            where: Any = {"shard": shard, "num_shards": plan.facts.data_shards, "in_memory": streams[source.name]}
+            where: Any = {"shard": shard, "num_shards": plan.facts.data_shards}
+            where["in_memory"] = streams[source.name]
             dataset = CountedSource(source.streams, *reading(plan, source), **where)
             parts[source.name].append(dataset)
         sources.append(BlendSource(source.name, dataset, source.weight))

@@ -45,10 +45,11 @@ def _headline(preview: Preview) -> str:
     if fill is not None:
         size = f"{fill.mean * fill.full_tokens:,.0f} tokens per step of {fill.full_tokens:,.0f} "
         size += f"(fill {fill.mean:.1%}, by step {fill.least:.1%} to {fill.most:.1%})"
-    text = f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} on {ranks} "
-    text += f"({preview.num_batches:,} per {part}); {size}"
+    text = f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} "
+    text += f"on {ranks} ({preview.num_batches:,} per {part}); {size}"
     if not preview.has_full_rows:
-        return f'{text}\nwhat the run will draw is forecast of full rows only (data.mixing.batching_mode = "per_row")'
+        setting = 'data.mixing.batching_mode = "per_row"'
+        return f"{text}\nwhat the run will draw is forecast of full rows only ({setting})"
     if preview.ends_at_step is not None:
         return f"{text}\nthe data is exhausted at step {preview.ends_at_step:,}"
     if not preview.is_counted:

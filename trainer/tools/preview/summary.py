@@ -69,8 +69,8 @@ class LedgerView:
 
     mode: str
     capacity: int
-    groups_in_flight: int  # states needed at once, at most: one per row, or K x batch size over the sources
-    capacity_to_change_ranks: int  # states that a resume on another number of ranks may need at once
+    groups_in_flight: int  # states needed at once, at most: one per row, or K x batch size
+    capacity_to_change_ranks: int  # as many after a resume on other ranks
     megabytes: float
     stale_threshold: int | None
     wait_bound_steps: int  # from a chunk of a document to the next, at most
@@ -205,7 +205,8 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
             repeated, rest = column[begin:].sum(), column[begin : begin + more].sum()
             sums.append(column.sum() + times * repeated + rest)
         mean = sums[0] / sums[1]
-    padding = 1 - shards[:, :, 0].sum() / np.maximum(sum(each.padded for each in corpora.values()), 1)
+    positions_padded = np.maximum(sum(each.padded for each in corpora.values()), 1)
+    padding = 1 - shards[:, :, 0].sum() / positions_padded
     padded, better_seq_len = 0.0, 0
     # Rows that run on from one document to the next have no padding.
     if not forecast.runs_on:
@@ -236,15 +237,15 @@ def _with_corpus(
     total: int,
 ) -> SourceView:
     """The source with its content; all sources together have `total` tokens."""
-    mixing, wait = mixing_of(plan.config, source.table), 1  # full rows: each is read in every micro-batch
+    mixing, wait = mixing_of(plan.config, source.table), 1  # full rows are read each time
     if not reads_lanes(plan.config):
         picks = _picks_per_slice(plan, mixing, streams.values())
         readers = min(mixing.num_streams_mixed, len(picks))
         wait = limits.wait_bound(picks, readers, view.batch_share, plan.batches_by_steps.least)
     modalities = []
     for name, tokens in sorted(corpus.tokens.items()):
-        share = tokens / total
-        modalities.append(ModalityView(name, corpus.streams[name], corpus.groups[name], tokens, share))
+        counts = corpus.streams[name], corpus.groups[name]
+        modalities.append(ModalityView(name, *counts, tokens, tokens / total))
     return replace(
         view,
         num_mixed=min(mixing.num_streams_mixed, len(streams)),
@@ -261,7 +262,8 @@ def _picks_per_slice(plan: Plan, mixing: MixingTable, streams: Iterable[OpenStre
     for opened in streams:
         lanes = mixing.batch_size_by_modality.get(opened.stream.modality, mixing.batch_size)
         cells = opened.groups.num_cells
-        own = [num_rows(cells[Slice(0, at, shards).of(opened, cells)], lanes) for at in range(shards)]
+        slices = [Slice(0, at, shards).of(opened, cells) for at in range(shards)]
+        own = [num_rows(cells[each], lanes) for each in slices]
         if mixing.batching_mode == "per_stream":  # the ranks read a stream together
             own = [max(own)]
         picks += filter(None, own)
@@ -286,7 +288,8 @@ def _with_draws(
             modalities = tuple(_drawn(each, view.name, passes, forecast) for each in view.modalities)
             tokens = sum(each.tokens or 0.0 for each in modalities)
             shares = tuple((forecast.shards[view.name][:, 0] / epoch).tolist())
-            view = replace(view, tokens=tokens, epochs=tokens / epoch, rank_token_shares=shares, modalities=modalities)
+            view = replace(view, tokens=tokens, epochs=tokens / epoch, rank_token_shares=shares)
+            view = replace(view, modalities=modalities)
         found.append(view)
     total = max(sum(view.tokens or 0.0 for view in found), 1)
     for at, view in enumerate(found):
@@ -303,7 +306,8 @@ def _drawn(view: ModalityView, source: str, passes: float, forecast: LanesForeca
     tallies, name = forecast.tallies[source], view.name
     picks = float(sum(tally.picks[name] for tally in tallies))
     exhausts = float(sum(tally.exhausts[name] for tally in tallies))
-    return replace(view, picks=picks, exhausts=exhausts, tokens=sum(tally.tokens[name] for tally in tallies))
+    tokens = sum(tally.tokens[name] for tally in tallies)
+    return replace(view, picks=picks, exhausts=exhausts, tokens=tokens)
 
 
 def _ledger_view(plan: Plan, sources: Sequence[SourceView]) -> LedgerView | None:
@@ -340,13 +344,15 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
     for start, end in itertools.pairwise(sorted(edge for edge in edges if edge <= num_batches)):
         count = min(end - start, SAMPLED)
         middles = start + (np.arange(count) + 0.5) * ((end - start) / count)
-        sums += _shares_at(weights, middles.astype(np.int64), micro_batches).mean(axis=1) * (end - start)
+        shares = _shares_at(weights, middles.astype(np.int64), micro_batches)
+        sums += shares.mean(axis=1) * (end - start)
     return sums.tolist()
 
 
 def _shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: MicroBatches) -> npt.NDArray[np.float64]:
     """The probability of each source at each batch, float64 [sources, batches]; or zero."""
-    raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
+    places = [positions(spec.unit, batches, micro_batches) for spec in weights]
+    raw = np.array([spec.evaluate_many(at) for spec, at in zip(weights, places, strict=True)])
     total = raw.sum(axis=0)
     shares: npt.NDArray[np.float64] = np.divide(raw, total, out=np.zeros_like(raw), where=total > 0)
     return shares

@@ -57,13 +57,17 @@ class _Columns:
 def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: Sequence[Json] = ()) -> str:
     """All charts as JSON for a <script> element, None for undrawn ones; then `more` figures."""
     columns, marks = _Columns(), _marks(runs, len(charts))
-    figures = [_figure(chart, runs, columns, marks) if chart.is_drawn else None for chart in charts]
+    figures: list[Json | None] = [None for _ in charts]
+    for number, chart in enumerate(charts):
+        if chart.is_drawn:
+            figures[number] = _figure(chart, runs, columns, marks)
     curves = [line.curve for chart in charts for line in chart.lines if len(line.curve.mean)]
     first = min((int(curve.first[0]) for curve in curves), default=0)
     last = max((int(curve.last[-1]) for curve in curves), default=1)
     pad = max((last - first) * 0.015, 0.5)
     layout = resources.files("trainer.tools.report") / "assets" / "layout.json"
-    template = {"layout": json.loads(layout.read_text(encoding="utf-8")), "data": {"scatter": [{"showlegend": False}]}}
+    template = {"layout": json.loads(layout.read_text(encoding="utf-8"))}
+    template["data"] = {"scatter": [{"showlegend": False}]}
     page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template}
     # "</script>" in the name of a run would end the element.
     text = json.dumps(page | {"charts": [*figures, *more]}, allow_nan=False, separators=(",", ":"))
@@ -81,26 +85,29 @@ def _marks(runs: Sequence[RunRecord], num_charts: int) -> list[Mark]:
 
 
 def _stride(number: int, most: int) -> int:
-    """Of which one in so many is shown, so that at most `most` are."""
+    """The stride with which at most `most` of so many are shown."""
     return max(-(-number // most), 1)
 
 
 def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: Sequence[Mark]) -> Json:
-    can_be_log = chart.style == "line" and all(bool((line.curve.low > 0).all()) for line in chart.lines)
-    highest = max((float(line.curve.high.max()) for line in chart.lines if len(line.curve.high)), default=0.0)
+    curves = [line.curve for line in chart.lines]
+    can_be_log = chart.style == "line" and all(bool((curve.low > 0).all()) for curve in curves)
+    highest = max((float(curve.high.max()) for curve in curves if len(curve.high)), default=0.0)
     yaxis: Json = {"title": {"text": chart.axis}}
     if highest >= 1e4:
         yaxis["exponentformat"] = "SI"
     layout: Json = {"yaxis": yaxis, "hovermode": "x unified"}
     if chart.style == "heat":
         traces = [_heat_map(chart, columns)]
-        layout = {"hovermode": "closest", "yaxis": {"type": "category", "autorange": "reversed", "nticks": 0}}
+        rows = {"type": "category", "autorange": "reversed", "nticks": 0}
+        layout = {"hovermode": "closest", "yaxis": rows}
     else:
         is_single, traces = len(runs) == 1, []
         for line in chart.lines:
             traces += _line_traces(chart, line, columns, is_single=is_single)
         traces += _legend(chart, is_single=is_single)
-        layout |= {"showlegend": True, "shapes": _shapes(chart, runs, marks), "annotations": _crosses(chart)}
+        layout |= {"showlegend": True, "shapes": _shapes(chart, runs, marks)}
+        layout["annotations"] = _crosses(chart)
     return {
         "name": f"{chart.group}: {chart.title}",
         "data": traces,
@@ -143,19 +150,28 @@ def _broken(curve: Curve, *columns: Floats) -> list[Floats]:
 def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool) -> list[Json]:
     curve, hue = line.curve, f"c{line.color % NUM_COLORS}"
     common: Json = {"name": line.label, "legendgroup": line.label if is_single else line.variant}
-    common["meta"] = {"run": line.run, "smooths": chart.style == "line" and len(curve.mean) >= FEWEST_POINTS}
-    stroke: Json = {"color": hue, "width": 1.6 if line.dash else 1.8, "dash": DASHES[line.dash % len(DASHES)]}
+    smooths = chart.style == "line" and len(curve.mean) >= FEWEST_POINTS
+    common["meta"] = {"run": line.run, "smooths": smooths}
+    stroke: Json = {"color": hue, "width": 1.8, "dash": DASHES[line.dash % len(DASHES)]}
+    if line.dash:
+        stroke["width"] = 1.6
     steps, mean = _broken(curve, curve.mean)
-    drawn: Json = {"mode": "lines+markers" if len(curve.mean) <= _FEW_POINTS else "lines", "marker": {"color": hue}}
+    drawn: Json = {"mode": "lines", "marker": {"color": hue}}
+    if len(curve.mean) <= _FEW_POINTS:
+        drawn["mode"] = "lines+markers"
     if chart.style == "area":
         steps, mean, stroke["width"] = (curve.first + curve.last) / 2, curve.mean, 1
-        drawn = {"stackgroup": "one", "stackgaps": "interpolate", "fillcolor": f"{hue}/0.45", "mode": "lines"}
-    drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke, "hovertemplate": "%{y:,.6~g}"}
-    if not np.array_equal(curve.first, chart.lines[0].curve.first):  # the page shows the step of the first line
+        drawn = {"stackgroup": "one", "stackgaps": "interpolate", "mode": "lines"}
+        drawn["fillcolor"] = f"{hue}/0.45"
+    drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke}
+    drawn["hovertemplate"] = "%{y:,.6~g}"
+    # The page shows the step of the first line.
+    if not np.array_equal(curve.first, chart.lines[0].curve.first):
         drawn["hovertemplate"] += " at %{x:,}"
     if line.errors is not None:
         bars = np.nan_to_num(_broken(curve, ERRORS_SHOWN * line.errors)[1])
-        drawn["error_y"] = {"array": columns.number(bars), "color": f"{hue}/0.5", "thickness": 1, "width": 2}
+        drawn["error_y"] = {"array": columns.number(bars), "color": f"{hue}/0.5"}
+        drawn["error_y"] |= {"thickness": 1, "width": 2}
     if curve.is_reduced and chart.style == "line":
         return [common | _outline(curve, columns) | {"fillcolor": f"{hue}/0.2"}, common | drawn]
     return [common | drawn]
@@ -189,8 +205,9 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
     ticks: list[float] = list(range(math.ceil(low), math.floor(high) + 1))
     if len(ticks) < 2:  # less than a decade
         ticks = [low, high]
-    bar = {"title": {"text": chart.axis, "side": "right", "font": _SMALL}, "thickness": 10, "outlinewidth": 0}
-    bar |= {"tickvals": ticks, "ticktext": [number_text(10**tick, 2) for tick in ticks], "tickfont": _SMALL}
+    bar = {"title": {"text": chart.axis, "side": "right", "font": _SMALL}, "thickness": 10}
+    bar |= {"outlinewidth": 0, "tickvals": ticks, "tickfont": _SMALL}
+    bar["ticktext"] = [number_text(10**tick, 2) for tick in ticks]
     return {
         "type": "heatmap",
         "name": "",

@@ -22,11 +22,16 @@ from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
-_MOST_EVENTS, _MOST_SETTINGS, _MOST_DETAILS = 200, 2_000, 4_000  # no file of a run makes a page of any size
+# No file of a run makes a page of any size.
+_MOST_EVENTS, _MOST_SETTINGS, _MOST_DETAILS = 200, 2_000, 4_000
 FINDINGS: Final = "Findings"
 DEPTH: Final = "Is context worth its cost?"
 # By verdict: its mark and its class.
-LOOKS: Final = {"healthy": ("✓", "verdict good"), "no_findings": ("?", "verdict"), "findings": ("!", "verdict bad")}
+LOOKS: Final = {
+    "healthy": ("✓", "verdict good"),
+    "no_findings": ("?", "verdict"),
+    "findings": ("!", "verdict bad"),
+}
 
 
 class Html(str):
@@ -56,14 +61,19 @@ def element(tag: str, *children: str, **attributes: object) -> Html:
 
 def join(children: Iterable[str]) -> Html:
     """The children concatenated, escaped unless they are HTML."""
-    return Html("".join(text if isinstance(text, Html) else escape(text) for text in children))
+    return Html("".join(map(_escaped, children)))
+
+
+def _escaped(text: str) -> str:
+    return text if isinstance(text, Html) else escape(text)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, class_: str | None = None) -> Html:
     """A table with row headers in its first column; it scrolls horizontally on narrow screens."""
     top, body = element("tr", *(element("th", cell, scope="col") for cell in head)), []
-    for first, *cells in rows:
-        body.append(element("tr", element("th", first, scope="row"), *(element("td", cell) for cell in cells)))
+    for first, *others in rows:
+        cells = [element("td", cell) for cell in others]
+        body.append(element("tr", element("th", first, scope="row"), *cells))
     unseen = element("caption", caption, class_="unseen")
     inner = element("table", unseen, element("thead", top), element("tbody", *body), class_=class_)
     return element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
@@ -159,7 +169,8 @@ def _tiles(run: RunRecord) -> Html:
         if row.value is not None or row.note:
             unit = row.unit if row.value is not None else ""
             value = element("dd", row.text, " ", _optional("span", unit, "unit"), class_="value")
-            tiles.append(element("div", element("dt", row.label), value, _optional("dd", row.note, "note")))
+            note = _optional("dd", row.note, "note")
+            tiles.append(element("div", element("dt", row.label), value, note))
     return _section("Outcome", element("dl", *tiles, class_="tiles"))
 
 
@@ -190,7 +201,8 @@ def chart_groups(charts: Sequence[Chart]) -> Html:
         numbered = list(members)
         grids = []
         for is_wide in (True, False):
-            cards = [_card(*pair) for pair in numbered if pair[1].is_drawn and pair[1].is_wide is is_wide]
+            drawn = [pair for pair in numbered if pair[1].is_drawn]
+            cards = [_card(*pair) for pair in drawn if pair[1].is_wide is is_wide]
             if cards:
                 grids.append(element("div", *cards, class_="grid views" if is_wide else "grid"))
         still = [_unchanged(chart) for _, chart in numbered if not chart.is_drawn]
@@ -235,7 +247,8 @@ def _card(number: int, chart: Chart) -> Html:
 
 def _plot(number: int, height: int) -> Html:
     """Where the page draws the chart of this number, whose heading has the id `chart-NUMBER`."""
-    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}", "aria_describedby": "keys-help"}
+    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}"}
+    aria["aria_describedby"] = "keys-help"
     style = f"height: {height}px"
     return element("div", class_="plot", data_chart=number, style=style, tabindex="0", role="group", **aria)
 
@@ -314,7 +327,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     runs = [diagnosis.run for diagnosis in diagnoses]
     is_single = len(runs) == 1
     charts = make_charts(runs)
-    cards = [_verdict_card(number, diagnosis, is_single=is_single) for number, diagnosis in enumerate(diagnoses)]
+    cards = [_verdict_card(*each, is_single=is_single) for each in enumerate(diagnoses)]
     events, (depth, figures) = _events(runs), _depth(runs, len(charts))
     outcome, names = _outcome_tables(diagnoses), ["Verdict", "Outcome"]
     if is_single:
@@ -333,7 +346,8 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     details = [chart_groups(charts)]
     _, num_left_out = drawn_keys(runs)
     if num_left_out:
-        details.append(element("p", f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them."))
+        text = f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them."
+        details.append(element("p", text))
     details += [
         events,
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
@@ -375,7 +389,8 @@ def render_page(names: Sequence[str], parts: Mapping[str, str], *, plotly: str =
     if not plotly:
         script, policy = element("script", src=plotly_file), " 'self' file:"
     assets = resources.files("trainer.tools.report") / "assets"
-    texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("page.html", "report.css", "report.js")}
+    files = ("page.html", "report.css", "report.js")
+    texts = {name: (assets / name).read_text(encoding="utf-8") for name in files}
     return Template(texts["page.html"]).substitute(
         parts,
         title=escape(title),

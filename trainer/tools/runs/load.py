@@ -203,7 +203,8 @@ class _Reader:
         Those of events.jsonl have details, and are there also if the run ended before its first
         row. A row follows the latest event of its step.
         """
-        known, by_step = list(filter(None, map(_restart_of, events))), defaultdict[int, list[int]](list)
+        known = list(filter(None, map(_restart_of, events)))
+        by_step = defaultdict[int, list[int]](list)
         for number, each in enumerate(known):
             by_step[each.global_step].append(number)
         ends, end = [], len(known)
@@ -216,10 +217,11 @@ class _Reader:
                 ends.append(end + 1)
             else:  # events.jsonl does not have it
                 ends.append(0)
-        done, ordered, redone, groups = 0, list[Restart](), list[int](), list[tuple[list[Restart], int]]()
+        done, groups = 0, list[tuple[list[Restart], int]]()
         for (found, reached), end in zip(self._restarts, reversed(ends), strict=True):
             groups.append((known[done:end] or [found], reached))
             done = max(done, end)
+        ordered, redone = list[Restart](), list[int]()
         for group, reached in [*groups, (known[done:], self._last_step)]:
             for each in group:
                 ordered.append(each)
@@ -229,14 +231,16 @@ class _Reader:
 
     def check_usable(self, path: Path, *, allow_empty: bool) -> None:
         """Refuse a file without a usable row. Raises UserError: naming the first invalid line."""
-        if not (len(self.train) + len(self.evals)) and (self._first_error is not None or not allow_empty):
+        may_be_empty = allow_empty and self._first_error is None
+        if not len(self.train) and not len(self.evals) and not may_be_empty:
             raise _no_rows(path, self._first_error)
 
     def notes(self) -> list[str]:
         """Remarks on rows that were skipped or replaced."""
         found = []
         if self._is_truncated:
-            found.append("skipped the last line, which is cut off: the run was killed or is still writing")
+            why = "the run was killed or is still writing"
+            found.append(f"skipped the last line, which is cut off: {why}")
         if self._first_error is not None:
             line, error = self._first_error
             number = counted(self._num_skipped, "damaged line")
@@ -245,8 +249,8 @@ class _Reader:
         if replaced:
             found.append(f"{counted(replaced, 'row')} replaced by later rows of the same step")
         if self._num_decreases:
-            times = counted(self._num_decreases, "time")
-            found.append(f"global_step decreases without a restart {times}: does the file hold several runs?")
+            note = f"global_step decreases without a restart {counted(self._num_decreases, 'time')}"
+            found.append(f"{note}: does the file hold several runs?")
         return found
 
 
@@ -255,15 +259,19 @@ def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None)
     if first_error is not None:
         line, error = first_error
         problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-        return UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
+        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
+        return UserError(str(metrics), problem, fix)
     status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
     ended = ENDED_STATES.get(str(status.get("state")))
     if ended is None:
-        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
+        fix = "wait for the first logged step, or name another run"
+        return UserError(str(metrics), "has no rows", fix)
     if status.get("last_step") is not None:
         ended += f" at step {status['last_step']}"
-    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
-    return UserError(str(metrics), f"has no rows: the run {ended}: {reason}", "see logs/ in the run directory")
+    reason = str(status.get("reason") or "unknown reason")
+    problem = f"has no rows: the run {ended}: "
+    problem += textwrap.shorten(reason, SHOWN_REASON, placeholder=" ...")
+    return UserError(str(metrics), problem, "see logs/ in the run directory")
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
@@ -288,7 +296,8 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
         problem = f"cannot be read: {error.strerror}"
     if problem:
         where = str(metrics if has_begun else path)
-        raise UserError(where, problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
+        fix = did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}"
+        raise UserError(where, problem, fix)
     reader.check_usable(metrics, allow_empty=allow_empty)
     notes, others = reader.notes(), dict[str, Any]()
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
@@ -301,15 +310,17 @@ def _restart_of(event: Mapping[str, Any]) -> Restart | None:
     step = event.get("global_step")
     if event.get("event") != RESTART or type(step) is not int or not 0 <= step <= MAX_STEP:
         return None
-    return Restart(step, {name: value for name, value in event.items() if name not in ("event", "global_step", "time")})
+    known = ("event", "global_step", "time")
+    return Restart(step, {name: value for name, value in event.items() if name not in known})
 
 
 def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
     """The fields of a `RunRecord` that come from the files beside metrics.jsonl."""
-    lines = _read(directory / "events.jsonl", lambda path: list(map(_json_or_none, read_lines(path))), notes) or []
+    lines = _read(directory / "events.jsonl", _read_json_lines, notes) or []
     status = judged(usable(_read(directory / STATUS_NAME, read_json, notes) or {}), directory)
     if status.get("state") in ("died", "unknown") and status.get("reason"):
-        notes.append(f"the run {ENDED_STATES.get(status['state'], 'may go on')}: {status['reason']}")
+        ended = ENDED_STATES.get(status["state"], "may go on")
+        notes.append(f"the run {ended}: {status['reason']}")
     events = [event for event in lines if isinstance(event, dict)]
     if len(events) < len(lines):
         notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")
@@ -337,6 +348,10 @@ def _read(path: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return None
+
+
+def _read_json_lines(path: Path) -> list[Any]:
+    return list(map(_json_or_none, read_lines(path)))
 
 
 def _json_or_none(line: bytes) -> Any:
@@ -367,7 +382,8 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
         reached = max(run.steps, default=0)
     for restart in run.restarts:
         for values in found.values():
-            for step in [step for step in values if step > restart.global_step]:  # a branch that was given up
+            # A branch that was given up.
+            for step in [step for step in values if step > restart.global_step]:
                 del values[step]
         changed = restart.details.get("changed")
         if not isinstance(changed, Mapping):

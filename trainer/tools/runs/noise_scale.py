@@ -81,7 +81,9 @@ def why_unknown(run: RunRecord) -> str:
     and where the record does not say that one was to be measured."""
     scale = noise_scale_of(run)
     if scale is not None:
-        return "" if scale.is_known else f"not known yet: neither a lower nor an upper bound ({scale.where})"
+        if scale.is_known:
+            return ""
+        return f"not known yet: neither a lower nor an upper bound ({scale.where})"
     batches = _column(run, B_BIG)
     if batches:
         return f"not known yet: no lower bound in the last row, step {max(batches):,}"

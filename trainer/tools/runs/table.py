@@ -47,8 +47,11 @@ class RowTable:
     def kept(self) -> list[_Row]:
         """The rows that no later row replaced, by step."""
         if self._kept is None:
-            last = {row[0]: row for row in self._rows}
-            kept = [row for row in self._rows if last[row[0]] is row or (self._merge and last[row[0]][1] == row[1])]
+            last, kept = {row[0]: row for row in self._rows}, []
+            for row in self._rows:
+                later = last[row[0]]
+                if later is row or (self._merge and later[1] == row[1]):
+                    kept.append(row)
             self._kept = sorted(kept, key=lambda row: row[0])
         return self._kept
 

@@ -173,8 +173,8 @@ def verify(
     text that is not UTF-8."""
     from trainer.metrics.logger import get_logger
     from trainer.tools.corpus.paths import discover
-    from trainer.tools.inspection.verify import describe
-    from trainer.tools.inspection.verify import verify as read_everything
+    from trainer.tools.inspection.survey import describe
+    from trainer.tools.inspection.survey import verify as read_everything
 
     at = discover(paths, format=format)
     options = _read_options(

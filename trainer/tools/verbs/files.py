@@ -58,12 +58,12 @@ def diff(
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
     from trainer.config.load import flatten, load_config
 
-    files = []
-    for given in map(Path, (first, second)):
-        files.append(given)
-        if given.is_dir():
-            files[-1] = given / "config.resolved.toml"
-    one, other = (flatten(load_config(file).model_dump(mode="json", exclude_none=True)) for file in files)
+    tables = []
+    for file in map(Path, (first, second)):
+        if file.is_dir():
+            file /= "config.resolved.toml"
+        tables.append(flatten(load_config(file).model_dump(mode="json", exclude_none=True)))
+    one, other = tables
     found = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
     if as_json:
         print_json({key: {"a": one.get(key), "b": other.get(key)} for key in found})
@@ -71,9 +71,10 @@ def diff(
         echo(f"--- {first}\n+++ {second}")
     else:
         echo(f"{first} and {second} do not differ", err=True)
-    for sign, key, values in [(sign, key, values) for key in found for sign, values in (("-", one), ("+", other))]:
-        if key in values and not as_json:  # JSON's spelling of a value is TOML's as well
-            echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
+    for key in () if as_json else found:
+        for sign, values in (("-", one), ("+", other)):
+            if key in values:  # JSON's spelling of a value is TOML's as well
+                echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
     if found:
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -131,8 +132,9 @@ def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     entries = _entries(run_dir, is_deep=True)
     _print(run_dir, entries, as_json=as_json, is_deep=True)
     fix = "resume from an older one: --resume auto does so by itself"
-    if damaged := [UserError("checkpoint", entry.problem, fix) for entry in entries if entry.problem is not None]:
-        raise UserErrors(damaged)
+    problems = [entry.problem for entry in entries if entry.problem is not None]
+    if problems:
+        raise UserErrors([UserError("checkpoint", problem, fix) for problem in problems])
 
 
 @checkpoint.command()
@@ -161,17 +163,20 @@ def push(
             owner = claim(remote, run.path, resolved.run.name, resumes=True, may_adopt=False)
         except StorageError as error:
             raise _unusable(url, error) from None
-        mirror = start_mirror(Claimed(remote, owner, lambda: owner), run, resolved.checkpoint, -1, Diagnostics())
+        claimed = Claimed(remote, owner, lambda: owner)
+        mirror = start_mirror(claimed, run, resolved.checkpoint, -1, Diagnostics())
         if not mirror.wait():
             raise typer.Exit(EXIT_NOT_PUSHED)
 
 
 def _none_in(place: str) -> UserError:
-    return UserError(place, "has no checkpoint", "name a run (runs/NAME-TIME) that saved one, or the store of one")
+    fix = "name a run (runs/NAME-TIME) that saved one, or the store of one"
+    return UserError(place, "has no checkpoint", fix)
 
 
 def _unusable(url: str, error: Exception) -> UserError:
-    return UserError(url, f"cannot be used: {error}", "check the URL, the endpoint and the credentials")
+    fix = "check the URL, the endpoint and the credentials"
+    return UserError(url, f"cannot be used: {error}", fix)
 
 
 def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
@@ -270,5 +275,6 @@ def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_de
         if entry.is_latest:
             state += ", latest"
         ranks = str(entry.world_size or "?")
-        table.add_row(f"{entry.step:,}", entry.saved, f"{entry.num_bytes / 1e6:,.1f}", ranks, escape(state))
+        size = f"{entry.num_bytes / 1e6:,.1f}"
+        table.add_row(f"{entry.step:,}", entry.saved, size, ranks, escape(state))
     output().print(table)

@@ -44,7 +44,8 @@ def mix(
 
 def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
     """Ask the run. Returns the event that answers, {} if it is not waited for, or the `problem`."""
-    if (state := run_state(run).get("state", "no run")) not in ALIVE:
+    state = run_state(run).get("state", "no run")
+    if state not in ALIVE:
         return {"problem": f"is not training ({state}): only a run that is can change its weights"}
     with uncollected():
         from trainer.config.load import load_config
@@ -70,4 +71,5 @@ def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
             time.sleep(POLL_SEC)
     if not waits:
         return {}
-    return {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in events.jsonl; until then"}
+    problem = f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in events.jsonl; until then"
+    return {"problem": problem}

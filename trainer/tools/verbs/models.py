@@ -149,12 +149,15 @@ def _parse_source(text: str) -> EvalSourceTable:
     from trainer.config.data_tables import EvalSourceTable
 
     name, separator, path = text.partition("=")
-    if not (separator and path and name) or not all(letter.isalnum() or letter in "_.-" for letter in name):
-        raise UserError("--source", f"{text!r} is not NAME=PATH", "write for example --source books=data/books")
+    is_plain = all(letter.isalnum() or letter in "_.-" for letter in name)
+    if not (separator and path and name and is_plain):
+        fix = "write for example --source books=data/books"
+        raise UserError("--source", f"{text!r} is not NAME=PATH", fix)
     if os.path.isdir(path):
         path = os.path.join(path, "**", "*")
     elif not (glob.has_magic(path) or is_url(path) or os.path.exists(path)):
-        raise UserError("--source", f"{path}: no such file or directory", did_you_mean(path) or "check the path")
+        fix = did_you_mean(path) or "check the path"
+        raise UserError("--source", f"{path}: no such file or directory", fix)
     return EvalSourceTable(name=name, paths=[path])
 
 
@@ -173,15 +176,15 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
         rows.setdefault(name or "-", {})[metric] = f"{value:.4f}"
     # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the
     # JSON.
-    names = list(METRICS) + sorted({m for row in rows.values() for m in row if "/" not in m} - METRICS.keys())
+    own = {name for row in rows.values() for name in row if "/" not in name}
+    names = [*METRICS, *sorted(own - METRICS.keys())]
     columns = [Column("set", list(rows))]
     for metric in names:
         cells = [row.get(metric, "") for row in rows.values()]
         if any(cells):
             columns.append(Column(METRICS.get(metric, metric), cells, "right"))
     console = output()
-    hint = "; --json has all"
-    console.print(fitted_table(columns, width=console.width, hint=hint, title=title, title_justify="left"))
+    console.print(fitted_table(columns, width=console.width, title=title))
     for name, curve in curves_of(metrics).items():
         console.print(f"{name or HELD_OUT}: {in_words(curve, 0)}")
 
@@ -204,7 +207,8 @@ def export(
     from trainer.tools.trained.saved_model import export_model
 
     with writing(out):
-        made = export_model(Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code)
+        how: dict[str, bool] = {"as_hugging_face": format == "hf", "trust_code": trust_code}
+        made = export_model(Path(run_dir), target, step=step, **how)
     echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
 
 
@@ -212,7 +216,8 @@ def _is_export(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
     from trainer.tools.trained.saved_model import TOKENIZER_PARTS
 
-    own = {"model.safetensors", "config.toml", "README.md", "config.json", "generation_config.json", "tokenizer.json"}
+    own = {"model.safetensors", "config.toml", "README.md", "tokenizer.json"}
+    own |= {"config.json", "generation_config.json"}
     names = {path.name for path in directory.iterdir()}
     if not names or not names <= own | set(TOKENIZER_PARTS):
         return not names

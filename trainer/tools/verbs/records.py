@@ -89,7 +89,8 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
             fix = did_you_mean(given) or "name a directory of runs, such as runs/"
             raise UserError(str(given), "is not a directory", fix)
         for path in (given, *sorted(given.iterdir())):
-            if path.is_dir() and any((path / name).is_file() for name in ("status.json", "metrics.jsonl")):
+            files = (path / "status.json", path / "metrics.jsonl")
+            if path.is_dir() and any(file.is_file() for file in files):
                 found[path] = None
     return list(found)
 
@@ -118,8 +119,9 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         return replace(entry, verdict="record unreadable")
     if not run.keys:
         return entry
-    shown = {"loss": "loss", "eval_loss": "eval_loss", "tokens_in_step": "tokens_in_step", "fill": "data/fill"}
-    values: dict[str, Any] = {name: next(reversed(run.column(key)[1]), None) for name, key in shown.items()}
+    values: dict[str, Any] = {}
+    for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
+        values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
     if isinstance(run.setting("train.steps"), int):
         values["steps"] = run.setting("train.steps")
     if diagnoses:
@@ -143,16 +145,23 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
         ("age_sec", "age", 3, duration_text),
     )
     for name, heading, leave_out, form in numbers:
-        values = [getattr(entry, name) for entry in entries]
-        if leave_out < 5 or any(value is not None for value in values):  # no column that no run has a value for
-            cells = ["-" if value is None else form(value) for value in values]
+        cells = []
+        for entry in entries:
+            value = getattr(entry, name)
+            cells.append("-" if value is None else form(value))
+        if leave_out < 5 or {*cells} != {"-"}:  # the least important ones need a value
             columns.append(Column(heading, cells, "right", leave_out))
     if any(entry.changed for entry in entries):
-        changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
-        columns.append(Column("changed", changed, leave_out=3))
+        columns.append(Column("changed", list(map(_changed, entries)), leave_out=3))
     if diagnoses:
         columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
     return columns
+
+
+def _changed(entry: RunEntry) -> str:
+    if not entry.changed:
+        return ""
+    return counted(len(entry.changed), "setting")
 
 
 def _verdict_cell(entry: RunEntry) -> str:
@@ -201,7 +210,8 @@ def diagnose(
 def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
     """Findings first, then one line per rule that is shown, and one for those that are not."""
     console, steps, unmeasured = output(), diagnosis.run.steps, []
-    lines = [f"{escape(str(diagnosis.run.path))}: {len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"]
+    rows = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
+    lines = [f"{escape(str(diagnosis.run.path))}: {rows}"]
     lines += [f"note: {escape(note)}" for note in diagnosis.run.notes]
     for ruling in [*diagnosis.findings, *diagnosis.advice]:
         lines += _finding_lines(ruling)
@@ -229,7 +239,8 @@ def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
 
 
 def _finding_lines(ruling: Ruling) -> list[str]:
-    lines = [f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]: {escape(ruling.outcome.sentence)}"]
+    head = f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]"
+    lines = [f"{head}: {escape(ruling.outcome.sentence)}"]
     for evidence in ruling.outcome.evidence:
         pairs = list(zip(evidence.steps, evidence.values, strict=True))
         shown = [f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS]]

@@ -1,4 +1,4 @@
-"""What several verbs share: options and arguments, the console and its colours, and files."""
+"""Shared by several verbs: options and arguments, the console and its colours, and files."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ COLOURS = {
 def require_run(run_dir: str) -> Path:
     """The directory, looked at before torch is imported. Raises UserError: there is none."""
     if not Path(run_dir).is_dir():
-        fix = did_you_mean(run_dir) or "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
-        raise UserError(run_dir, "is not a directory", fix)
+        fix = "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
+        raise UserError(run_dir, "is not a directory", did_you_mean(run_dir) or fix)
     return Path(run_dir)
 
 
@@ -91,13 +91,16 @@ def writing(where: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        name, verb, fix = str(error.filename2 or error.filename or where), "used", "check the path and its mode"
+        name = str(error.filename2 or error.filename or where)
+        if name.endswith(".tmp"):
+            name = where
+        verb, fix = "used", "check the path and its mode"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             verb, fix = "written", "make room, and run it again"
         reason = error.strerror or str(error)
-        if error.errno == errno.EEXIST:  # of a directory that was to be made: something else has its name
+        if error.errno == errno.EEXIST:  # of a directory to be made: something else has its name
             reason = os.strerror(errno.ENOTDIR)
-        raise UserError(where if name.endswith(".tmp") else name, f"cannot be {verb} ({reason})", fix) from None
+        raise UserError(name, f"cannot be {verb} ({reason})", fix) from None
 
 
 def refuse_existing(out: str, *, force: bool) -> None:
