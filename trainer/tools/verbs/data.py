@@ -14,23 +14,11 @@ from typer import Argument, Option
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.progress_bar import now_and_then, progress_bar
-from trainer.tools.verbs.shared import (
-    ColumnOption,
-    EodOption,
-    FormatOption,
-    JsonOption,
-    RunDirArgument,
-    TextOption,
-    TrustOption,
-    print_json,
-    require_run,
-    writing,
-)
+from trainer.tools.verbs import shared
+from trainer.tools.verbs.shared import print_json, require_run, writing
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
-    from trainer.data.documents import ReadOptions
-    from trainer.data.layout import Discovery
     from trainer.tools.corpus.writer import Manifest
 
 app = typer.Typer(help="Build, tokenize and verify data.", no_args_is_help=True)
@@ -102,9 +90,9 @@ def tokenize(
     out: OutOption,
     tokenizer: Annotated[str, Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
     workers: Annotated[int, Option(min=0, help="Processes; 0: one per core.")] = 0,
-    format: FormatOption = "auto",
+    format: shared.FormatOption = "auto",
     text_split: TextSplitOption = "file",
-    column: ColumnOption = None,
+    column: shared.ColumnOption = None,
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an
     interruption."""
@@ -163,23 +151,27 @@ def verify(
     paths: PathsArgument,
     tokenizer: TokenizerOption = "bytes",
     vocab_size: VocabOption = 0,
-    format: FormatOption = "auto",
+    format: shared.FormatOption = "auto",
     dtype: DtypeOption = None,
-    eod: EodOption = None,
+    eod: shared.EodOption = None,
     text_split: TextSplitOption = "file",
-    column: ColumnOption = None,
+    column: shared.ColumnOption = None,
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of
     text that is not UTF-8."""
+    from trainer.data.documents import ReadOptions
+    from trainer.data.layout import refuse_unheeded
+    from trainer.data.tokenizer import load_tokenizer
     from trainer.metrics.logger import get_logger
     from trainer.tools.corpus.paths import discover
     from trainer.tools.inspection.survey import describe
     from trainer.tools.inspection.survey import verify as read_everything
 
     at = discover(paths, format=format)
-    options = _read_options(
-        at, tokenizer, vocab_size, format, dtype=dtype, eod=eod, text_split=text_split, column=column
-    )
+    given: dict[str, Any] = {"dtype": dtype, "eod": eod, "text_split": text_split, "column": column}
+    refuse_unheeded(at.streams, format, given)  # options without an effect on these files
+    words = load_tokenizer(tokenizer, vocab_size=vocab_size)
+    options = ReadOptions(words, format=format, **given)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
         found = read_everything(at.streams, options, root=root, report=report)
@@ -194,11 +186,11 @@ def verify(
 
 @app.command("at")
 def at_step(
-    run_dir: RunDirArgument,
+    run_dir: shared.RunDirArgument,
     step: Annotated[int, Argument(min=1, help="An optimizer step.", metavar="STEP")],
-    text: TextOption = False,
-    trust_code: TrustOption = False,
-    as_json: JsonOption = False,
+    text: shared.TextOption = False,
+    trust_code: shared.TrustOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Show what a step of a run read, from the data cursors of a checkpoint before it, without the
     model."""
@@ -212,13 +204,3 @@ def at_step(
         print_json({"run": run_dir, "step": step, "from_step": origin.step, "note": origin.note, "rows": rows})
     else:
         print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.note)
-
-
-def _read_options(at: Discovery, tokenizer: str, vocab_size: int, format: str, **given: Any) -> ReadOptions:
-    """How the files are read. Raises UserError: an option has no effect on them."""
-    from trainer.data.documents import ReadOptions
-    from trainer.data.layout import refuse_unheeded
-    from trainer.data.tokenizer import load_tokenizer
-
-    refuse_unheeded(at.streams, format, given)
-    return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), format=format, **given)

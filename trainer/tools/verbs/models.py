@@ -15,19 +15,8 @@ from typer import Argument, Option
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
-from trainer.tools.verbs.shared import (
-    DeviceOption,
-    JsonOption,
-    MovedOption,
-    RunDirArgument,
-    StepOption,
-    TrustOption,
-    output,
-    print_json,
-    refuse_existing,
-    require_run,
-    writing,
-)
+from trainer.tools.verbs import shared
+from trainer.tools.verbs.shared import output, print_json, refuse_existing, require_run, writing
 
 if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable
@@ -48,10 +37,10 @@ def sample(
     temperature: Annotated[float, Option(min=0, help="Divides the logits; 0: greedy.")] = 1.0,
     top_k: Annotated[int, Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
-    step: StepOption = None,
-    tokenizer: MovedOption = None,
-    device: DeviceOption = "auto",
-    trust_code: TrustOption = False,
+    step: shared.StepOption = None,
+    tokenizer: shared.MovedOption = None,
+    device: shared.DeviceOption = "auto",
+    trust_code: shared.TrustOption = False,
 ) -> None:
     """Generate text from a run's newest checkpoint, with the recurrent state carried from token to
     token."""
@@ -113,11 +102,11 @@ def evaluate(
     held_out: Annotated[
         bool, Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
     ] = False,
-    step: StepOption = None,
-    tokenizer: MovedOption = None,
-    device: DeviceOption = "auto",
-    trust_code: TrustOption = False,
-    as_json: JsonOption = False,
+    step: shared.StepOption = None,
+    tokenizer: shared.MovedOption = None,
+    device: shared.DeviceOption = "auto",
+    trust_code: shared.TrustOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on
     its held-out documents."""
@@ -190,12 +179,12 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
 
 
 def export(
-    run_dir: RunDirArgument,
+    run_dir: shared.RunDirArgument,
     out: Annotated[str, Option(help="Directory to write.", metavar="PATH")],
     format: Annotated[ExportFormat, Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
-    step: StepOption = None,
+    step: shared.StepOption = None,
     force: Annotated[bool, Option("--force", help="Replace an existing export.")] = False,
-    trust_code: TrustOption = False,
+    trust_code: shared.TrustOption = False,
 ) -> None:
     """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
     target = Path(out)
