@@ -6,6 +6,7 @@ import json
 import math
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from typing import Any, Final
 
@@ -28,7 +29,6 @@ _MOST_WORDS: Final = 6  # more would overlap; the lines are still drawn
 _WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
 SMALLEST_SPAN: Final = 1e-9  # of the colors of cells that are all alike
-_SMALL: Final = {"size": 11, "color": "muted"}
 Json = dict[str, Any]
 Mark = tuple[int, int, str]  # run, step, word
 
@@ -54,6 +54,18 @@ class _Columns:
         return {"column": self._numbers[data]}
 
 
+@cache
+def asset(name: str) -> Any:
+    """The JSON in a file of the assets, which is not to be changed."""
+    file = resources.files("trainer.tools.report") / "assets" / name
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def look(part: str) -> Json:
+    """The part of a figure that is always the same, from traces.json."""
+    return dict(asset("traces.json")[part])
+
+
 def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: Sequence[Json] = ()) -> str:
     """All charts as JSON for a <script> element, None for undrawn ones; then `more` figures."""
     columns, marks = _Columns(), _marks(runs, len(charts))
@@ -65,9 +77,7 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: S
     first = min((int(curve.first[0]) for curve in curves), default=0)
     last = max((int(curve.last[-1]) for curve in curves), default=1)
     pad = max((last - first) * 0.015, 0.5)
-    layout = resources.files("trainer.tools.report") / "assets" / "layout.json"
-    template = {"layout": json.loads(layout.read_text(encoding="utf-8"))}
-    template["data"] = {"scatter": [{"showlegend": False}]}
+    template = {"layout": asset("layout.json"), "data": {"scatter": [{"showlegend": False}]}}
     page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template}
     # "</script>" in the name of a run would end the element.
     text = json.dumps(page | {"charts": [*figures, *more]}, allow_nan=False, separators=(",", ":"))
@@ -99,8 +109,7 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: S
     layout: Json = {"yaxis": yaxis, "hovermode": "x unified"}
     if chart.style == "heat":
         traces = [_heat_map(chart, columns)]
-        rows = {"type": "category", "autorange": "reversed", "nticks": 0}
-        layout = {"hovermode": "closest", "yaxis": rows}
+        layout = look("heat layout")
     else:
         is_single, traces = len(runs) == 1, []
         for line in chart.lines:
@@ -129,11 +138,10 @@ def _legend(chart: Chart, *, is_single: bool) -> list[Json]:
     entries = list(dict.fromkeys(lines))
     if len(entries) < 2:
         return []
-    empty: Json = {"x": [None], "y": [None], "mode": "lines", "hoverinfo": "skip", "showlegend": True}
     found = []
     for label, color, dash in entries:
         stroke = {"color": color, "dash": DASHES[dash % len(DASHES)]}
-        found.append({"name": label, "legendgroup": label, "line": stroke, **empty})
+        found.append({"name": label, "legendgroup": label, "line": stroke, **look("legend")})
     return found
 
 
@@ -161,8 +169,7 @@ def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool
         drawn["mode"] = "lines+markers"
     if chart.style == "area":
         steps, mean, stroke["width"] = (curve.first + curve.last) / 2, curve.mean, 1
-        drawn = {"stackgroup": "one", "stackgaps": "interpolate", "mode": "lines"}
-        drawn["fillcolor"] = f"{hue}/0.45"
+        drawn = {**look("area"), "fillcolor": f"{hue}/0.45"}
     drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke}
     drawn["hovertemplate"] = "%{y:,.6~g}"
     # The page shows the step of the first line.
@@ -170,8 +177,8 @@ def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool
         drawn["hovertemplate"] += " at %{x:,}"
     if line.errors is not None:
         bars = np.nan_to_num(_broken(curve, ERRORS_SHOWN * line.errors)[1])
-        drawn["error_y"] = {"array": columns.number(bars), "color": f"{hue}/0.5"}
-        drawn["error_y"] |= {"thickness": 1, "width": 2}
+        shade = {"array": columns.number(bars), "color": f"{hue}/0.5"}
+        drawn["error_y"] = look("errors") | shade
     if curve.is_reduced and chart.style == "line":
         return [common | _outline(curve, columns) | {"fillcolor": f"{hue}/0.2"}, common | drawn]
     return [common | drawn]
@@ -186,8 +193,7 @@ def _outline(curve: Curve, columns: _Columns) -> Json:
         pieces = zip(np.split(there, cuts), np.split(back, cuts), strict=True)
         return columns.number(np.concatenate([np.concatenate([up, down[::-1]]) for up, down in pieces]))
 
-    path = {"x": there_and_back(steps, steps), "y": there_and_back(high, low)}
-    return path | {"mode": "lines", "line": {"width": 0}, "fill": "toself", "hoverinfo": "skip"}
+    return look("outline") | {"x": there_and_back(steps, steps), "y": there_and_back(high, low)}
 
 
 def _heat_map(chart: Chart, columns: _Columns) -> Json:
@@ -205,21 +211,16 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
     ticks: list[float] = list(range(math.ceil(low), math.floor(high) + 1))
     if len(ticks) < 2:  # less than a decade
         ticks = [low, high]
-    bar = {"title": {"text": chart.axis, "side": "right", "font": _SMALL}, "thickness": 10}
-    bar |= {"outlinewidth": 0, "tickvals": ticks, "tickfont": _SMALL}
+    bar = look("color bar") | {"tickvals": ticks}
     bar["ticktext"] = [number_text(10**tick, 2) for tick in ticks]
-    return {
-        "type": "heatmap",
-        "name": "",
+    bar["title"] = {"text": chart.axis, "side": "right", "font": bar["tickfont"]}
+    return look("heat") | {
         "x": columns.number(steps),
         "y": [line.label for line in chart.lines],
         "z": [columns.number(row) for row in cells],
         "customdata": [columns.number(row) for row in values],
-        "hovertemplate": "step %{x}<br>%{y}: %{customdata:,.6~g}",
-        "colorscale": "Viridis",
         "zmin": low,
         "zmax": max(high, low + SMALLEST_SPAN),
-        "hoverongaps": False,
         "colorbar": bar,
     }
 
@@ -257,13 +258,11 @@ def _is_near(chart: Chart, reference: Reference) -> bool:
 def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[Mark]) -> list[Json]:
     """The healthy band, levels, and marks; None ends at the axis, the name is the run's index."""
     shapes: list[Json] = []
-    across: Json = {"xref": "paper", "x0": 0, "x1": 1}
+    across = look("across")
     if chart.band is not None:
         low, high = chart.band
-        kind: Json = {"type": "rect", "fillcolor": "good/0.11", "line": {"color": "good", "width": 0}}
-        if low == high:  # a band of no height is a line
-            kind = {"type": "line", "opacity": 0.35, "line": {"color": "good", "width": 4}}
-        shapes.append({**kind, **across, "y0": low, "y1": high, "layer": "below"})
+        kind = "band of no height" if low == high else "band"
+        shapes.append({**look(kind), **across, "y0": low, "y1": high, "layer": "below"})
 
     def line_of(run: int, width: float, dash: str) -> Json:
         color = f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"
@@ -280,24 +279,22 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[Mark]) -> l
     shown = {line.run for line in chart.lines}
     for run, step, word in marks:
         if run in shown:
-            label: Json = {"text": "", "textposition": "end", "textangle": 0, "yanchor": "top", "font": _SMALL}
+            label = look("label")
             if len(marks) <= _MOST_WORDS and step + apart <= free:
                 label |= {"text": word, "xanchor": "left"}
                 free = step
                 if step + apart > last:  # no room behind the line
                     label["xanchor"], free = "right", step - apart
-            place = {"yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}
+            place = {**look("upright"), "x0": step, "x1": step}
             shapes.append(line_of(run, 1.2, "dot") | place | {"label": label})
     return shapes
 
 
 def _crosses(chart: Chart) -> list[Json]:
     """A × where a value was not finite."""
-    mark = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "text": "×"}
-    mark["font"] = {"size": 15, "color": "bad"}
     found = []
     for line in chart.lines:
         steps = line.curve.bad_steps
         shown = steps[:: _stride(len(steps), _MOST_BAD_STEPS)].tolist()
-        found += [{"x": step, "name": str(line.run), **mark} for step in shown]
+        found += [{"x": step, "name": str(line.run), **look("cross")} for step in shown]
     return found
