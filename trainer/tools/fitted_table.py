@@ -1,5 +1,4 @@
-"""Tables for terminals of any width: cells are never cut; the least important columns are
-dropped."""
+"""Tables for terminals of any width: no cell is cut; the least important columns are dropped."""
 
 from __future__ import annotations
 

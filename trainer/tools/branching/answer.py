@@ -1,5 +1,4 @@
-"""The answer of the branches: the largest batch whose loss after equal tokens is as low as the
-best."""
+"""The answer of the branches: the largest batch that is as good as the best after equal tokens."""
 
 from __future__ import annotations
 
@@ -195,8 +194,7 @@ def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult
     A rate without a loss of every seed does not count.
     """
     by_rate: dict[float, dict[Branch, float]] = {}
-    # The learning rate is chosen for each batch alone: one rate for all would favour the batch that
-    # it suits.
+    # The learning rate is chosen for each batch alone: one for all would favour one batch.
     for branch in branches:
         loss = results[branch].loss
         if loss is not None:

@@ -132,8 +132,7 @@ def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mappin
     for each in later:
         changed = each.details.get("changed")
         if isinstance(changed, Mapping):
-            # The newest is first, so of a key that several changed the pair of the first launch
-            # stays.
+            # The newest is first, so of a key the pair of the first launch stays.
             before |= {key: pair.get("before") for key, pair in changed.items() if isinstance(pair, Mapping)}
     before.pop("data files", None)
     sets, environment = [], dict(run.environment)
@@ -317,8 +316,7 @@ def replay(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Replay:
     """Repeat the run up to `step`.
-    `num_ranks`: None: as many as the run's. `logs_all`: every step, and not those alone that the
-    run logged.
+    `num_ranks`: by default, the run's. `logs_all`: log every step, not only those that it logged.
     Raises BranchFailed: it did not come to the step."""
     own, threads, failure = origin.num_ranks, origin.environment.get("threads"), ""
     num_ranks = num_ranks or own
@@ -342,8 +340,7 @@ def replay(
     config = with_tables(origin.config, changed)
     config = config.model_copy(update={"extension": [*origin.config.extension, rides]})
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
-        # Changes of the mix are read from events.jsonl, so the new directory begins with those of
-        # the run.
+        # Changes of the mix are read from events.jsonl, which begins with those of the run.
         write_file(Path(name) / EVENTS, b"".join(mix_events(origin.run.path / EVENTS)), sync=False)
         try:
             run_program(num_ranks, config, Path(name), should_stop, threads=threads)
@@ -402,8 +399,7 @@ class Replayed(Extension):
         self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Note the loss of each row, in nats, the sums that are trained on, and whether the
-        gradients so far are finite."""
+        """Note each row's loss, in nats, the trained sums, and whether gradients are finite."""
         if not self._micros:
             return
         noted = self._micros[self._num_done]

@@ -238,8 +238,7 @@ def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
         if getattr(table, name):
             changed[name] = math.ceil(getattr(table, name) / factor)
     if table.wipe_mode == "none" and seed:
-        # The groups that the run had in flight are never read on: they must make room, unlike with
-        # "none".
+        # Groups that the run had in flight are never read on, and "none" would keep them.
         changed["wipe_mode"] = "lru"
     return changed
 

@@ -140,8 +140,7 @@ def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
 
 
 def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Fraction]) -> int:
-    """Steps of today's batch with `tokens` or more: whole multiples of `STEPS_UNIT` of every
-    factor."""
+    """Steps of today's batch with `tokens` or more in multiples of `STEPS_UNIT` for every factor."""
     unit = math.lcm(*((STEPS_UNIT * factor).numerator for factor in factors))
     return max(math.ceil(tokens / tokens_per_step / unit), 1) * unit
 

@@ -1,5 +1,4 @@
-"""The corpora that can be built: the user's own text, that of every installation, and key
-recall."""
+"""The corpora that can be built: of own text, of what every installation has, and key recall."""
 
 from __future__ import annotations
 

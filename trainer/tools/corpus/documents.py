@@ -1,5 +1,4 @@
-"""Documents before they are written: found and checked, with the text left on disk; their
-streams."""
+"""Documents before they are written: found and checked, with their text left on disk."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
-    # Its origin relative to its package or root, with forward slashes; the directory determines the
-    # stream.
+    # Its origin below its package or root, with forward slashes; the directory gives the stream.
     source: str
     size: Callable[[], int]  # the bytes to read at most, without reading them
     read: Callable[[], bytes]

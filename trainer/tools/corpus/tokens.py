@@ -1,5 +1,4 @@
-"""Tokenizes a corpus of text once, into indexed token files, and continues after an
-interruption."""
+"""Tokenizes a corpus of text into indexed token files; continues after an interruption."""
 
 from __future__ import annotations
 

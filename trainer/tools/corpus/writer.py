@@ -1,5 +1,4 @@
-"""Writes a corpus (JSON lines and `manifest.json`) into a sibling directory that is renamed at the
-end."""
+"""Writes a corpus (JSON lines and `manifest.json`) beside its place, and renames it at the end."""
 
 from __future__ import annotations
 

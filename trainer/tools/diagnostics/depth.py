@@ -1,5 +1,4 @@
-"""Rules about the loss against depth: unused context, and states that were never trained that
-long."""
+"""Rules about the loss against depth: unused context, and states never trained that long."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ class Ruling:
 
     @property
     def result(self) -> str:
-        """The severity of a finding, the verdict otherwise; `not yet` if more rows would give
-        one."""
+        """The severity of a finding, else the verdict; `not yet` if more rows would give one."""
         if self.outcome.is_early:
             return "not yet"
         return self.severity or self.outcome.verdict.replace("_", " ")

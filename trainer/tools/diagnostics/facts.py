@@ -109,8 +109,7 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 
 def batches_through(run: RunRecord, step: int) -> int:
-    """Micro-batches of a rank through a step. Where their number changes, as many in each step as
-    in the next logged one."""
+    """Micro-batches of a rank through a step; each row's number holds since the row before."""
     if isinstance(run.setting("train.micro_batches"), int):
         return step * micro_batches(run)
     total, before, m = 0.0, 0, 1.0

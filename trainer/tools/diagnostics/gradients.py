@@ -11,11 +11,11 @@ from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
 
-CONSISTENCY = "gns/consistency"
-B_SMALL = "gns/b_small"
+CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
+B_SMALL = "gns/b_small"  # sequences of a micro-batch
 DRAWN = "gns/b_drawn"
-TR_SIGMA = "gns/tr_sigma"
-GRAD_SQ = "gns/grad_sq"
+TR_SIGMA = "gns/tr_sigma"  # noise: trace of the covariance of a sequence's gradient
+GRAD_SQ = "gns/grad_sq"  # signal: squared norm of the true gradient
 HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
 
 

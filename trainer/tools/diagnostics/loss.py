@@ -16,8 +16,8 @@ from trainer.wording import counted, number_text
 
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
-REJECTED = "non_finite_steps"
-FLAG = "loss_spike"
+REJECTED = "non_finite_steps"  # steps since the row before
+FLAG = "loss_spike"  # 1 if a step since the row before was flagged
 
 
 @rule("error", needs=[LOSS], uses=(REJECTED, GRAD_NORM))

@@ -13,15 +13,15 @@ from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measur
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, few, number_text
 
-SURPRISE = "stream_mixing/active/pick_surprise_max"
-WAIT = "stream_mixing/active/steps_since_pick_max"
-REMAINING_MIN = "stream_mixing/active/remaining_min"
-REMAINING_MAX = "stream_mixing/active/remaining_max"
-FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
-EXHAUSTED = "stream_mixing/refill/exhaust_events"
-ROWS_FILL = "data/fill"
-SHARE_ERROR = "blend/max_share_error"
-ENDED_SOURCES = "blend/ended_sources"
+SURPRISE = "stream_mixing/active/pick_surprise_max"  # nats; since a reader was last picked
+WAIT = "stream_mixing/active/steps_since_pick_max"  # picks since a reader was last picked
+REMAINING_MIN = "stream_mixing/active/remaining_min"  # picks of the reader with fewest left
+REMAINING_MAX = "stream_mixing/active/remaining_max"  # picks of the reader with most left
+FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"  # share of its slice
+EXHAUSTED = "stream_mixing/refill/exhaust_events"  # readers since the row before
+ROWS_FILL = "data/fill"  # share of the positions of full rows
+SHARE_ERROR = "blend/max_share_error"  # largest difference of a share so far
+ENDED_SOURCES = "blend/ended_sources"  # sources without data left
 
 FULL_ROWS = not_measured("with full rows a document stays on its row, whatever its file has left")
 SEVERAL_POOLS = not_measured("with several sources these keys do not say which source they are of")
@@ -121,8 +121,7 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
 @rule("warning", needs=[EXHAUSTED], uses=[f"{MODALITIES}<modality>"])
 def starved_modality(run: RunRecord) -> Outcome:
     """A modality that is absent for longer than chance explains."""
-    # Of the rows before a source is exhausted: its modalities are absent from then on, which
-    # `shares` reports.
+    # Only before a source is exhausted: then its modalities are gone, as `shares` reports.
     gone, stop = series(run, ENDED_SOURCES), math.inf
     if gone.positive:
         stop = gone.steps[gone.positive[0]]

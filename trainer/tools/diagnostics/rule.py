@@ -41,8 +41,7 @@ def explained(sentence: str) -> Outcome:
 
 
 def not_measured(reason: str) -> Outcome:
-    """The run lacks the keys, or the rule does not apply. See `not_yet` for one that is too
-    short."""
+    """The run lacks the keys, or the rule does not apply; see `not_yet` for a short run."""
     return Outcome("not_measured", reason)
 
 
@@ -81,8 +80,7 @@ class Rule:
 
     @property
     def texts(self) -> list[str]:
-        """The condition for a finding, the reason for the threshold, and what to change, in
-        words."""
+        """The condition for a finding, the reason for the threshold, and what to change."""
         text = _sections()[self.name].format(limits=limits).strip()
         condition, *others = (" ".join(part.split()) for part in re.split(r"\n\n|\nChange: ", text))
         return [condition.rstrip("."), *others]

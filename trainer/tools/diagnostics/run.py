@@ -1,5 +1,4 @@
-"""Rules about the run itself: its speed, how it ended, its restarts, and the contract of its
-model."""
+"""Rules about the run itself: its speed, ending and restarts, and the contract of its model."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measur
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
-DATA_TIME = "time/data_sec"
+DATA_TIME = "time/data_sec"  # waiting for data, of an average step since the row before
 STEP_TIME = "step_time_sec"
 SLOWEST = "time/slowest_rank_sec"
 FASTEST = "time/fastest_rank_sec"
@@ -149,8 +148,7 @@ def restarts(run: RunRecord) -> Outcome:
     if isinstance(every, int) and every:
         suggested = max(every // 4, 1)
     evidence = Series("restart", array("q", starts), array("d", run.steps_redone)).evidence()
-    # More checkpoints do not help a run that keeps failing at the same step, or one that saves at
-    # every step.
+    # More checkpoints do not help a run that fails at one step, or saves at every step.
     knob = Knob("checkpoint.every", every, suggested) if loses_much and suggested != every else None
     return finding(words, evidence, knob=knob)
 

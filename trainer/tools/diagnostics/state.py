@@ -1,5 +1,4 @@
-"""Rules about recurrent state: lost while still needed, given too much memory, worthless or
-stale."""
+"""Rules about recurrent state: lost while needed, too much memory, worthless or stale."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/fal
 EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
-LIVE = "ledger/live_groups"
-FILL = "ledger/fill_fraction"
+LIVE = "ledger/live_groups"  # groups with a state, over all ranks
+FILL = "ledger/fill_fraction"  # share of the capacity, on the fullest rank
 GAIN = ("ledger/carry_gain", f"ledger/carry_gain{ERROR_SUFFIX}")
 GAP = ("ledger/stale_gap", f"ledger/stale_gap{ERROR_SUFFIX}")
-AGE = "ledger/state_age"
-DRIFT = "ledger/state_drift"
+AGE = "ledger/state_age"  # steps since the probed states were stored
+DRIFT = "ledger/state_drift"  # |stored - fresh| / |fresh| of the probed states
 PROBES = "a model with state is probed every ledger.probe_every steps"
 
 
@@ -222,8 +221,7 @@ def stale_states(run: RunRecord) -> Outcome:
     how_old = ""
     if age and drift:
         how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)"
-    # Fewer streams in flight make states younger; with one, or full rows, only a smaller step of
-    # the weights does.
+    # Fewer streams in flight make states younger; otherwise only smaller steps help.
     knob, streams = facts.lower_lr(run), run.setting("data.mixing.num_streams_mixed")
     if isinstance(streams, int) and streams > 1 and not facts.has_full_rows(run):
         knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2)

@@ -50,8 +50,7 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     )
     trained = int(kept.sum()) / share
     seq_len = _seq_len(kept, int(kept.sum()))
-    # A row reads documents one behind the other, and an epoch has to last longer than its longest
-    # document does.
+    # A row reads documents in turn; an epoch has to last longer than its longest document.
     longest = max(int(kept.max()), 32 * seq_len)
     fitting = min(np.count_nonzero(kept) / share, trained / longest)
     batch = _power_of_two(int(fitting), 1, LARGEST_BATCH)
@@ -70,8 +69,7 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
 
 
 def _seq_len(lengths: Ints, total: int) -> int:
-    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells or more, unless most are
-    short."""
+    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells, unless most are short."""
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
     roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
@@ -92,8 +90,7 @@ def _holdout(streams: Sequence[Stream], lengths: Sequence[Ints]) -> float:
     usable = []
     for fraction in HOLDOUT_FRACTIONS:
         held = sum(held for held, _ in _held_out(streams, lengths, fraction).values())
-        # Whole documents are held out: of few or of unequal ones, a fraction may hold out none, or
-        # most of the text.
+        # Whole documents are held out: a fraction of few may hold out none, or most of the text.
         if total * fraction / 4 <= held <= total * MOST_HELD_OUT:
             usable.append(fraction)
             if not never_held_out(streams, lengths, fraction):

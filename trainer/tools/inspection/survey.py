@@ -38,8 +38,7 @@ def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
 
 
 def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
-    """Every token of every document once, in chunks of whole or partial documents.
-    Raises UserError: the file is damaged."""
+    """Every token of every document, in chunks. Raises UserError: the file is damaged."""
     waiting: list[TokenArray] = []
     num_waiting = 0
     for document, length in enumerate(documents.lengths.tolist()):

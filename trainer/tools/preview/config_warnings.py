@@ -57,8 +57,7 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
 
 
 def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About modalities that are drawn in another share of the tokens than they have in the
-    corpus."""
+    """About modalities that are drawn in another share of the tokens than the corpus has."""
     # The shares of a blend with a schedule are meant to change.
     is_constant = not any(isinstance(each.table.weight, ScheduleTable) for each in plan.sources)
     if not preview.has_full_rows or not is_constant:

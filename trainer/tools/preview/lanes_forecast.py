@@ -91,8 +91,7 @@ class CountedSource(ShardSource):
         return reader
 
     def dealt(self) -> list[int]:
-        """Tokens of the groups that are dealt to this shard, of the longest of them, and their
-        number."""
+        """Tokens of the groups dealt to this shard, of the longest of them, and their number."""
         tokens = longest = number = 0
         for part in self._parts(self._shard, self._num_shards):
             source = self.open(self.streams[part.stream])

@@ -182,8 +182,7 @@ def _micro_batches(batches: MicroBatches) -> str:
 
 
 def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView | None:
-    """The fill over the run: steps that were not counted repeat the last epoch, or the second
-    half."""
+    """The fill over the run: uncounted steps repeat the last epoch, or the second half."""
     tokens, full = (column[forecast.full > 0] for column in (forecast.tokens, forecast.full))
     if not len(full):
         return None
@@ -256,8 +255,7 @@ def _with_corpus(
 
 
 def _picks_per_slice(plan: Plan, mixing: MixingTable, streams: Iterable[OpenStream]) -> list[int]:
-    """The picks that a data shard gets out of its slice of each stream; empty slices are left
-    out."""
+    """The picks that a data shard gets out of its slice of each stream, without empty ones."""
     shards, picks = plan.facts.data_shards, list[int]()
     for opened in streams:
         lanes = mixing.batch_size_by_modality.get(opened.stream.modality, mixing.batch_size)

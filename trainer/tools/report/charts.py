@@ -276,8 +276,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     if view.rows and (len(keys) > 1 or parts[0]):
         names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)]
         dashes = [0] * len(keys)
-        # Totals often coincide (each false eviction is also a cold start): only dashes make both
-        # visible.
+        # Totals often coincide, as false evictions are cold starts too: dashes show both.
         if view.is_total or not columns.is_single:
             dashes = list(range(len(keys)))
     elif columns.is_single and parts[0]:
@@ -328,8 +327,7 @@ def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
-    """The keys that the budget has curves for, those of the catalog first; and how many are left
-    out."""
+    """The keys that the budget has curves for, known ones first; and how many are left out."""
     # The loss against depth has a drawing of its own.
     keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
     num_left_out = max(len(keys) - MOST_CURVES // max(len(runs), 1), 0)

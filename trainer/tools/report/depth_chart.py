@@ -1,5 +1,4 @@
-"""Is context worth its cost? A chart of the loss against depth, carried and from zero, for each
-set."""
+"""Is context worth its cost? A chart of the loss against depth, carried and from zero."""
 
 from __future__ import annotations
 

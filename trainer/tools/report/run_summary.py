@@ -19,8 +19,7 @@ from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
-# The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of
-# a short run.
+# The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
@@ -70,8 +69,7 @@ class KeyMean:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run: its last `rows` logged training rows, `first` to `last`; all 0 without
-    any."""
+    """The end of a run: its last logged training rows, steps `first` to `last`, or zeros."""
 
     rows: int
     first: int

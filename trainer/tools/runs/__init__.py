@@ -1,2 +1,1 @@
-"""Run records: the files of a run, read back for diagnosis, reports and comparisons. Without
-torch."""
+"""Run records: the files of a run, read back without torch."""

@@ -25,8 +25,7 @@ class Number(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The losses of targets with `start` to 2 `start` - 1 tokens before; the last two after a
-    cell."""
+    """The losses of targets with `start` to 2 `start` - 1 tokens before; two only after a cell."""
 
     start: int
     loss: Number
@@ -89,8 +88,7 @@ def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None
 
 
 def in_words(curve: DepthCurve, cell: int) -> str:
-    """In words: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024
-    tokens"."""
+    """In words: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond ..."."""
     gain, beyond = curve.gain, "beyond a cell"
     if cell:
         beyond = f"beyond {cell:,} tokens"

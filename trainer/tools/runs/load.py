@@ -45,24 +45,20 @@ _PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of one run, read back from its directory, or from a file of payloads.
-    `status`, `config`, `environment`: status.json (see `judged`), config.resolved.toml and
-    env.json; empty if absent."""
+    """The files of one run, read back from its directory, or from a file of payloads."""
 
     path: Path
     train: RowTable
     evals: RowTable
-    # in order; rows after a restart may repeat steps above its `global_step`.
+    # In order; rows after a restart may repeat steps above its `global_step`.
     restarts: list[Restart] = field(default_factory=list)
-    # for each restart, the number of steps between it and the last row before it.
+    # For each restart, the number of steps between it and the last row before it.
     steps_redone: list[int] = field(default_factory=list)
-    # lines of events.jsonl, `restart` included.
-    events: list[Mapping[str, Any]] = field(default_factory=list)
-    status: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    # problems of the files: lines that were skipped, rows that were replaced.
-    notes: list[str] = field(default_factory=list)
+    events: list[Mapping[str, Any]] = field(default_factory=list)  # lines of events.jsonl
+    status: Mapping[str, Any] = field(default_factory=dict)  # status.json, as `judged`
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.resolved.toml
+    environment: Mapping[str, Any] = field(default_factory=dict)  # env.json
+    notes: list[str] = field(default_factory=list)  # lines that were skipped, rows replaced
     label: str = ""  # display name; empty: the name of the directory or file
 
     @property
@@ -150,8 +146,7 @@ class _Reader:
                 and bool(keys)
                 and _NUMBERS.issuperset(map(type, values))
                 and all(map(math.isfinite, values))
-                # The parser drops duplicate keys silently; the text then has more keys than the
-                # object.
+                # The parser drops duplicate keys silently: the text then has more of them.
                 and line.count(b'":') == len(_PLAIN_KEYS) + len(keys)
                 and "" not in metrics
             )

@@ -56,8 +56,7 @@ class NoiseScale:
 
 
 def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
-    """The noise scale in the last row (by a step, if one is given) that has a batch size; None
-    where that row does not know it."""
+    """The noise scale in the last row (by a step) that has a batch size, if that row knows it."""
     batches = {step: size for step, size in _column(run, B_BIG).items() if by is None or step <= by}
     if not batches:
         return None

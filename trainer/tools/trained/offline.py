@@ -133,16 +133,14 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
         "ledger": config.ledger.model_copy(update={"capacity": ALL}),
         "metrics": config.metrics.model_copy(update={"profile": 0}),
     }
-    # A plan is refused for what a run lacks; an evaluation needs neither steps nor a schedule nor a
-    # ledger of its size.
+    # An evaluation needs neither the steps nor the schedule nor the ledger of a run.
     trained, config = config, config.model_copy(update=changed)
     if not sets:
         held_out = _with_eval(config, source=[], every=1, batches=batches or ALL)
         return make_plan(held_out, path, 1, parts=PARTS)
     if batches is not None:
         sets = [each.model_copy(update={"batches": batches}) for each in sets]
-    # The training data may be elsewhere: the sets take its place. They need not have the modalities
-    # of the training data.
+    # The training data may be elsewhere: the sets, of any modalities, take its place.
     taken = {"source": [each.as_source() for each in sets], "mixing": MixingTable()}
     data = config.data.model_copy(update=taken)
     without = _with_eval(config, source=[], target=None, every=0, holdout_fraction=0.0)

@@ -66,8 +66,7 @@ class SavedModel:
 
 
 def find_checkpoint(run_dir: str | Path, step: int | None, *, option: str = "--step") -> Path:
-    """The run's complete checkpoint after `step`; None: the latest.
-    Raises UserError: there is none."""
+    """The run's checkpoint after `step`; None: the latest. Raises UserError: there is none."""
     found = checkpoint.complete_checkpoints(Path(run_dir) / checkpoint.CHECKPOINTS)
     if not found:
         keys = "checkpoint.every, keep_last and keep_every say which a run keeps"

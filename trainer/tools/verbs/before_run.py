@@ -316,8 +316,7 @@ def preview(
     world_size: WorldSizeOption = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is
-    trained."""
+    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
     config_path = require_config(config, "train preview")
     from trainer.config.load import load_config, located
     from trainer.tools.preview.config_warnings import find_warnings
@@ -442,8 +441,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
         with users_code("--model", f"{name} fails"):
             taken = inspect.signature(target).parameters
             made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
-        # Anybody's module is adapted; one that keeps the protocol of models here comes back as it
-        # is.
+        # Anybody's module is adapted; one that keeps the protocol comes back as it is.
         if hasattr(made, "forward"):
             try:
                 adapted = adapt(made)

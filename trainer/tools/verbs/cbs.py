@@ -1,5 +1,4 @@
-"""`train cbs`: the critical batch size at a checkpoint, by branches that differ in the batch
-alone."""
+"""`train cbs`: the critical batch size, by branches that differ in the batch alone."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def cbs(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the critical batch size: train short branches from a checkpoint at several batches,
-    to equal tokens."""
+    """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
     run = require_run(run_dir)
     with uncollected():
         from trainer.tools.branching.run_branches import STUDY_FILE, read_kept
@@ -56,8 +54,7 @@ def cbs(
 
 
 def _run(study: Study) -> None:
-    """Run the branches that are not done. Raises typer.Exit: a stop was requested, or a branch
-    failed."""
+    """Run the branches that are left. Raises typer.Exit: a stop was requested, or one failed."""
     from trainer.tools.branching.answer import cost_lines
     from trainer.tools.branching.run_branches import BranchFailed, results_of, run_branches
     from trainer.training.signals import StopRequest

@@ -40,8 +40,7 @@ DtypeOption = Annotated[str | None, Option(help="Of headerless .bin files.", met
 
 @build_app.command()
 def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
-    """Build a corpus of text that every installation has: sources, headers and prose of the
-    installed packages."""
+    """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
     from trainer.tools.corpus.builders import build_pytext
 
     with progress_bar() as progress, writing(out):
@@ -94,8 +93,7 @@ def tokenize(
     text_split: TextSplitOption = "file",
     column: shared.ColumnOption = None,
 ) -> None:
-    """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an
-    interruption."""
+    """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
     from trainer.tools.corpus.paths import discover, refuse_empty
     from trainer.tools.corpus.tokens import tokenize as write_tokens
 
@@ -133,8 +131,7 @@ def key_recall(
     seed: Annotated[int, Option(min=0, help="Seed of the symbols.")] = 0,
     force: ForceOption = False,
 ) -> None:
-    """Generate groups whose first cell holds the answers to all later cells: not learnable without
-    carried state."""
+    """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
     from trainer.tools.corpus.builders import build_key_recall
 
     with writing(out):
@@ -157,8 +154,7 @@ def verify(
     text_split: TextSplitOption = "file",
     column: shared.ColumnOption = None,
 ) -> None:
-    """Read everything once and report every damaged file; exit with 2 if there is one. Warns of
-    text that is not UTF-8."""
+    """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
@@ -192,8 +188,7 @@ def at_step(
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Show what a step of a run read, from the data cursors of a checkpoint before it, without the
-    model."""
+    """Show what a step of a run read, from the data cursors of a checkpoint before it, without the model."""
     from trainer.tools.verbs.replay import open_origin, print_rows
 
     origin = open_origin(require_run(run_dir), step, trust_code=trust_code)

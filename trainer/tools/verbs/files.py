@@ -34,8 +34,7 @@ payload = typer.Typer(help="Metrics payloads, as another program reads them.", n
 
 @config.command()
 def schema(out: OutOption = None) -> None:
-    """Print the JSON Schema of a config; editors complete and check a TOML that starts with
-    `#:schema FILE`."""
+    """Print the JSON Schema of a config; editors complete and check a TOML that starts with `#:schema FILE`."""
     from trainer.tools.reference_docs import render_config_schema
 
     put_text(render_config_schema(), out)
@@ -84,8 +83,7 @@ def validate(
     file: Annotated[str, Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
     count_all: Annotated[bool, Option("--all", help="Report and count all violations.")] = False,
 ) -> None:
-    """Check that every line is a payload of a supported schema version; exit with 1 at a
-    violation."""
+    """Check that every line is a payload of a supported schema version; exit with 1 at a violation."""
     from trainer.metrics.payload_contract import validate_stream
 
     violations = 0
@@ -142,8 +140,7 @@ def push(
     run_dir: RunDirArgument,
     to: Annotated[str | None, Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")] = None,
 ) -> None:
-    """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if
-    that fails."""
+    """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
     from trainer.config.load import load_config
     from trainer.lab.mirror import start_mirror
     from trainer.lab.remote import Claimed, RemoteCheckpoints, claim

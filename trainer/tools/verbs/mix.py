@@ -27,8 +27,7 @@ def mix(
     ],
     waits: Annotated[bool, Option("--wait/--no-wait", help="Wait until the run says from which step on.")] = True,
 ) -> None:
-    """Change mixing weights of a run that is training, from a step on that it announces at its next
-    logged one."""
+    """Change mixing weights of a run that is training, from a step on that it announces at its next logged one."""
     answer = _ask(require_run(run_dir), settings, waits=waits)
     problem = answer.get("problem")
     if problem:

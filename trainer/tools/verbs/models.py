@@ -42,8 +42,7 @@ def sample(
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
 ) -> None:
-    """Generate text from a run's newest checkpoint, with the recurrent state carried from token to
-    token."""
+    """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
     require_run(run_dir)
     with uncollected():
         from trainer.data.tokenizer import prompt_ids
@@ -108,8 +107,7 @@ def evaluate(
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on
-    its held-out documents."""
+    """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on its held-out documents."""
     require_run(run_dir)
     sources = [_parse_source(text) for text in source or []]
     with uncollected():
@@ -163,8 +161,7 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
         else:
             name, metric = HELD_OUT, key.removeprefix("eval_")
         rows.setdefault(name or "-", {})[metric] = f"{value:.4f}"
-    # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the
-    # JSON.
+    # Tasks of the user's own may have any metric; parts of the held-out loss are in the JSON.
     own = {name for row in rows.values() for name in row if "/" not in name}
     names = [*METRICS, *sorted(own - METRICS.keys())]
     columns = [Column("set", list(rows))]

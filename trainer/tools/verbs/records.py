@@ -38,8 +38,7 @@ class RunEntry:
     """One run."""
 
     run: str
-    # As in status.json; `died` where that says running but the process is gone, `unknown` if it is
-    # another machine's.
+    # As in status.json; `died` if the process is gone, `unknown` if another machine has it.
     state: str
     step: int | None = None  # the last one, which may be later than the last logged one
     steps: int | None = None  # the configured number
@@ -81,8 +80,7 @@ def ls(
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
-    """The directories that are runs: the paths themselves, or their subdirectories.
-    Raises UserError: a path does not exist."""
+    """The directories that are runs: the paths, or those in them. Raises UserError: one is missing."""
     found: dict[Path, None] = {}  # a set in order
     for given in map(Path, paths):
         if not given.is_dir():
@@ -190,8 +188,7 @@ def diagnose(
     show_all: Annotated[bool, Option("--all", help=ALL_HELP)] = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3:
-    findings."""
+    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
     from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
     from trainer.tools.runs.load import load_run
 

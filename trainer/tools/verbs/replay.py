@@ -1,5 +1,4 @@
-"""`train replay`: a step of a run again. `train bisect`: the first step at which two runs
-differ."""
+"""`train replay`: a step of a run again. `train bisect`: the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def replay(
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether
-    they equal the record."""
+    """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether they equal the record."""
     origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
     shards = origin.plan.facts.data_shards
     if shards % (nproc or 1):
@@ -206,8 +204,7 @@ def bisect(
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Find the first step at which two runs differ, and in what: data, states, gradient or weights;
-    exit code 3 if they do."""
+    """Find the first step at which two runs differ, and in what: data, states, gradient or weights; exit code 3 if they do."""
     paths = [require_run(first), require_run(second)]
     with uncollected():
         from trainer.tools.branching.replay import differing, recorded
@@ -224,8 +221,7 @@ def bisect(
     has_digests = all("weights" in mark[at] for mark in marks for at in common)
     equal, step, kinds = _first_difference(*marks, rounds=rounds)
     is_exact = step is not None and has_digests and equal == step - 1
-    # Runs log every n-th step: repeated from the last equal one with every step logged, they show
-    # the first that differs.
+    # Runs log every n-th step: repeated with every step logged, they show the first that differs.
     if replays and step is not None and not is_exact:
         origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
         found = [_replay(origin, step, logs_all=True).values for origin in origins]
