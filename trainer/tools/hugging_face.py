@@ -19,8 +19,7 @@ OTHER_MODEL = "name a causal model with an output layer"
 
 
 def load(folder: str) -> tuple[Adapted, int, str]:
-    """A model for the checks, its number of token ids, and what was loaded in words. Nothing is
-    downloaded.
+    """A model for the checks, its number of token ids, and its name. Nothing is downloaded.
 
     Args:
         folder: a directory of `save_pretrained`.

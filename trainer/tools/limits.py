@@ -189,8 +189,7 @@ class Assessment:
 
 
 def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
-    """At most `OVERSIZE_FILL` of the rows of a rank's ledger are used at once, and the rest takes
-    much memory.
+    """At most `OVERSIZE_FILL` of a rank's ledger is used at once, and the rest is large.
     `capacity`, `used`: rows. `device_bytes`: memory of the device; 0: of unknown size."""
     spare = (capacity - used) * row_bytes
     much = OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES
@@ -210,8 +209,7 @@ def surprise_bound(picks: float) -> float:
 
 
 def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:
-    """Upper bound on the wait of a group for its next cell, in optimizer steps: what the stale
-    threshold must exceed.
+    """Upper bound on the wait of a group for its next cell, in optimizer steps.
 
     With weighted picks, a reader with one pick left waits for about the remaining picks of the
     whole pool, at most K n; waits beyond 2 K n are negligible (docs/ledger.md; counted in

@@ -151,8 +151,7 @@ def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mappin
 
 def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
     """Where to begin, before the step `before`, so as to repeat `step`.
-    Raises UserError: the run has no such step, its beginning is not known, its data changed, or its
-    config names code."""
+    Raises UserError: there is no such step, its data changed, or its config names code."""
     run = load_run(run_dir, allow_empty=True)
     complete = checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
     kept = {checkpoint.step_of(path): path for path in complete}
@@ -361,11 +360,9 @@ def replay(
 
 
 class Replayed(Extension):
-    """Ends the run after `step`, whatever its length and its schedules are, and writes the rows
-    that the step read.
+    """Ends the run after `step`, whatever its length, and writes the rows that the step read.
 
-    They are written however the run ends: a step that raises leaves those that it had come to,
-    without losses.
+    They are written however the run ends; a step that raises leaves those until then.
     """
 
     def __init__(self, run: Run, *, step: int) -> None:

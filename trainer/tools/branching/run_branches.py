@@ -153,8 +153,7 @@ def run_program(
     *,
     threads: int | None = None,
 ) -> bool:
-    """Train in `run_dir`, from its own checkpoint. False: stopped, which is passed on to the
-    program once.
+    """Train in `run_dir`, from its own checkpoint. False: stopped, as was the program.
     `threads`: of each rank; None: as this process's environment says.
     Raises BranchFailed: it failed, but for a loss that is not finite."""
     config_file, output_file = run_dir / "branch.toml", run_dir / OUTPUT_FILE
@@ -244,8 +243,7 @@ def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
 
 
 def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
-    """Put a checkpoint into the run directory of another run, which continues from it with
-    `--resume auto`.
+    """Put a checkpoint into the directory of another run, which `--resume auto` continues.
 
     Files that stay the same are linked (copied, where the file system has no links).
 

@@ -64,10 +64,8 @@ def _logged(run: RunRecord, key: str, step: int) -> list[float]:
 
 @contextmanager
 def reserved(run_dir: Path) -> Iterator[None]:
-    """Keep the run from being resumed, and its checkpoints from being pruned, while branches start
-    from it.
-    Raises UserError: the run is still being trained, or other branches of it are; OSError: its
-    directory cannot be written."""
+    """Keep the run from being resumed, and its checkpoints, while branches start from it.
+    Raises UserError: the run, or other branches of it, are being trained."""
     with ExitStack() as held:
         with suppress(FileNotFoundError):  # a copy of a run: nobody trains it
             descriptor = open_descriptor(run_dir / LOCK_NAME, os.O_RDONLY)
@@ -89,8 +87,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
 def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origin:
     """Read what is needed of the run and its checkpoint at `path`.
     `trust_code`: import the code that its config names.
-    Raises UserError: the checkpoint is damaged; the data are gone; the learning rate there is zero;
-    or its config names code."""
+    Raises UserError: a damaged checkpoint, lost data, a rate of 0, or code without trust."""
     try:
         saved = checkpoint.verify(path)
     except CheckpointError as error:

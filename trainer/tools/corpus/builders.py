@@ -63,19 +63,16 @@ def build_text(
     force: bool = False,
     progress: Report = silent,
 ) -> Manifest:
-    """Build a corpus of text, one document per file or per line of a `.jsonl` file, at
-    `out/<modality>/<stream>.jsonl`.
+    """Build a corpus of text, a document per file or line, at `out/<modality>/<stream>.jsonl`.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
-        modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden
-            files are skipped.
+        modalities: modality -> globs (with `**` and `~`). Hidden files are skipped.
         min_stream_bytes: a directory becomes a stream; one with less text joins its parent.
         max_file_bytes: larger files, and larger lines of a `.jsonl` file, are skipped.
 
     Raises:
-        UserError: a glob matches no file, no matched file is usable, or a line of a `.jsonl` file
-            is damaged or holds ids.
+        UserError: a glob matches nothing usable, or a line of a `.jsonl` file is damaged.
         OSError: a `.jsonl` file cannot be read.
     """
     chosen: dict[str, Streams] = {}
@@ -246,8 +243,7 @@ def build_key_recall(
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         groups: documents over all `streams`, which are files.
         cells: cells per group; train with `max_group_cells` of at least this.
-        seq_len: bytes per cell, at least 5; train with this `data.seq_len` and the tokenizer
-            `bytes`.
+        seq_len: bytes per cell, at least 5; train with this `data.seq_len` and bytes.
 
     Raises:
         UserError: fewer groups than streams, or `out` cannot be used.

@@ -43,8 +43,7 @@ def of_text(source: str, text: str) -> Candidate:
 
 
 def of_lines(source: str, path: Path) -> list[Candidate]:
-    """The lines of a JSON lines file that are not blank, left on disk: such files may be larger
-    than memory.
+    """The lines of a JSON lines file, left on disk: it may be larger than memory.
 
     Reading one raises UserError if it is damaged or holds token ids.
 
@@ -144,8 +143,7 @@ def check_all(
     forbidden: Sequence[str] = (),
     progress: Report = silent,
 ) -> tuple[list[Document], list[Skipped]]:
-    """The candidates of the modality `what` that are text, sorted by source, each text once; and
-    the others.
+    """The candidates of the modality `what` that are text, by source, each once; and the others.
     `max_bytes`: a larger file or line is skipped unread. `forbidden`: strings that must not enter
     the corpus, such as absolute paths of this machine."""
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
@@ -171,8 +169,7 @@ Streams = dict[str, list[Document]]
 
 
 def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
-    """One stream per directory of the sources; a directory with less than `min_bytes` joins its
-    parent.
+    """One stream per directory; one with less than `min_bytes` joins its parent.
 
     Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins
     the smallest other stream. Streams are named after the directory, with dots: `numpy.linalg`; see
@@ -201,8 +198,7 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
 
 
 def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
-    """At most `max_bytes` of text in total, in even shares; what a small stream does not need goes
-    to the others.
+    """At most `max_bytes` of text, in even shares; what small streams leave goes to the others.
 
     Within a stream documents are considered in the order of the SHA-256 of their source, and those
     that fit are taken. A stream that stays below `min_bytes` because its documents are larger than
@@ -243,8 +239,7 @@ def _size(documents: Sequence[Document]) -> int:
 
 
 def _stream_name(parts: Sequence[str]) -> str:
-    """`numpy.linalg`, without the `_` or `.` at its beginning: runs ignore files whose names begin
-    so.
+    """`numpy.linalg`, without `_` or `.` at its beginning, which hide a file from runs.
 
     A name that is too long for a file ends in a digest.
     """

@@ -102,8 +102,7 @@ def write_corpus(
     force: bool,
     progress: Report = silent,
 ) -> Manifest:
-    """Write `out/<modality>/<stream>.jsonl`, one document per line as `{"text": ..., "source":
-    ...}`, and the manifest.
+    """Write `out/<modality>/<stream>.jsonl`, one document per line, and the manifest.
 
     An `out` that is complete and was built from the same inputs is left untouched, unless `force`.
 

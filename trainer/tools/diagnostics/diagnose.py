@@ -103,8 +103,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> DiagnosisVerdict | None:
-        """`healthy` takes half of the rules or more (`LEAST_JUDGED`); fewer without a finding are
-        `no_findings`.
+        """`healthy` takes half of the rules or more (`LEAST_JUDGED`), else `no_findings`.
 
         None for a run without training rows: the rules have nothing to check.
         """

@@ -175,8 +175,7 @@ def find_spikes(values: Iterable[float]) -> list[int]:
     """Indices of values that rise above the noise of the run; see the condition of the rule.
 
     The first batches of a source, or of a hard document, are as bad as those of the untrained
-    model: until `SPIKE_HISTORY` values may have shown such, only a value above the first one
-    counts.
+    model: until `SPIKE_HISTORY` values may have shown such, only one above the first counts.
     """
     before: deque[float] = deque(maxlen=limits.SPIKE_WINDOW)
     distances: deque[float] = deque(maxlen=limits.SPIKE_FAR_WINDOW)

@@ -107,8 +107,7 @@ def uneven_slices(run: RunRecord) -> Outcome:
 
 
 def _ratio_of_slices(low: float, high: float, share: float) -> float:
-    """Lower bound on the ratio of the longest slice to the shortest, in picks; 0 where the row does
-    not say.
+    """Lower bound on the ratio of the longest slice to the shortest, in picks; 0 if unknown.
 
     The reader with the fewest picks left began with at most low / share + 1, the one with most left
     with at least `high`.

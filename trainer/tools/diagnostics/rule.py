@@ -95,10 +95,8 @@ class Rule:
 def rule(
     severity: Severity, *, needs: Iterable[str] = (), uses: Iterable[str] = (), hint: str = ""
 ) -> Callable[[Callable[[RunRecord], Outcome]], Rule]:
-    """Make a rule of a pure function of a run's record, with the function's name; for the arguments
-    see `Rule`.
+    """Make a rule of a pure function of a run's record, by the function's name; see `Rule`.
 
-    Its section in rules.md, which docs/diagnosis.md shows, says when it finds something, why, and
-    what to change.
+    Its section in rules.md, shown in docs/diagnosis.md, says when, why, and what to change.
     """
     return lambda check: Rule(check.__name__, severity, check, tuple(needs), tuple(uses), hint)

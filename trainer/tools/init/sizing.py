@@ -37,8 +37,7 @@ class Sizes:
 
 
 def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
-    """Sizes with which rows are full and a run sees its training documents about once, within
-    `STEPS_RANGE`.
+    """Sizes with which rows are full, and a run is about one epoch within `STEPS_RANGE`.
     `lengths`: tokens of each document, by stream; at least one document has a token. `share`: of
     all data that these streams are."""
     holdout = _holdout(streams, lengths)

@@ -194,11 +194,9 @@ def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], 
 
 
 def timed(starter: Starter, minutes: float) -> Starter:
-    """The starter with at most as many steps as take `minutes` on one rank of this machine, and the
-    predicted time in words.
+    """The starter with as many steps as take `minutes` on a rank here, and the time in words.
 
-    The time is that of a few real steps, in a process of its own; a note says why, if they cannot
-    be timed.
+    The time is that of a few real steps; a note says why, if they cannot be timed.
     """
     try:
         seconds = _seconds_per_step(starter)

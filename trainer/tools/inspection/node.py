@@ -16,8 +16,7 @@ NUMBERS = 16_000_000
 
 
 class NodeCheck:
-    """Under torchrun, a rank checks its own device and the sum over all ranks; a process alone
-    checks every device.
+    """Under torchrun a rank checks its device and the sum over ranks; alone, every device.
 
     `doing` says what is being tried: a broken device or network may never answer.
     """

@@ -65,8 +65,7 @@ def guess(
     streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
 ) -> Guess:
     """Distinguish text from token ids by the format and first record of each stream.
-    Raises UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot
-    be read."""
+    Raises UserError: text is mixed with ids, dtypes differ, or a file cannot be read."""
     examples: dict[Kind, str] = {}
     dtypes: dict[str, str] = {}
     formats = set()
@@ -103,8 +102,7 @@ def _dtype_of(path: Path) -> str:
 
 
 def guess_dtype(sample: bytes, size: int) -> str:
-    """The integer type of headerless little-endian ids: the widest whose upper bytes are as empty
-    as those of ids.
+    """The integer type of headerless little-endian ids: the widest with upper bytes like theirs.
     `sample`: bytes of the file, from an offset that is a multiple of 8. `size`: bytes of the whole
     file, which must be a multiple of the type's size."""
     if size % 8 == 0 and len(sample) >= 16:
@@ -132,8 +130,7 @@ def look(
     column: str | None = None,
     report: Report = silent,
 ) -> tuple[list[Ints], tuple[int, int]]:
-    """Read the streams once: the tokens of each document, by stream; and the largest token id, and
-    how often it occurs.
+    """Read the streams once: tokens of each document, by stream; the largest id and its count.
     Raises UserError: a file cannot be read or is damaged."""
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
     options = ReadOptions(bounded, found.dtype, eod, format=format, column=column)

@@ -1,5 +1,4 @@
-"""The content of a corpus, and the forecast of full rows: the real lanes and pools, over the
-lengths of the documents.
+"""The content of a corpus, and the forecast of full rows by the real lanes and pools.
 
 Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads
 documents whose tokens are all 0 and take no memory. It hands out, masks and exhausts as a run with
@@ -102,8 +101,7 @@ class CountedSource(ShardSource):
 
 
 def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
-    """Its streams by relative path, with the places and lengths of their documents, and without
-    tokens.
+    """Its streams by relative path, with the lengths of their documents, without tokens.
     Raises UserError: a file cannot be read or is damaged, or there is no document to train on."""
     cut, read, _ = reading(plan, source)
     opener, found = StreamOpener(read, cut, warns=False), {}

@@ -329,8 +329,7 @@ def _ledger_view(plan: Plan, sources: Sequence[SourceView]) -> LedgerView | None
 def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: MicroBatches) -> list[float]:
     """The expected number of micro-batches of each source: the sum of its probability over the run.
 
-    Between two points of the schedules a probability is smooth: long pieces are sampled, so that
-    any run takes as long.
+    Between two points of the schedules a probability is smooth: long pieces are sampled.
     """
     edges = {0, num_batches}
     for spec in weights:

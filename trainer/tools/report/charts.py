@@ -337,8 +337,7 @@ def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts with every other key of every run, sorted by the headings of the catalog; in each
-    group the views come first.
+    """Charts of every other key, under the headings of the catalog, in each the views first.
 
     Evaluation and worst rank are drawn with the training curve. For a single run the keys of a
     pattern share a chart too, one for each variant; for several runs, colors stand for runs, so

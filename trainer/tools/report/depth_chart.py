@@ -26,11 +26,9 @@ def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
 
 
 def depth_figure(curve: DepthCurve) -> Json:
-    """Both losses over the depth on a logarithmic axis; below, their difference, the gain, with its
-    errors.
+    """Both losses over the depth on a logarithmic axis; below, the gain with its errors.
 
-    The losses have no error bars: their errors are mostly of how hard the documents are, which
-    cancels in the gain.
+    The losses have no error bars: how hard documents are cancels in the gain.
     """
     first = next(index for index, point in enumerate(curve.points) if point.gain)
     points = curve.points[max(first - BEFORE, 0) :]

@@ -46,8 +46,7 @@ NOTHING: Final = Html()
 def element(tag: str, *children: str, **attributes: object) -> Html:
     """One element; all that comes from a run is escaped here.
 
-    Attributes: `class_` means `class`, `_` becomes `-`, None and False are left out, True has no
-    value.
+    Attributes: `class_` means `class`, `_` becomes `-`, None and False are left out.
     """
     words = []
     for name, value in attributes.items():
@@ -321,8 +320,7 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
 
 
 def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
-    """The parts of the page that show its runs: HTML by the id of its element, and the charts as
-    JSON under `data`.
+    """The parts of the page that show its runs: HTML by id, and the charts under `data`.
     `diagnoses`: of one run, or of several to overlay in the order of the colors."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     is_single = len(runs) == 1

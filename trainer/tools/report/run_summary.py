@@ -322,11 +322,9 @@ def _strict(value: Any) -> Any:
 
 
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """(key, its value in each run) for settings that differ; None where a run does not have the
-    key.
+    """(key, its value in each run) for settings that differ; None where a run lacks one.
 
-    For the keys see `recorded_settings`. A value that a resume changed is a mapping, as in
-    `settings_by_step`.
+    Keys are those of `recorded_settings`; a changed value is a mapping (`settings_by_step`).
     """
     flat = []
     for run in runs:
@@ -352,8 +350,7 @@ def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple
 
 
 def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None) -> list[KeyMean]:
-    """Every key of either run, averaged over the end of each run (`end_of`), in order of
-    appearance.
+    """Every key of either run, averaged over its end (`end_of`), in order of appearance.
 
     Evaluations within these steps are averaged too. For counters, schedules and running averages,
     and for keys that are not logged within these steps, the last value is given.

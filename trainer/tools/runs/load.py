@@ -1,7 +1,6 @@
 """Reads the record of a run: from its directory, or from a metrics.jsonl alone.
 
-Truncated, damaged and unknown-version lines are skipped and counted in `RunRecord.notes`. A file
-without a usable row is refused.
+Damaged and unknown lines are skipped and counted; a file without a usable row is refused.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class RunRecord:
         return list(dict.fromkeys([*self.train.keys, *self.evals.keys]))
 
     def column(self, key: str) -> tuple[array[int], array[float]]:
-        """(steps, values) of a training or evaluation key, steps ascending and unique; empty if the
-        run has no such key.
+        """(steps, values) of a key, steps ascending and unique; empty if the run has none.
 
         Values may be NaN or infinite.
         """
@@ -270,8 +268,7 @@ def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None)
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
-    """Read a run directory or a file of payloads. For a file called metrics.jsonl, the files beside
-    it are read too.
+    """Read a run directory, or a file of payloads; beside a metrics.jsonl, the others too.
     `allow_empty`: a run that has logged no row yet gives a record without rows.
     Raises UserError: the file does not exist, cannot be read, or has no valid payload."""
     path = Path(path)

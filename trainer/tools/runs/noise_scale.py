@@ -18,8 +18,7 @@ independent micro-batches; the lagging average of the latter."""
 @dataclass(frozen=True)
 class NoiseScale:
     """The last row's noise scale, in sequences, and the batch of that step. Without an upper bound
-    `value` is None too; `steps` are the last ones that it was computed from, where the record says
-    it."""
+    `value` is None too; `steps` are those that it was computed from, if it says so."""
 
     key: str
     step: int

@@ -66,8 +66,7 @@ class RowTable:
         return array("q", dict.fromkeys(row[0] for row in self.kept))
 
     def column(self, key: str) -> Column:
-        """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values
-        may be NaN.
+        """(steps, values) of one key, steps ascending and unique. Values may be NaN.
 
         Both arrays are shared with later calls: treat them as read-only.
         """

@@ -44,8 +44,7 @@ def evaluate_checkpoint(
     tokenizer: str | None = None,
     trust_code: bool = False,
 ) -> tuple[int | None, dict[str, float]]:
-    """Evaluate the model of a run, or an exported one, in one process: (step, metrics by catalog
-    key).
+    """Evaluate a model, of a run or exported, in one process: (step, metrics by key).
 
     The step is None for an exported model that does not say. With `sources` or `[[eval.source]]` in
     its config those are read, otherwise all of its held-out documents; a task of the user's own
@@ -59,8 +58,7 @@ def evaluate_checkpoint(
         trust_code: import the code that the config of the model names.
 
     Raises:
-        UserError: the config names code; there is no such model, nothing to evaluate on, or the
-            data cannot be read.
+        UserError: code without trust, no such model, nothing to evaluate on, or unreadable data.
     """
     directory = Path(directory).absolute()
     how: Any = {"step": step, "device": device, "tokenizer": tokenizer, "trust_code": trust_code}

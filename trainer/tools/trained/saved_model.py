@@ -91,8 +91,7 @@ def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
 
 def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckpoint:
     """The checkpoint after `step`, or the newest whole one.
-    Raises UserError: no run, no such checkpoint, a damaged one, or one of another version's
-    config."""
+    Raises UserError: no run, no such checkpoint, a damaged one, or another version's."""
     named = find_checkpoint(run_dir, step)
     found = checkpoint.find(named.parent, "auto" if step is None else str(named))
     assert found is not None
@@ -233,8 +232,7 @@ def begin_texts(directory: Path, bos_id: int) -> bool:
 def export_model(
     run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
 ) -> SavedCheckpoint:
-    """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, the files of the
-    tokenizer into `out`.
+    """Write weights, config, card and, if one is used, the tokenizer's files into `out`.
 
     All is written next to `out` first, so that `out` is complete or absent.
 
@@ -244,8 +242,7 @@ def export_model(
         trust_code: import the model that the config names, which `as_hugging_face` builds.
 
     Raises:
-        UserError: the config names code; no checkpoint, a missing tokenizer or package, or a model
-            that is none of `transformers`.
+        UserError: code without trust; no checkpoint, tokenizer, package, or fitting model.
         OSError: `out` cannot be written.
     """
     saved = read_checkpoint(run_dir, step)
@@ -352,10 +349,8 @@ def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
 
 
 def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a model's state; tensors that share memory (tied embeddings) are written once, with the
-    names of the others.
-    Raises UserError: two tensors overlap without being the same; OSError: the file cannot be
-    written."""
+    """Write a model's state; tied tensors are written once, with the names of the others.
+    Raises UserError: two tensors overlap in part; OSError: the file cannot be written."""
     kept: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}

@@ -122,8 +122,7 @@ def _num_bytes(source: Source) -> int:
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
-    """Refuse settings that a run refuses before it builds anything. Reads no data, only weights to
-    begin with.
+    """Refuse what a run refuses before it builds anything. Reads weights, but no data.
     Raises UserError: the first of them."""
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
