@@ -230,9 +230,10 @@ def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     """How full the rows will be, and how documents lie in them."""
     from trainer.training.setup.sources import alignment
 
-    facts: dict[str, Any] = {"align": alignment(plan, None)}
-    if not facts["align"]:
-        facts = {}
+    facts: dict[str, Any] = {}
+    align = alignment(plan, None)
+    if align:
+        facts["align"] = align
     if preview is None:
         facts["fill"] = "not forecast of so much data; train preview does"
     elif not preview.has_full_rows:

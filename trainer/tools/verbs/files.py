@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,12 +69,11 @@ def diff(
         print_json({key: {"a": one.get(key), "b": other.get(key)} for key in found})
     elif found:
         echo(f"--- {first}\n+++ {second}")
-    else:
-        echo(f"{first} and {second} do not differ", err=True)
-    for key in () if as_json else found:
-        for sign, values in (("-", one), ("+", other)):
+        for key, (sign, values) in product(found, (("-", one), ("+", other))):
             if key in values:  # JSON's spelling of a value is TOML's as well
                 echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
+    else:
+        echo(f"{first} and {second} do not differ", err=True)
     if found:
         raise typer.Exit(EXIT_DIFFERENT)
 
