@@ -26,9 +26,11 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
         return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
     try:
         streams = discover_nested(directory, format=format)
-        return Discovery("nested", streams, root=paths[0], left_out=tuple(loose_files(directory, format)))
+        loose = tuple(loose_files(directory, format))
+        return Discovery("nested", streams, root=paths[0], left_out=loose)
     except UserError:
-        if not any(path.is_file() and sort_of(Path(path.name), format) == "data" for path in directory.iterdir()):
+        files = [Path(path.name) for path in directory.iterdir() if path.is_file()]
+        if not any(sort_of(name, format) == "data" for name in files):
             raise
         pattern = os.path.join(glob.escape(paths[0]), "*")
         return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
@@ -36,5 +38,5 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
 
 def refuse_empty(streams: Sequence[Stream]) -> None:
     """Refuse streams of empty files, all of them at once."""
-    empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
-    refuse_empty_files(empty, len(streams))
+    paths = [stream.path for stream in streams if os.path.isfile(stream.path)]
+    refuse_empty_files([path for path in paths if not os.path.getsize(path)], len(streams))

@@ -1,4 +1,4 @@
-"""Is context worth its cost? A chart of the loss against depth, carried and from zero, for each set of a run."""
+"""Is context worth its cost? A chart of the loss against depth, carried and from zero."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
 from trainer.tools.diagnostics.depth import last_curves
+from trainer.tools.report.figures import look
 from trainer.tools.runs.depth_curve import DepthCurve, Number, in_words
 from trainer.tools.runs.load import RunRecord
 
@@ -18,45 +19,37 @@ Json = dict[str, Any]
 
 
 def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
-    """(name of the set, what carrying is worth in words, the chart) for each set of the last evaluation."""
+    """(name of the set, what carrying is worth, the chart) for each set of the last evaluation."""
     _, curves = last_curves(run)
     cell = run.setting("data.seq_len", 0)
     return [(name or "held out", in_words(curve, cell), depth_figure(curve)) for name, curve in curves.items()]
 
 
 def depth_figure(curve: DepthCurve) -> Json:
-    """Both losses over the depth on a logarithmic axis; below, their difference, the gain, with its errors.
+    """Both losses over the depth on a logarithmic axis; below, the gain with its errors.
 
-    The losses have no error bars: their errors are mostly of how hard the documents are, which cancels in the gain.
+    The losses have no error bars: how hard documents are cancels in the gain.
     """
     first = next(index for index, point in enumerate(curve.points) if point.gain)
     points = curve.points[max(first - BEFORE, 0) :]
     starts = [point.start for point in points][:: -(-len(points) // MOST_TICKS)]
-    gain = _trace("gain of carrying", "c2", [(point.start, point.gain) for point in points if point.gain])
-    bars = [ERRORS_SHOWN * point.gain.error for point in points if point.gain]
-    # Where the error is not known there is no bar.
-    shown = [error if math.isfinite(error) else None for error in bars]
-    gain |= {"yaxis": "y2", "error_y": {"array": shown, "color": "c2/0.5", "thickness": 1, "width": 4}}
+    gains = [(point.start, point.gain) for point in points if point.gain]
     from_zero = [(point.start, point.from_zero) for point in points if point.from_zero]
-    axis: Json = {"type": "log", "tickvals": starts, "ticktext": [f"{start:,}" for start in starts], "anchor": "y2"}
-    axis |= {"title": {"text": "tokens of the document before the target"}, "unifiedhovertitle": {"text": ""}}
-    zero = {"zeroline": True, "zerolinecolor": "muted"}
-    return {
-        "name": "depth",
-        "isOfSteps": False,
-        "data": [
-            _trace("carried", "c0", [(point.start, point.loss) for point in points]),
-            _trace("from zero at each cell", "c1", from_zero, dash="dash"),
-            gain,
-        ],
-        "layout": {
-            "xaxis": axis,
-            "yaxis": {"title": {"text": "loss, nats per token"}, "domain": [0.42, 1.0]},
-            "yaxis2": {"title": {"text": "gain, nats per token"}, "domain": [0.0, 0.34]} | zero,
-            "hovermode": "closest",
-            "showlegend": True,
-        },
-    }
+    errors = {"array": [_bar(gain) for _, gain in gains], "color": "c2/0.5", "thickness": 1, "width": 4}
+    layout = look("depth layout")
+    ticks = {"tickvals": starts, "ticktext": [f"{start:,}" for start in starts]}
+    layout["xaxis"] = layout["xaxis"] | ticks
+    traces = [
+        _trace("carried", "c0", [(point.start, point.loss) for point in points]),
+        _trace("from zero at each cell", "c1", from_zero, dash="dash"),
+        _trace("gain of carrying", "c2", gains) | {"yaxis": "y2", "error_y": errors},
+    ]
+    return {"name": "depth", "isOfSteps": False, "data": traces, "layout": layout}
+
+
+def _bar(gain: Number) -> float | None:
+    """Half the length of an error bar; None where the error is not known."""
+    return ERRORS_SHOWN * gain.error if math.isfinite(gain.error) else None
 
 
 def _trace(label: str, color: str, line: Sequence[tuple[int, Number]], *, dash: str = "solid") -> Json:
