@@ -359,19 +359,15 @@ def _save_as_llama(model: Any, directory: Path) -> None:
 
 def _save_as_qwen3_next(model: Any, directory: Path) -> None:
     """As layers of linear attention alone with plain MLPs."""
-    width = model.dim // model.heads
+    # Attention is that of no layer here, but its sizes are checked against each other.
+    kinds = ("linear_num_key", "linear_num_value", "num_attention", "num_key_value")
+    widths = ("linear_key_head_dim", "linear_value_head_dim", "head_dim")
     config = package().Qwen3NextConfig(
         **_common(model),
+        **{f"{kind}_heads": model.heads for kind in kinds},
+        **dict.fromkeys(widths, model.dim // model.heads),
         layer_types=["linear_attention"] * model.num_layers,
-        linear_num_key_heads=model.heads,
-        linear_num_value_heads=model.heads,
-        linear_key_head_dim=width,
-        linear_value_head_dim=width,
         linear_conv_kernel_dim=model.blocks[0].mixer.taps.shape[0],
-        # Of no layer here, but checked against each other.
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.heads,
-        head_dim=width,
         num_experts=0,
         mlp_only_layers=list(range(model.num_layers)),
         hidden_act="silu",

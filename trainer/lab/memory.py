@@ -390,7 +390,7 @@ def explain(run: Run) -> None:
 
 
 def _occupancy(device: torch.device) -> str:
-    """What holds a device's memory besides tensors."""
+    """Who else holds memory of a device, and how much lies unused."""
     reserved = torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     unused = reserved - torch.cuda.memory_allocated(device)
@@ -427,21 +427,19 @@ def memory_lines(
 
 def savings(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Settings that may take less memory, of which some belong together."""
-    config = plan.config
+    config, has_ranks = plan.config, plan.facts.world_size > 1
     rows = config.data.mixing.batch_size
     if rows > 1 and config.micro_batches.is_constant:
         micro_batches = 2 * config.micro_batches.first
         yield f"data.mixing.batch_size={rows // 2}", f"train.micro_batches={micro_batches}"
-    if config.train.activation_checkpointing == "off":
-        yield ('train.activation_checkpointing="block"',)
-    if not config.objective.chunk_tokens:
-        yield ("objective.chunk_tokens=1024",)
-    if config.train.precision == "fp32":
-        yield ('train.precision="bf16"',)
-    if config.ledger.dtype != "bfloat16":
-        yield ('ledger.dtype="bfloat16"',)
-    if plan.facts.world_size > 1 and config.distributed.strategy == "ddp":
-        yield ('distributed.strategy="fsdp"',)
+    settings = {
+        'train.activation_checkpointing="block"': config.train.activation_checkpointing == "off",
+        "objective.chunk_tokens=1024": not config.objective.chunk_tokens,
+        'train.precision="bf16"': config.train.precision == "fp32",
+        'ledger.dtype="bfloat16"': config.ledger.dtype != "bfloat16",
+        'distributed.strategy="fsdp"': has_ranks and config.distributed.strategy == "ddp",
+    }
+    yield from ((setting,) for setting, saves in settings.items() if saves)
 
 
 def plan_with(plan: Plan, change: Iterable[str]) -> Plan | None:

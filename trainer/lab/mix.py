@@ -89,8 +89,7 @@ class Requests:
             self._new_lines()
 
     def answer(self, read: int) -> None:
-        """Announce, or refuse, what was requested since the last call, after so many
-        micro-batches."""
+        """Announce, or refuse, what was requested since, after `read` micro-batches."""
         for line in self._new_lines():
             try:
                 self._take_up(parse_json(line), read)

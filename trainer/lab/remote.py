@@ -59,8 +59,7 @@ class Owner(NamedTuple):
 
 
 class RemoteCheckpoints:
-    """The checkpoints below a URL. Every method raises `StorageError` if a request fails. Raises
-    UserError: as `Storage`."""
+    """The checkpoints below a URL. Methods raise `StorageError` if a request fails."""
 
     def __init__(self, url: str, *, key: str = KEY) -> None:
         self.storage = Storage(url, key=key)
@@ -366,8 +365,7 @@ def _downloaded(remote: RemoteCheckpoints, step: int, run_dir: RunDir, prepare: 
 
 
 def _asked_again(request: Callable[[], T]) -> T:
-    """The request's result; a store that fails is asked a few times. Raises StorageError: it failed
-    every time; MissingError: at once."""
+    """The request's result, asked for a few times. Raises StorageError; MissingError: at once."""
     for attempt in range(ATTEMPTS - 1):
         try:
             return request()

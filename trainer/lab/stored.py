@@ -187,8 +187,7 @@ def discover_stored(paths: Sequence[str], *, format: str, cache: Cache) -> Disco
 
 
 def _wanted(files: Mapping[str, StoredFile], format: str, *, where: str, warns: bool) -> dict[str, StoredFile]:
-    """The files that a layout reads, and the index files next to them. Warns of others that are
-    named like data."""
+    """The files that a layout reads, with their indices. Warns of others that look like data."""
     sorts = {name: sort_of(PurePath(name), format) for name in files}
     if warns:
         warn_unread(where, [name for name, sort in sorts.items() if sort == "unread"])

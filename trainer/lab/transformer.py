@@ -38,8 +38,7 @@ class Attention(nn.Module):
         init_matrix(self.out.weight, residual_scale)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """Mix x [B, T, D]. `mask` tells which keys a query sees (bool: broadcast to [B, 1, T, T]);
-        None: causal."""
+        """Mix x [B, T, D]. `mask`: the keys that a query sees, bool [B, 1, T, T]; None: causal."""
         # [B, each head, T, head_dim]
         inputs = self.inputs(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         turned, values = inputs.tensor_split((self.heads + self.kv_heads,), dim=1)
@@ -83,8 +82,7 @@ class Transformer(LanguageModel):
         self.head_dim, self.kv_dim = self.dim // heads, self.dim // heads * kv_heads
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Predict from tokens [B, T]; `resets`: bool [B, T], where a document begins. There is no
-        state."""
+        """Predict from tokens [B, T], without a state; `resets`: bool [B, T], begins of documents."""
         x = self.embedding(tokens)  # [B, T, D]
         rotation = rotations(tokens.shape[1], self.head_dim, x)
         mask: Mask = None

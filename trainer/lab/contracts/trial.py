@@ -179,8 +179,7 @@ class Trial:
             self.subject.training = before
 
     def judge(self, check: str, judge: Callable[[Trial, int], Verdict]) -> Verdict:
-        """The verdict of the worst mode; `judge` gets draws, with each of which a breach must
-        show."""
+        """The verdict of the worst mode; a breach must show with each draw that `judge` gets."""
         held = Verdict(check, "held", "")
         for training in self.modes:
             breaches: list[Verdict] = []
