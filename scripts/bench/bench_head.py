@@ -44,7 +44,6 @@ def step(model: nn.Module, loss: Loss, tokens: Tensor) -> float:
 
 
 def draw(args: argparse.Namespace, vocab_size: int) -> Tensor:
-    """Tokens [B, T]."""
     return torch.randint(vocab_size, (args.rows, args.length), device=args.device)
 
 
@@ -73,8 +72,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -84,7 +82,3 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="sizes")
     parser.add_argument("--rounds", type=int, default=3)
     run_bench("head", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -152,7 +152,6 @@ def row_costs(folder: Path, length: int, args: argparse.Namespace) -> list[list[
 
 
 def reader(mode: str, sources: Sequence[Sequence[Stream]], shard: int = 0, *, row_tokens: int, **sizes: int) -> Any:
-    """The batches of a rank."""
     kind, parts = StreamMixingDataset if mode == "per_stream" else ShardSource, []
     mix = MixOptions(sizes["num_mixed"], "weighted", "per_stream" if mode == "per_stream" else "per_row", LANES)
     for number, streams in enumerate(sources):
@@ -228,7 +227,6 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
 
 
 def measure(args: argparse.Namespace) -> list[Figure | Table]:
-    """Everything."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         costs = {length: row_costs(folder, length, args) for length in args.lengths}
@@ -253,14 +251,9 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
     return [*found, bare, Table("/".join(MODES), ("documents", "fill", "shapes", "speed"), rows)]
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="*", default=[20, 200, 2000, 20_000], help="of documents")
     parser.add_argument("--batches", type=int, default=100, help="batches a turn, fewer of short documents")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each, after one that warms up")
     run_bench("rows", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -76,8 +76,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -86,7 +85,3 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=8, help="cells per row, k")
     parser.add_argument("--rounds", type=int, default=5)
     run_bench("tbptt", parser, measure)
-
-
-if __name__ == "__main__":
-    main()
