@@ -62,7 +62,7 @@ def gated_delta_rule(
         rate: b, [B, H, T], in [0, 1].
         state: M before the first position, [B, H, K, V].
         resets: bool [B, T], True where M is zero before the position; None: nowhere.
-        chunk: positions that are solved together.
+        chunk: the most positions that are solved together.
 
     Returns:
         o [B, H, T, V] and M after the last position [B, H, K, V], in the type of `state`.
@@ -70,7 +70,7 @@ def gated_delta_rule(
     batch, heads, length = rate.shape
     if resets is None:
         resets = torch.zeros(batch, length, dtype=torch.bool, device=rate.device)
-    chunk = min(chunk, length)  # a short row, such as one token in generation
+    chunk = chunk_length(length, chunk)
     padding = -length % chunk
 
     def in_chunks(part: Tensor) -> Tensor:
@@ -84,6 +84,12 @@ def gated_delta_rule(
     rows = q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document
     outputs, after = _Rule.apply(*rows)  # type: ignore[no-untyped-call]
     return outputs.view(batch, heads, -1, v.shape[-1])[:, :, :length], after.view_as(state)
+
+
+def chunk_length(length: int, most: int = CHUNK) -> int:
+    """Positions of a row that are solved together: chunks of about equal length, since padding costs as much as tokens."""
+    even = math.ceil(length / math.ceil(length / most))
+    return min(length, most, 8 * math.ceil(even / 8))  # multiples of 8 suit vector instructions
 
 
 class _Rule(torch.autograd.Function):
@@ -239,8 +245,10 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
         if document is not None:
             earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
         y = y + taps[j].to(x.dtype) * earlier
-    last = whole[:, -before:]
-    return y, last if document is None else last * (document[:, -before:] == document[:, -1:])
+    last = whole[:, -before:].clone()  # a view would keep the whole row for as long as the state
+    if document is not None:
+        last = last * (document[:, -before:] == document[:, -1:])
+    return y, last
 
 
 class DeltaBlock(ResidualBlock):
@@ -293,7 +301,7 @@ class GatedDelta(LanguageModel):
         Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C multiply-adds forward and 6 w + 9 C
         backward. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
         """
-        width, chunk = self.dim // self.heads, min(CHUNK, seq_len)
+        width, chunk = self.dim // self.heads, chunk_length(seq_len)
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
         rule = self.dim * (18 * width + 26 * chunk)
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
