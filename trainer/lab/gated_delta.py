@@ -160,10 +160,7 @@ def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -
 
 
 class DeltaMixer(nn.Module):
-    """Temporal mixing: the gated delta rule with a short convolution before it, and a gated norm after it.
-
-    The layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys.
-    """
+    """Temporal mixing by the layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -195,10 +192,8 @@ class DeltaMixer(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)  # from the convolution to the norm
         inputs, width = self.inputs(x), self.dim // self.heads  # [B, T, 3 D]
         if state is None:
-            state = {
-                "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
-                "recent": x.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim, dtype=dtype),
-            }
+            shapes = {"memory": (self.heads, width, width), "recent": (TAPS - 1, 3 * self.dim)}
+            state = {name: x.new_zeros(x.shape[0], *shape, dtype=dtype) for name, shape in shapes.items()}
         convolve: Callable[..., Any] = self.convolve
         if torch.is_grad_enabled():  # the backward computes it again: 42 to 66 bytes per channel and token less to keep
             convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
@@ -213,9 +208,8 @@ class DeltaMixer(nn.Module):
     def convolve(self, inputs: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values [B, H, T, K] of projections [B, T, 3 D], and `recent` for what follows, in its type."""
         convolved, last = short_convolution(inputs.to(recent.dtype), self.taps, recent, resets)
-        queries, keys, values = (
-            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
-        )
+        parts = F.silu(convolved).chunk(3, dim=-1)
+        queries, keys, values = (torch.unflatten(part, -1, (self.heads, -1)).transpose(1, 2) for part in parts)
         return normalized(queries) * queries.shape[-1] ** -0.5, normalized(keys), values, last
 
 
@@ -271,11 +265,8 @@ class DeltaBlock(ResidualBlock):
 class GatedDelta(LanguageModel):
     """A causal language model whose state is, per layer, a matrix per head and the last inputs of a short convolution.
 
-    Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form.
-
-    Args:
-        heads: heads of width dim / heads.
-        sizes: of `LanguageModel`.
+    Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form. The heads are dim / heads
+    wide, and `sizes` are those of a `LanguageModel`.
     """
 
     implementation: Callable[[torch.device, str], str]  # what runs the rule on a device in a precision, and why

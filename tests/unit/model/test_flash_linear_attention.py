@@ -78,7 +78,8 @@ def test_the_rule_in_torch_equals_the_naive_one_of_the_library(fla):
         output, end = naive(q, k, v, rate, decay, scale=1.0, initial_state=given[5], output_final_state=True)
         return output.transpose(1, 2), end
 
-    found, wanted = (results(rule, drawn(torch.float32), None, torch.float32) for rule in (gated_delta_rule, by_library))
+    rules = gated_delta_rule, by_library
+    found, wanted = (results(rule, drawn(torch.float32), None, torch.float32) for rule in rules)
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= 2e-6 * other.norm()
 
