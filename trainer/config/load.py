@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from trainer.config.data_tables import DatasetFile
-from trainer.config.messages import REMOVED, SAME_KEYS, KeyPath, user_errors
+from trainer.config.messages import REMOVED, SAME_KEYS, SETTLED, KeyPath, user_errors
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import did_you_mean, read_bytes
@@ -82,6 +82,7 @@ class _Source:
         self._text = _read(path)
         self.raw = _parse(self._text, path)
         self._written = _read_other_names(self.raw, self._path)
+        _drop_settled(self.raw)
         self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
 
     def where(self, key: KeyPath) -> str:
@@ -122,6 +123,22 @@ def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
         target[own] = table.pop(last)
         written[(outer, *inner, own)] = (outer, last)
     return written
+
+
+def _drop_settled(raw: dict[str, Any]) -> None:
+    """Drop removed keys with the values that always hold, so that older configs stay valid."""
+    for name, value in SETTLED.items():
+        outer, last = name.split(".")
+        table = raw.get(outer)
+        if isinstance(table, dict) and table.get(last) == value:
+            del table[last]
+    # `source` is also a table of a dataset file.
+    for table in (raw, raw.get("data"), raw.get("eval")):
+        sources = table.get("source") if isinstance(table, dict) else None
+        for source in sources if isinstance(sources, list) else ():
+            for layout, key in (("nested", "root"), ("direct", "paths")):
+                if isinstance(source, dict) and key in source and source.get("layout") == layout:
+                    del source["layout"]
 
 
 def line_of(text: str, key: KeyPath) -> int | None:

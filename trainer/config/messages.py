@@ -79,6 +79,7 @@ SAME_KEYS = {
     "checkpoint.interval": "checkpoint.every",
     "sample.interval": "sample.every",
     "ledger.probe_interval": "ledger.probe_every",
+    "ledger.sweep_every": "ledger.wipe_every",
 }
 _WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
 _ENTITY = "set WANDB_ENTITY in the environment"
@@ -118,6 +119,8 @@ REMOVED = {
     "source.layout": _LAYOUT,  # of a dataset file
     "train.max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
 }
+SETTLED = {"gns.ema": 0.95, "ledger.probe_cells": 8, "metrics.smoothing_alpha": 0.1, "train.max_skips": 10}
+"""The values of removed keys that always hold; a config may still set them."""
 _RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
 

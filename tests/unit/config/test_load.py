@@ -230,3 +230,13 @@ def test_a_checkpoint_may_have_keys_that_are_gone():
     old["data"] = {"source": [{"name": "a", "layout": "nested"}, {"name": "b"}]}
     kept = {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}
     assert without_removed(old) == {**kept, "data": {"source": [{"name": "a"}, {"name": "b"}]}}
+
+
+def test_older_configs_may_set_what_always_holds(tmp_path):
+    source = '[[data.source]]\nname = "a"\nroot = "data"\nlayout = "{}"\n'
+    tables = "[gns]\nema = {}\n[ledger]\nprobe_cells = 8\nsweep_every = 3\n[train]\nmax_skips = 10\n"
+    config = load(tmp_path, source.format("nested") + tables.format(0.95))
+    assert config.ledger.wipe_every == 3
+    assert [table.root for table in config.data.source] == ["data"]
+    refused = "\n".join(refusal(tmp_path, source.format("direct") + tables.format(0.9)))
+    assert "gns.ema" in refused and "layout" in refused and "probe_cells" not in refused
