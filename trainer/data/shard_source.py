@@ -151,7 +151,7 @@ class StreamSource(ABC):
         # Held-out documents lie in the files of the training data, which warn of themselves.
         self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self.open: Callable[[Stream], OpenStream] = lru_cache(2 * mix.num_streams_mixed)(self._opener)
+        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
         self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
@@ -175,9 +175,13 @@ class StreamSource(ABC):
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         """Cells that a reader had read of each of its groups, of which `cells` were left, int64 [n]."""
 
+    def open(self, stream: Stream) -> OpenStream:
+        """One of its streams, with its groups. UserError: the file is unreadable or damaged."""
+        return self._open(stream)
+
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""
-        if not any(self.open(stream).groups.num_groups for stream in self.streams):
+        if not any(self._open(stream).groups.num_groups for stream in self.streams):
             raise self._opener.nothing_left(self.name, "no document is left to read")
 
     @property
@@ -236,7 +240,7 @@ class StreamSource(ABC):
     def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Any, Ints], Ints]]:
         """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function for
         the unfinished groups of a part in reading order, those first that were begun."""
-        source = self.open(self.streams[stream])
+        source = self._open(self.streams[stream])
         key = ("groups", self.name, self._mix.seed, self.epoch, source.stream.relative_path)
         cells = source.groups.num_cells
         priority, left = keyed_generator(*key).random(len(cells)), cells.copy()
