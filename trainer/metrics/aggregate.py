@@ -262,11 +262,6 @@ def _length(operations: Operations) -> int:
     return 2 * len(operations) + NUM_MOMENTS * list(operations.values()).count("mean_and_error")
 
 
-def _unknown_count(operation: RankReduction) -> float:
-    # A mean leaves an unknown value out; NaN takes any other key away.
-    return 0.0 if "mean" in operation else math.nan
-
-
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
@@ -290,10 +285,9 @@ def _pack(
                 raise TypeError(f"{key}: {message_of(error)}") from None
             guard.leave_out(key, message_of(error))
             scalars = None
-        if scalars is None:
-            numbers[first + 1] = _unknown_count(operation)
-            continue
-        for place, scalar in enumerate(scalars, start=first):
+        if scalars is None and "mean" not in operation:  # a mean leaves an unknown value out
+            numbers[first + 1] = math.nan
+        for place, scalar in enumerate(scalars or (), start=first):
             if isinstance(scalar, torch.Tensor):
                 tensors[place] = scalar.to(device=device, dtype=torch.float64).reshape(())
             else:
@@ -401,8 +395,8 @@ def reduce_over_ranks(
         vector = guard.run(_pack, each, operations, device, guard)
         if vector is None:  # nothing of this shard is known
             vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
-            counts = list(map(_unknown_count, operations.values()))
-            vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
+            for index, operation in enumerate(operations.values()):
+                vector[2 * index + 1] = 0.0 if "mean" in operation else math.nan
         shards.append(vector)
     own = torch.stack(shards)  # [shards, numbers]
     ranks = [own]

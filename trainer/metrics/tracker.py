@@ -218,8 +218,10 @@ class MetricsTracker:
     def times(self) -> dict[str, float]:
         """Seconds per step of each section, since the last payload and with the step that ends
         next; for `extra`, in which ranks combine them."""
-        parts, steps = self._since.parts + Counter(self._open[0].parts), self._since.steps + 1
-        return {f"time/{part}_sec": seconds / steps for part, seconds in parts.items()}
+        means = {}
+        for part, seconds in (self._since.parts + Counter(self._open[0].parts)).items():
+            means[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
+        return means
 
     @contextmanager
     def outside(self) -> Iterator[None]:
