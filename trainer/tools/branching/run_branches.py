@@ -170,12 +170,13 @@ def run_program(
         # A session of its own: Ctrl-C reaches this process alone.
         process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         is_told = False  # a second signal would kill it before it has saved
-        while process.poll() is None:
+        code = process.poll()
+        while code is None:
             if should_stop() and not is_told:
                 process.send_signal(signal.SIGTERM)
                 is_told = True
             time.sleep(POLL_SEC)
-    code = process.returncode
+            code = process.poll()
     # An exit code alone does not tell a stop from an end, or a diverged loss from a failure.
     status = RunDir(run_dir).status()
     if code == 0 and status.get("state") == FINISHED:
