@@ -88,8 +88,8 @@ def gated_delta_rule(
 
 def chunk_length(length: int, most: int = CHUNK) -> int:
     """Positions of a row that are solved together: chunks of about equal length, since padding costs as much as tokens."""
-    even = math.ceil(length / math.ceil(length / most))
-    return min(length, most, 8 * math.ceil(even / 8))  # multiples of 8 suit vector instructions
+    even = -(-length // -(-length // most))
+    return min(length, most, -(-even // 8) * 8)  # multiples of 8 suit vector instructions
 
 
 class _Rule(torch.autograd.Function):
