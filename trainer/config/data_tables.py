@@ -187,10 +187,9 @@ class BatchScheduleTable(Table):
 
 
 class AutoBatchTable(Table, AutoRule):
-    """An m that doubles when the noise scale allows: `{ schedule = "auto", start = 1, max = 16 }`."""
+    """An m that doubles with the noise scale (gns.enabled): `{ schedule = "auto", max = 16 }`."""
 
     schedule: Literal["auto"]
-    """auto: decide during the run. Needs gns.enabled."""
     start: MicroBatchCount = 1
     """Micro-batches of the first steps; one rank needs 2."""
     lr: LrRule = "none"

@@ -109,7 +109,6 @@ REMOVED = {
     "distributed.backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
     "eval.source.layout": _LAYOUT,
     "gns.ema": "remove it: the moving averages span about 40 steps",
-    "ledger.probe_cells": "remove it: a probe reads 8 cells again",
     "ledger.sweep_every": "set ledger.wipe_every, which is the interval of both periodic modes",
     "metrics.smoothing_alpha": "remove it: smoothed/* give the newest value a weight of 0.1",
     "metrics.wandb.base_url": _BASE_URL,

@@ -128,6 +128,8 @@ class LedgerTable(Table, LedgerOptions):
     """Who holds a group's state. exchange: by hash; auto: its reader, where possible."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
+    probe_cells: Size = 8
+    """Cells that a probe reads again."""
 
 
 class CoordTable(Table, CoordOptions):
@@ -298,7 +300,6 @@ class WandbTable(Table):
 
 
 FIRST_PROFILED = 11  # step that `metrics.profile` records: those before compile and fill caches
-PROBED_CELLS = 8  # most cells that a probe of carried states (`ledger.probe_every`) reads again
 
 
 class MetricsTable(Table, TrackerOptions):

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED, Flags, Ints
-from trainer.config.schema import PROBED_CELLS
 from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
 from trainer.model.protocol import evaluating
@@ -233,7 +232,7 @@ class StepProbe(Extension):
             CarryProbe(
                 run.row_model,
                 token_loss=lambda output, targets: run.loss(output, targets).token_loss,
-                cells=PROBED_CELLS,
+                cells=run.config.ledger.probe_cells,
                 cell_tokens=run.config.row_tokens,
                 agree=run.strategy.most,
                 autocast=autocast_context(run.config, run.device),

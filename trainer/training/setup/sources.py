@@ -13,7 +13,7 @@ from torch import nn
 from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable, Weight
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import largest_batch, least_steps, mixing_of, reads_lanes, tokens_per_micro
-from trainer.config.schema import PROBED_CELLS, RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import IdBounds, ReadOptions
 from trainer.data.formats import is_import_path
@@ -264,7 +264,7 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         "per_source": config.metrics.per_source,
         "times": True,
         "history_every": config.ledger.probe_every,
-        "history_tokens": PROBED_CELLS * config.row_tokens,
+        "history_tokens": config.ledger.probe_cells * config.row_tokens,
     }
     if not reads_lanes(config):
         return BlendDataset(blended, **options)
