@@ -118,7 +118,7 @@ REMOVED = {
     "source.layout": _LAYOUT,  # of a dataset file
     "train.max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
 }
-SETTLED = {"gns.ema": 0.95, "ledger.probe_cells": 8, "metrics.smoothing_alpha": 0.1, "train.max_skips": 10}
+SETTLED = {"gns.ema": 0.95, "metrics.smoothing_alpha": 0.1, "train.max_skips": 10}
 """The values of removed keys that always hold; a config may still set them."""
 _RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 

@@ -131,7 +131,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.lab.storage import Storage
     from trainer.lab.weights import check_fit, read_weights
     from trainer.model.protocol import output_layer
-    from trainer.tools.corpus.paths import refuse_empty
+    from trainer.tools.corpus.documents import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
     from trainer.training.step.optimizer import parameter_groups
 

@@ -94,7 +94,7 @@ def tokenize(
     column: shared.ColumnOption = None,
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
-    from trainer.tools.corpus.paths import discover, refuse_empty
+    from trainer.tools.corpus.documents import discover, refuse_empty
     from trainer.tools.corpus.tokens import tokenize as write_tokens
 
     at = discover(paths, format=format)
@@ -159,7 +159,7 @@ def verify(
     from trainer.data.layout import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
     from trainer.metrics.logger import get_logger
-    from trainer.tools.corpus.paths import discover
+    from trainer.tools.corpus.documents import discover
     from trainer.tools.inspection.survey import describe
     from trainer.tools.inspection.survey import verify as read_everything
 
