@@ -305,7 +305,6 @@ def _crosses(chart: Chart) -> list[Json]:
 HEIGHT = 380  # pixels
 MOST_TICKS = 7
 BEFORE = 2  # buckets before the first carried one
-Json = dict[str, Any]
 
 
 def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:

@@ -26,8 +26,7 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
-from trainer.objective.auxiliary import Auxiliary
-from trainer.objective.loss import Loss
+from trainer.objective.loss import Auxiliary, Loss
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.saver import Saver
