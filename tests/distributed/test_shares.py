@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import write_tiny_config
 from tests.support.steps import make_step
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
@@ -29,7 +30,7 @@ SIZES = ("model.dim=64", "train.micro_batches=2")
 
 
 def plan_of(config: Path, world_size: int, sets: tuple[str, ...]) -> Plan:
-    return make_plan(load_config(config, [*SIZES, *sets]), config, world_size)
+    return make_plan(load_config(config, [*SIZES, *sets]), config, world_size, parts=PARTS)
 
 
 def stored(tensors: Iterable[Tensor]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_corpus, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings
 from trainer.tools.preview.summary import Preview, make_preview
@@ -29,7 +30,7 @@ def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Pr
         make_corpus(tmp_path / "corpus", streams=4, documents=40)
     config_path = write_tiny_config(tmp_path)
     config = load_config(config_path, [each.replace("ROOT", str(tmp_path / "corpus")) for each in overrides])
-    plan = make_plan(config, config_path, world_size)
+    plan = make_plan(config, config_path, world_size, parts=PARTS)
     preview = make_preview(plan)
     return preview, find_warnings(plan, preview)
 
