@@ -80,12 +80,13 @@ def test_equal_runs_have_equal_digests_and_others_differ_where_they_do(config, t
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_weight_of_one_rank_that_changes_by_one_bit_ends_the_run_with_the_rank(config, tmp_path, step):
     own = f'extension=[{{target="flips:Flip", args={{rank=1, step={step}}}}}]'
-    said = train(
-        config, tmp_path / "run", own, "train.steps=6", "metrics.log_interval=2", nproc=3, code=1, cwd=config.parent
-    )
+    sets = (own, "train.steps=6", "metrics.log_interval=2", "checkpoint.every=2")
+    said = train(config, tmp_path / "run", *sets, nproc=3, code=1, cwd=config.parent)
     found = "the weights of rank 1 are not those of most ranks; they agreed after step "
     assert found + ("2" if step == 3 else "4") in said
     assert status(tmp_path / "run")["state"] == "failed"
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert saved == [f"step_{number:08d}" for number in range(2, step, 2)]  # none of weights that differ
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"replicas_differ"' in events
     if step == 3:

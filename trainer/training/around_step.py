@@ -122,7 +122,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
             position.first_losses.append((step, outcome.loss))
     if outcome.wants_exchange:
         # Before the row, and before a save: an exchange may find that the run is corrupt.
-        exchange(run)
+        exchange_or_raise(run)
     end_step(run, taken, outcome, operations, is_logged=logs(run, step))
     if outcome.all_saved:  # agreed by all ranks
         run.watchdog.at("checkpoint", step, may_wait=True)
@@ -137,7 +137,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
     return None
 
 
-def exchange(run: Run) -> None:
+def exchange_or_raise(run: Run) -> None:
     """Let extensions exchange their data over ranks. A CorruptedError if one of them ends the run."""
     run.extensions.exchange()
     if run.extensions.failure:
@@ -257,7 +257,7 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         # Weights that differ between ranks must not be saved.
-        run.extensions.exchange()
+        exchange_or_raise(run)
         run.saver.save(position, in_background=table.background)
     return True
 

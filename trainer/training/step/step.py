@@ -49,7 +49,7 @@ from trainer.training.step.schedule import set_lr
 # Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
 HEAD = 7
-EXCHANGED = attrgetter("exchange_sec")
+LEDGER_SEC = attrgetter("exchange_sec")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class TrainStep:
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
-        exchanged_before, drawn = sum(map(EXCHANGED, self._ledgers)), [0] * len(self.shards)
+        exchanged_before, drawn = sum(map(LEDGER_SEC, self._ledgers)), [0] * len(self.shards)
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
             ledger = self.ledgers[micro.shard] if self.ledgers else None
@@ -194,7 +194,7 @@ class TrainStep:
                 else:
                     given = {"is_first": index == 0, "is_last": is_last}
                     end, result = self.graphs(self, micro, state, self._kappa, **given)
-                self._ready_at -= sum(map(EXCHANGED, self._ledgers)) - exchanged_before
+                self._ready_at -= sum(map(LEDGER_SEC, self._ledgers)) - exchanged_before
             if ledger is not None and carry is not None and end is not None:
                 ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
                 ledger.store(carry.group_ids, carry.cell_index, carry.is_last, end, **ends)
