@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.micro_batches import ONE, MicroBatches
 
@@ -67,7 +68,7 @@ ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX = "blend/share/"
 VERSION = 1
 # Rows of the catalog that sources report, which are merged; all others are other parts' of the trainer.
-SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/", MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
+SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/", MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX, EPOCHS)
 Drained = Mapping[str, float | None]  # None: a value that should have been reported and could not be
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
@@ -151,6 +152,9 @@ class BlendDataset:
         self._time_names = (names if per_source else ["all"] * len(names)) if times else []
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
+        streams = {source.name: source.dataset for source in sources if isinstance(source.dataset, StreamSource)}
+        self._epochs = {EPOCHS + name: dataset.epochs for name, dataset in streams.items()}
+        keys += self._epochs
         self._drains: dict[int, Callable[[], Drained]] = {}  # of the sources that report metrics
         for index, source in enumerate(sources):
             guard = BestEffort(f"metrics of the source {source.name}")
@@ -339,6 +343,8 @@ class BlendDataset:
                 metrics[SHARE_PREFIX + name] = count / total
         metrics.update(self._seconds)
         self._seconds.clear()
+        for key, epochs in self._epochs.items():
+            metrics[key], epochs.read = epochs.read, 0.0
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

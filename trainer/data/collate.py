@@ -120,6 +120,7 @@ class Gathered(NamedTuple):
     rows: list[list[Read]]  # segments by row
     groups: list[int]  # `ROW_KEYS` of each row
     opened: dict[int, OpenStream]  # what is read from, by identity
+    num_read: dict[int, int]  # target tokens that are read from it
 
 
 class Collator:
@@ -177,6 +178,8 @@ class Collator:
             del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
+        for key, source in found.opened.items():
+            source.epochs.read += found.num_read[key] * source.epochs_per_token
         # Tuples: they have no entry for each row.
         batch["dataset_labels"], batch["dataset_segments"] = tuple(found.labels), tuple(found.modalities)
         batch["instability_meta_json"] = Located(found.rows, batch["group_ids"], batch["cell_index"])
@@ -185,8 +188,8 @@ class Collator:
     def _gather(self, lanes: Sequence[Lane], refill: Refill, before: Batch) -> Gathered:
         """Move each lane on by a row, and fill in the tokens before it."""
         length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
-        found = Gathered([], [], [], [], [], [], [], [], [], {})
-        pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups, opened = found
+        found = Gathered([], [], [], [], [], [], [], [], [], {}, {})
+        pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups, opened, num_read = found
         last, room = None, length if runs_on else 1
         for row, lane in enumerate(lanes):
             at, read, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
@@ -195,10 +198,10 @@ class Collator:
                 _, source, _, group_id, _, first, size, begin = of
                 if source is not last:
                     last, tokens = source, source.documents.tokens
-                    label, modality = source.groups.namespace, source.stream.modality
-                    if id(source) not in opened:
+                    label, modality, key = source.groups.namespace, source.stream.modality, id(source)
+                    if key not in opened:
                         check_size(source)
-                        opened[id(source)] = source
+                        opened[key], num_read[key] = source, 0
                 if not offset:
                     begun.append(row * length + at)
                 if not at and (offset or not runs_on):
@@ -221,6 +224,7 @@ class Collator:
                 labels.append(label)
                 modalities.append(modality)
                 read.append((of, offset, size))
+                num_read[key] += size
                 at += size
                 if not runs_on:
                     break

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -146,15 +146,30 @@ class Handed(NamedTuple):
 _new_handed = partial(tuple.__new__, Handed)  # in half the time of the class itself
 
 
+@dataclass
+class EpochCount:
+    """Epochs of a source that were read and not reported yet; see `OpenStream.epochs_per_token`."""
+
+    read: float = 0.0
+
+
 @dataclass(frozen=True)
 class OpenStream:
-    """A stream, its documents, and the groups they are cut into; `num_bytes` is the size of its file when it was opened."""
+    """A stream, its documents, and the groups they are cut into; `num_bytes` is the size of its file when it was opened,
+    `file_share` that in the sizes of all files of its source, whose count is `epochs`."""
 
     stream: Stream
     documents: TokenTable
     groups: GroupTable
     seq_len: int
     num_bytes: int
+    file_share: float = 0.0
+    epochs: EpochCount = field(default_factory=EpochCount)
+
+    @cached_property
+    def epochs_per_token(self) -> float:
+        """The part of an epoch of the source that is read with a token of this stream; 0 if it has none."""
+        return self.file_share / max(int(self.num_tokens().sum()), 1)
 
     def num_tokens(self, groups: Ints | Flags | slice = slice(None)) -> Ints:
         """Target tokens of some groups, or of all; int64 [n]."""

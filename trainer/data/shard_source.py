@@ -23,7 +23,7 @@ from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import Point, check_states, fingerprint, resharded
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, Handed, OpenStream, StreamOpener, file_bytes
+from trainer.data.groups import CutOptions, EpochCount, Handed, OpenStream, StreamOpener, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
@@ -159,7 +159,8 @@ class StreamSource(ABC):
         self._in_memory = in_memory
         self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
+        self._open = lru_cache(2 * mix.num_streams_mixed)(self._open_and_weigh)
+        self.epochs = EpochCount()
         self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
@@ -182,6 +183,17 @@ class StreamSource(ABC):
     @abstractmethod
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         """Cells that a reader had read of each of its groups, int64 [n]. `cells`: what was left of them before."""
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
+        return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
+
+    _total_size = cached_property(lambda self: sum(self._sizes))
+
+    def _open_and_weigh(self, stream: Stream) -> OpenStream:
+        share = self._sizes[stream.stream_id] / self._total_size
+        return replace(self._opener(stream), file_share=share, epochs=self.epochs)
 
     def open(self, stream: Stream) -> OpenStream:
         """One of its streams, with its groups. UserError: the file is unreadable or damaged."""
@@ -278,10 +290,15 @@ class StreamSource(ABC):
         """The next with anything to read; None at the end of the epoch."""
         with self._timed():
             while self._index < len(self._queue):
-                reader = self._reader(self._queue[self._index])
+                part = self._queue[self._index]
+                reader = self._reader(part)
                 self._index += 1
                 if reader.remaining_picks:
                     return reader
+                # A file without a token to train on counts as read with its first part, or an epoch would end below 1.
+                firsts = [part, *(begun for at in self._past for begun, _ in at.get(part.stream, []))]
+                if part[1] == 0 and [each[1] for each in firsts].count(0) == 1 and not reader.source.groups.num_groups:
+                    self.epochs.read += reader.source.file_share
         return None
 
     def _fill(self) -> None:
@@ -402,11 +419,6 @@ class ShardSource(StreamSource):
     `pick_mode = "weighted"`, what is left of the open streams is drawn uniformly."""
 
     version = 5
-
-    @cached_property
-    def _sizes(self) -> tuple[int, ...]:
-        held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
-        return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
 
     def _parts(self, shard: int, num_shards: int) -> list[Part]:
         order = keyed_generator("deal", self.name, self._mix.seed).permutation(len(self.streams))

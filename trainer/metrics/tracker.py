@@ -27,6 +27,7 @@ import torch
 from trainer.metrics.aggregate import Recorder, Scalar, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
 from trainer.metrics.sinks import Sink
@@ -170,6 +171,7 @@ class MetricsTracker:
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
+        self._epochs: dict[str, float | None] = {}  # by key, since the start; None: a part of it is not known
         self._outside_sec = 0.0
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
@@ -309,6 +311,11 @@ class MetricsTracker:
         self._add_averages(values)
         shares = set(map("time/{}_share".format, since.parts))
         self._add_extras(values, reserved={*values, *shares})
+        for key in {*self._epochs, *[key for key in values if key.startswith(EPOCHS)]}:
+            before, more = self._epochs.get(key, 0.0), values.get(key)
+            total = None if before is None or more is None else before + more
+            self._epochs[key] = total
+            values[key] = total and round(total, 9)  # whole epochs are whole numbers
         for part, seconds in since.parts.items():
             own = values.setdefault(f"time/{part}_sec", seconds / since.steps)
             values[f"time/{part}_share"] = own / step_time if own is not None and step_time > 0.0 else None
@@ -384,12 +391,14 @@ class MetricsTracker:
         """What a resumed run continues from: tokens seen and the smoothed values."""
         return {
             "tokens_seen": int(self._tokens_seen),
+            "epochs": self._epochs.copy(),
             "smoothed": {name: average.read() for name, average in self._smoothed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         self._tokens_seen = state["tokens_seen"]
+        self._epochs = dict(state["epochs"])
         for name, average in self._smoothed.items():
             average.load(state["smoothed"][name])
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
@@ -23,7 +24,7 @@ from trainer.wording import counted, few, number_text
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
-_NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
+_NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/", EPOCHS)
 _HELD_OUT_SETTINGS: Final = (
     "data files",
     "eval.",
@@ -202,6 +203,18 @@ def _time(run: RunRecord) -> SummaryRow:
     return SummaryRow(label, seconds, "s", note, digits=3)
 
 
+def _epochs(run: RunRecord) -> SummaryRow:
+    """How often the data were read: the source that was read most, and in the note the others."""
+    columns = {key.removeprefix(EPOCHS): _finite(run, key) for key in run.keys if key.startswith(EPOCHS)}
+    last = {name: list(column.values())[-1] for name, column in columns.items() if column}
+    if not last:
+        return SummaryRow("Data read", None, "epochs")
+    first, *others = sorted(last, key=last.__getitem__, reverse=True)
+    rest = [f"{name} {number_text(last[name], digits=3)}" for name in others]
+    note = f"source {first}; {few(rest)}" if rest else ""
+    return SummaryRow("Data read", last[first], "epochs", note, digits=3)
+
+
 def ran(run: RunRecord) -> list[SummaryRow]:
     """The model, the device and the data of a run, as far as they are recorded."""
     rows = [
@@ -255,6 +268,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         steps,
         _time(run),
         tokens,
+        _epochs(run),
         SummaryRow("Parameters", size),
         SummaryRow("Tokens per parameter", ratio),
         _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", of_full),
