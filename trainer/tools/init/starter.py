@@ -18,6 +18,7 @@ VOCABULARY = """\
 # The largest id is {} (it occurs {:,} times). Set this to your tokenizer's vocabulary size.
 vocab_size = {}
 """
+END = "# eod = {}   # {}, as a target behind each document: generation learns to stop\n"
 TYING = "args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two\n"
 OBJECTIVE = "[objective]\ntoken_types = true   # report the loss by type of character\n\n"
 EVALUATION = """\
@@ -61,6 +62,8 @@ class Starter:
     """And how often it occurs."""
     suggests_eod: bool
     """Whether to suggest the key `eod`, which the sources lack."""
+    end: tuple[str, int] | None
+    """The tokenizer's mark of the end of a text, and its id."""
     sizes: Sizes
     length: str
     """Of the run, in words."""
@@ -74,7 +77,10 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
     """
     sizes = starter.sizes
     notes = [_comment(f"Note: {note}") for note in starter.notes]
-    vocabulary = tying = objective = ""
+    vocabulary = end = tying = objective = ""
+    if starter.end:
+        mark, number = starter.end
+        end = END.format(number, mark)
     if starter.vocab_size:
         vocabulary = VOCABULARY.format(*starter.largest_id, starter.vocab_size)
     if starter.num_ids >= TIE_FROM_VOCABULARY:
@@ -90,6 +96,7 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
         head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
         length=starter.length,
         vocabulary=vocabulary,
+        end=end,
         sources=_sources(starter),
         evaluation=evaluation,
         tying=tying,
