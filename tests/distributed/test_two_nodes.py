@@ -122,8 +122,8 @@ def test_losing_the_node_of_the_rendezvous_ends_the_other_and_both_come_back(sta
 
 @pytest.mark.parametrize(("host", "lost"), [("first", 1), ("a store of its own", 0)])
 def test_a_node_that_stays_lost_leaves_the_run_as_it_was(tmp_path, host, lost):
-    """`--nnodes=1:2` with two data shards: the rank that is left runs both, and the numbers are those of two ranks. Any node may
-    be lost where the store is on a host of its own."""
+    """`--nnodes=1:2` with two data shards: the rank that is left runs both, and the numbers are those of two ranks. With the
+    store on a host of its own, any node may be lost."""
     model = ("model.target=tests.support.models:float64", "model.num_layers=1", "model.contract=false")
     sets = ("checkpoint.every=20", f"train.steps={STEPS}", "distributed.shards=2", *model)
     write_tiny_config(tmp_path)
