@@ -35,6 +35,9 @@ _HELD_OUT_SETTINGS: Final = (
 )
 
 
+_SAME_LOSS: Final = ("objective.token_types", "objective.chunk_tokens")
+
+
 @dataclass(frozen=True)
 class SummaryRow:
     """One result of a run; `value` is None if the run does not have it.
@@ -231,7 +234,8 @@ def _model(run: RunRecord) -> tuple[str, str, str]:
     if not isinstance(model, Mapping):
         return "", "", ""
     name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
-    return name, "", f"dim {model.get('dim')}, {model.get('num_layers')} layers"
+    layers = model.get("num_layers")
+    return name, "", f"dim {model.get('dim')}, {layers} layer{'s' * (layers != 1)}"
 
 
 def _device(run: RunRecord) -> str:
@@ -408,6 +412,10 @@ def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
     differing = [key for key in keys if not key.endswith(".weight")]
     if differing:
         yield f"held-out losses may be of different data: {few(differing)} differ"
+    keys = [key for key, _ in config_differences(runs) if key.startswith("objective.")]
+    differing = [key for key in keys if key not in _SAME_LOSS]
+    if differing:
+        yield f"losses are of different objectives: {few(differing)} differ"
 
 
 def _is_done(run: RunRecord) -> bool:
