@@ -24,16 +24,23 @@ NEEDED = "needs eval/depth: eval.depth, a model with state and documents longer 
 
 
 def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
-    """(number of evaluations, the curve of each set in the last one)."""
+    """(number of evaluations, the curve of each set in the last one, of enough documents to know its errors)."""
+    number, found = all_last_curves(run)
+    return number, {name: curve for name, curve in found.items() if curve.gains}
+
+
+def all_last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
+    """The same of however few documents."""
     columns = [series(run, key) for key in run.keys if "depth/" in key and key.startswith("eval/")]
     last = max((column.steps[-1] for column in columns if column), default=0)
     found = curves_of({column.key: column.values[-1] for column in columns if column and column.steps[-1] == last})
-    known = {name: curve for name, curve in found.items() if curve.gains and _is_finite(curve)}
+    known = {name: curve for name, curve in found.items() if _is_finite(curve)}
     return max(map(len, columns), default=0), known
 
 
 def _is_finite(curve: DepthCurve) -> bool:
-    return all(math.isfinite(gain.value) for _, gain in curve.gains)
+    gains = [point.gain.value for point in curve.points if point.gain]
+    return bool(gains) and all(map(math.isfinite, gains))
 
 
 def _evidence(run: RunRecord, name: str, *depths: int) -> list[Evidence]:

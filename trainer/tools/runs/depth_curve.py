@@ -94,7 +94,9 @@ def in_words(curve: DepthCurve, cell: int) -> str:
     """What carrying is worth: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024 tokens"."""
     gain, beyond = curve.gain, f"beyond {cell:,} tokens" if cell else "beyond a cell"
     has_error = math.isfinite(gain.error)
-    carrying = "over documents, carrying" if has_error else "carrying"
+    carrying = "over documents, carrying"
+    if not has_error:
+        carrying, beyond = "carrying", f"{beyond} (too few documents for its error)"
     if abs(gain.value) <= (ERRORS_SHOWN * gain.error if has_error else 0.0):
         return f"{carrying} changes the loss by {gain._replace(value=-gain.value)} {beyond}: nothing to tell from 0"
     if gain.value < 0:
