@@ -311,9 +311,12 @@ class BlendDataset:
         are 0, and other gauges are left out. `blend/max_share_error` is the largest difference between the share of batches a
         source gave and the one that the weights call for, whether or not sources have ended.
         """
+        read: dict[str, float | None] = {key: epochs.read for key, epochs in self._epochs.items()}
+        for epochs in self._epochs.values():
+            epochs.read = 0.0
         total, expected = self._given()
-        if not total:
-            return {}
+        if not total:  # but documents that another shard had begun may be read
+            return read
         for index in self._undrained & self._drains.keys():
             drained = self._drains[index]()
             if self._ended[index]:
@@ -343,8 +346,7 @@ class BlendDataset:
                 metrics[SHARE_PREFIX + name] = count / total
         metrics.update(self._seconds)
         self._seconds.clear()
-        for key, epochs in self._epochs.items():
-            metrics[key], epochs.read = epochs.read, 0.0
+        metrics.update(read)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
