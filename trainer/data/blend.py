@@ -311,9 +311,9 @@ class BlendDataset:
         are 0, and other gauges are left out. `blend/max_share_error` is the largest difference between the share of batches a
         source gave and the one that the weights call for, whether or not sources have ended.
         """
-        read: dict[str, float | None] = {key: epochs.read for key, epochs in self._epochs.items()}
-        for epochs in self._epochs.values():
-            epochs.read = 0.0
+        read: dict[str, float | None] = {}
+        for key, epochs in self._epochs.items():
+            read[key], epochs.read = epochs.read, 0.0
         total, expected = self._given()
         if not total:  # but documents that another shard had begun may be read
             return read
