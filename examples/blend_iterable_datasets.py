@@ -2,8 +2,8 @@
 
     python examples/blend_iterable_datasets.py
 
-The source of batch i is a pure function of the seed, the source names and i: it is the same on every rank and in every
-run.
+The source of batch i is a pure function of the seed, the source names and i: it is the same on
+every rank and in every run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     # A source is any iterable of micro-batches, so each source's DataLoader does the batching.
     easy, hard = DataLoader(Sums(10), batch_size=4), DataLoader(Sums(1000), batch_size=4)
-    # Weights are relative: from 3 to 1 at the start to 1 to 3 at the end, linearly. `unit="step"` would count optimizer
-    # steps instead of batches.
+    # Weights are relative: from 3 to 1 at the start to 1 to 3 at the end, linearly. `unit="step"`
+    # would count optimizer steps instead of batches.
     fades = ScheduledWeight("linear", {0: 3.0, options.batches: 1 / 3})
     sources = [BlendSource("easy", easy, fades), BlendSource("hard", hard, ConstantWeight(1.0))]
     blend = BlendDataset(sources, seed=1, per_source=True)

@@ -1,10 +1,11 @@
-"""The ledger with an `nn.GRU`: documents longer than a batch row are read in cells, and each cell continues the state.
+"""The ledger with an `nn.GRU`: documents longer than a batch row are read in cells, and each cell
+continues the state.
 
     python examples/ledger_gru.py
     python examples/ledger_gru.py --capacity 8      # too small: the ledger counts the states that it dropped
 
-A document states a key in its first cell and asks for it in every later one. Later cells do not contain the key, so a
-correct answer there depends on the state from the ledger.
+A document states a key in its first cell and asks for it in every later one. Later cells do not
+contain the key, so a correct answer there depends on the state from the ledger.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def main() -> None:
         logits, state = model(torch.from_numpy(tokens), state)
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        # Store after the backward, so that a checkpointed forward stores once. A document's last cell frees its state.
+        # Store after the backward, so that a checkpointed forward stores once. A document's last
+        # cell frees its state.
         ledger.store(group_ids, cell_index, cell_index == CELLS - 1, state)
         optimizer.step()
         optimizer.zero_grad()

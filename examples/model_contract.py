@@ -1,4 +1,5 @@
-"""Does a model of your own carry its state? `check_model` in a test of your own, on a GRU and on one that forgets.
+"""Does a model of your own carry its state? `check_model` in a test of your own, on a GRU and on
+one that forgets.
 
 python examples/model_contract.py
 """

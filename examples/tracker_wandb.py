@@ -1,6 +1,8 @@
-"""`MetricsTracker` with wandb in a custom loop: rates, time shares, smoothing and memory are included.
+"""`MetricsTracker` with wandb in a custom loop: rates, time shares, smoothing and memory are
+included.
 
-python examples/tracker_wandb.py --out runs/tracked     # then: wandb sync runs/tracked/wandb/offline-run-*
+python examples/tracker_wandb.py --out runs/tracked     # then: wandb sync
+runs/tracked/wandb/offline-run-*
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def main() -> None:
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    # Offline by default. The run continues if wandb fails, and stops if metrics.jsonl cannot be written.
+    # Offline by default. The run continues if wandb fails, and stops if metrics.jsonl cannot be
+    # written.
     wandb = WandbSink(mode="offline", project="examples", run_dir=options.out, config={"steps": options.steps})
     sinks: list[Sink] = [StdoutSink("json"), JsonlSink(options.out / "metrics.jsonl"), wandb]
     tracker = MetricsTracker(num_devices=1, device="cpu", sinks=sinks)

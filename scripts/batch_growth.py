@@ -52,7 +52,6 @@ batch_size = 4
 
 [[data.source]]
 name = "text"
-layout = "nested"
 root = "{corpus}"
 
 [eval]
@@ -75,12 +74,9 @@ min_lr_ratio = 0.1
 class Curve:
     """A run's held-out loss."""
 
-    steps: list[int]
-    """Of the evaluations, the last step among them."""
-    losses: list[float]
-    """Nats per byte."""
-    changes: list[tuple[int, int]]
-    """The first step with another number of micro-batches, and that number."""
+    steps: list[int]  # of the evaluations, the last step among them
+    losses: list[float]  # nats per byte
+    changes: list[tuple[int, int]]  # the first step with another number of micro-batches, and that number
     tokens: int
 
 
@@ -112,11 +108,10 @@ def report(curves: Mapping[str, Sequence[Curve]]) -> None:
             rows.append((*cells, *when, sizes))
     print(markdown((*columns, "micro-batches"), rows))
     for name, found in saved.items():
-        differences = [
-            own.losses[-1] - flat.losses[-1] for own, flat in zip(curves[name], curves[CONSTANT], strict=True)
-        ]
+        pairs = list(zip(curves[name], curves[CONSTANT], strict=True))
+        differences = [own.losses[-1] - flat.losses[-1] for own, flat in pairs]
         spread = f" (standard deviation {statistics.stdev(differences):.4f})" if len(differences) > 1 else ""
-        fewer = [1 - own.steps[-1] / flat.steps[-1] for own, flat in zip(curves[name], curves[CONSTANT], strict=True)]
+        fewer = [1 - own.steps[-1] / flat.steps[-1] for own, flat in pairs]
         known = [each for each in found if each is not None]
         met = len(known) == len(found) and statistics.fmean(known) >= BAR
         text = f"{statistics.fmean(known):.1%} fewer steps on average" if known else "no seed"
@@ -129,7 +124,6 @@ def report(curves: Mapping[str, Sequence[Curve]]) -> None:
 
 
 def main() -> None:
-    """Run what is not in the file, and print the table."""
     parser = study_parser(__doc__, "batch_growth")
     parser.set_defaults(seeds=5, jobs=1)
     parser.add_argument("--lr", type=float, help="peak learning rate of all runs, instead of the best of a grid")

@@ -49,7 +49,6 @@ def measure_synthetic(count: int, world_size: int, directory: Path) -> dict[str,
 
 
 def measure_short(count: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Over real runs of 20 to 60 steps."""
     return measure_healthy(make_healthy_runs(directory / f"short-{world_size}", world_size, range(count)), is_real=True)
 
 
@@ -74,15 +73,8 @@ def measure_fault(fault: Fault, count: int, directory: Path) -> dict[str, Any]:
         for name in {ruling.rule.name for ruling in found.findings} - {fault.rule}:
             others[name] = others.get(name, 0) + 1
     known = [delay for delay in delays if delay is not None]
-    return {
-        "rule": fault.rule,
-        "what": fault.what,
-        "runs": count,
-        "found": len(known),
-        "worst": max(known, default=None),
-        "within": fault.within,
-        "others": others,
-    }
+    found_in = {"runs": count, "found": len(known), "worst": max(known, default=None)}
+    return {"rule": fault.rule, "what": fault.what, **found_in, "within": fault.within, "others": others}
 
 
 def main() -> int:
@@ -90,12 +82,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--healthy", type=int, default=40)
     parser.add_argument("--faults", type=int, default=10)
-    parser.add_argument(
-        "--only", choices=("synthetic", "short", "real", "faults"), nargs="+", help="keep the other results"
-    )
+    every = ("synthetic", "short", "real", "faults")
+    parser.add_argument("--only", choices=every, nargs="+", help="keep the other results")
     parser.add_argument("--rules", nargs="+", metavar="RULE", help="of the faults, only those of these rules")
     options = parser.parse_args()
-    parts = options.only or ("synthetic", "short", "real", "faults")
+    parts = options.only or every
     result: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
         for part, measure in (("synthetic", measure_synthetic), ("short", measure_short)):
@@ -118,9 +109,8 @@ def main() -> int:
     alarms = sum(len(run["false_alarms"]) for run in result["real"]["runs"])
     many = [found for found in healthy if len(found["false_alarms"]) > 1]
     missed = [row for row in result["faults"] if row["found"] < row["runs"] or row["worst"] > row["within"]]
-    print(
-        f"{alarms} false alarms in real runs, more than one in {len(many)} kinds of healthy runs, {len(missed)} kinds of fault"
-    )
+    of_kinds = f"more than one in {len(many)} kinds of healthy runs, {len(missed)} kinds of fault"
+    print(f"{alarms} false alarms in real runs, {of_kinds}")
     return 1 if alarms > 1 or many or missed else 0
 
 

@@ -157,7 +157,7 @@ def count_step(kind: str) -> dict[str, int]:
             for number in range(8):
                 line = json.dumps({"text": f"{number} " + "some words of a document that is long enough " * 200})
                 (folder / f"{number}.jsonl").write_text(f"{line}\n" * 3, encoding="utf-8")
-        source = f'data.source=[{{name="text", layout="nested", root="{name}/corpus"}}]'
+        source = f'data.source=[{{name="text", root="{name}/corpus"}}]'
         interval = f"metrics.log_interval={1 if kind == 'logged' else 10}"
         words = [word for each in (*SETTINGS, source, interval) for word in ("--set", each)]
         config = ROOT / "train_configs" / "smoke.toml"

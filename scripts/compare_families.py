@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ LAYERS, STEPS = 3, 300
 RATES = (1e-3, 3e-3)
 OPTIMIZERS = {"adamw": RATES, "muon": RATES, "sgd": (0.1, 0.3)}
 WIDTHS = range(32, 513, 4)
+# With their heads, and cells in a row.
+FAMILIES = (("rglru", 0, 1), ("gated_delta", 2, 1), ("transformer", 2, 1), ("transformer", 2, 4), ("mamba2", 0, 1))
 CONFIG = """
 [train]
 steps = {steps}
@@ -61,41 +64,28 @@ Row = tuple[str, float, Setting]
 
 
 def optimizers() -> list[Row]:
-    """Every optimizer at every learning rate."""
     dim = width_for("rglru", 0)
-    keys = {"model.dim": dim, "model.num_layers": LAYERS, "data.seq_len": CELL}
-    keys["data.mixing.batch_size"] = TOKENS_PER_BATCH // CELL
     found, parameters = [], parameters_of("rglru", 0, dim)
     for name, rate in ((name, rate) for name, rates in OPTIMIZERS.items() for rate in rates):
-        own = {**keys, "optimizer.name": f'"{name}"', "optimizer.lr": rate}
+        own = {**sizes(dim, CELL, rate), "optimizer.name": f'"{name}"'}
         found.append((name, parameters, Setting(name, tuple(own.items()))))
     return found
 
 
 def families() -> list[Row]:
-    """Every model at every learning rate."""
     found = []
-    for family, heads, cells in (
-        ("rglru", 0, 1),
-        ("gated_delta", 2, 1),
-        ("transformer", 2, 1),
-        ("transformer", 2, 4),
-        ("mamba2", 0, 1),
-    ):
-        for rate in RATES:
-            label = f"{family}, {CELL * cells} tokens" if family == "transformer" else family
-            length, dim = CELL * cells, width_for(family, heads)
-            keys = {
-                "model.family": f'"{family}"',
-                "model.args": f"{{heads={heads}}}" if heads else "{}",
-                "model.dim": dim,
-                "model.num_layers": LAYERS,
-                "data.seq_len": length,
-                "data.mixing.batch_size": TOKENS_PER_BATCH // length,
-                "optimizer.lr": rate,
-            }
-            found.append((label, parameters_of(family, heads, dim), Setting(label, tuple(keys.items()))))
+    for (family, heads, cells), rate in product(FAMILIES, RATES):
+        label = f"{family}, {CELL * cells} tokens" if family == "transformer" else family
+        dim, args = width_for(family, heads), f"{{heads={heads}}}" if heads else "{}"
+        keys = {"model.family": f'"{family}"', "model.args": args, **sizes(dim, CELL * cells, rate)}
+        found.append((label, parameters_of(family, heads, dim), Setting(label, tuple(keys.items()))))
     return found
+
+
+def sizes(dim: int, length: int, rate: float) -> dict[str, object]:
+    """Settings that differ between rows of the table."""
+    keys = {"model.dim": dim, "model.num_layers": LAYERS, "data.seq_len": length}
+    return {**keys, "data.mixing.batch_size": TOKENS_PER_BATCH // length, "optimizer.lr": rate}
 
 
 def width_for(family: str, heads: int) -> int:
@@ -150,7 +140,6 @@ def table(found: Sequence[Row], results: Results, seeds: int) -> str:
 
 
 def main() -> None:
-    """Run what is missing, and print the table."""
     parser = study_parser(__doc__, "compare_families")
     parser.add_argument("--of", choices=["families", "optimizers"], default="families")
     args = parser.parse_args()

@@ -56,7 +56,6 @@ class Setting:
 
 
 def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """The options that the studies share."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=Path("data/pytext"), help="made by `make data`")
     parser.add_argument("--out", type=Path, default=Path(f"build/{name}.json"), help="the results, kept")
@@ -67,11 +66,7 @@ def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.CompletedProcess[str]:
-    """Run `train` with these arguments.
-
-    Raises:
-        RuntimeError: it did not end with one of the exit codes.
-    """
+    """Run `train` with these arguments. Raises RuntimeError: it ended with none of the exit codes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
     command = [sys.executable, "-m", "trainer", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_SEC, check=False)
@@ -93,11 +88,8 @@ def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> fl
 def train(
     setting: Setting, seed: int, config: str, work: Path, sets: Mapping[str, object] | None = None
 ) -> tuple[Path, float]:
-    """Train once in a directory of `work`, with `sets` and what the setting changes: the run's directory, and its seconds.
-
-    Raises:
-        RuntimeError: the run failed.
-    """
+    """Train once in a directory of `work`, with `sets` and what the setting changes: the run's directory,
+    and its seconds. Raises RuntimeError: the run failed."""
     folder = f"{zlib.crc32(f'{setting.name}, seed {seed}'.encode()):08x}"
     sets = {"run.seed": seed, **SETS, **(sets or {}), **dict(setting.overrides)}
     path, run_dir = work / f"{folder}.toml", work / folder
@@ -122,9 +114,9 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: dict[str, dict[str, dict[str, Any]]] = (
-            json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        )
+        self._found: dict[str, dict[str, dict[str, Any]]] = {}
+        if path.exists():
+            self._found = json.loads(path.read_text(encoding="utf-8"))
 
     def complete(
         self, settings: Sequence[NamedT], seeds: int, run: Callable[[NamedT, int], dict[str, Any]], jobs: int
@@ -146,7 +138,6 @@ class Results:
                 print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {said}", file=sys.stderr, flush=True)
 
     def of(self, setting: Named, seed: int) -> dict[str, Any]:
-        """What a run gave."""
         return self._found[setting.name][str(seed)]
 
     def mean(self, setting: Named, key: str) -> tuple[float, float] | None:
@@ -156,12 +147,10 @@ class Results:
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, standard error)."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.fmean(values), error
 
 
 def markdown(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

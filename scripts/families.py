@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from trainer.lab.contracts import Report, check_model
 from trainer.lab.hugging_face import HuggingFace, without_attention
-from trainer.model.protocol import ModelOutput, carry_flat
+from trainer.lab.nested_state import carry_flat
+from trainer.model.protocol import ModelOutput
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.csv"
 VOCAB = 64
@@ -37,22 +38,13 @@ NOT_TRIED = {
 }
 
 _SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
+    **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 _LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "layer_types": ["linear_attention", "linear_attention"],
 }
 _MAMBA2 = {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4, "expand": 2}
@@ -62,19 +54,12 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": _MAMBA2,
     "jamba": {
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-        "attn_layer_period": 10,
-        "attn_layer_offset": 9,
+        **{"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        **{"num_experts": 1, "num_experts_per_tok": 1},
+        **{"attn_layer_period": 10, "attn_layer_offset": 9},
     },
     "bamba": {
-        "mamba_d_state": 8,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_chunk_size": 4,
+        **{"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 4},
         "attn_layer_indices": [],
     },
     "recurrent_gemma": {"block_types": ["recurrent"], "lru_width": 32},
@@ -84,11 +69,8 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
 
 
 def hugging_face(family: str, *, assigns: bool = False) -> nn.Module:
-    """A family of `transformers` behind the trainer's own adapter.
-
-    Args:
-        assigns: replace the cache's in-place copies by assignments, as the adapter does for training.
-    """
+    """A family of `transformers` behind the trainer's own adapter. `assigns`: replace the cache's
+    in-place copies by assignments, as the adapter does for training."""
     transformers = importlib.import_module("transformers")
     known = transformers.AutoConfig.for_model(family)
     settings = {name: value for name, value in _SMALL.items() if hasattr(known, name)}
@@ -113,9 +95,8 @@ class RecurrentGemma(nn.Module):
     def _run(self, tokens: Tensor) -> Tensor:
         cache = without_attention(self.new_cache(config=self.model.config))
         positions = torch.arange(1, tokens.shape[1] + 1).expand(tokens.shape)  # at position 0 it resets its states
-        logits: Tensor = self.model(
-            input_ids=tokens, position_ids=positions, use_cache=True, past_key_values=cache
-        ).logits
+        given = {"input_ids": tokens, "position_ids": positions, "past_key_values": cache}
+        logits: Tensor = self.model(use_cache=True, **given).logits
         return logits
 
     def _places(self) -> list[tuple[nn.Module, str]]:
@@ -167,7 +148,6 @@ class MinGru(nn.Module):
         self.rnn = importlib.import_module("minGRU_pytorch").minGRU(32)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        """Logits and the last hidden state."""
         given = None if state is None or not bool(state.any()) else state[:, None]
         x, end = self.rnn(self.embedding(tokens), given, return_next_prev_hidden=True)
         return ModelOutput(self.head(x), end[:, 0])
@@ -204,17 +184,16 @@ def judged(report: Report) -> tuple[str, str]:
     others = [verdict for verdict in report.breaches if verdict.check not in ("carry", "gradient", "checkpointing")]
     if carry.status == "broken":
         return "silently wrong", f"cells differ by {carry.size or 0.0:.1e} of the logits' spread"
-    if carry.status != "held" or others:
-        return "in doubt", "; ".join(
-            f"{v.check}: {v.text}" for v in ([carry] if carry.status != "held" else []) + others
-        )
+    if carry.status != "held":
+        others.insert(0, carry)
+    if others:
+        return "in doubt", "; ".join(f"{verdict.check}: {verdict.text}" for verdict in others)
     if gradient.status != "held":
         return "forward exact", textwrap.shorten(gradient.text, 160)
     return "exact", f"logits to {carry.size:.0e}, gradients to {gradient.size:.0e}"
 
 
 def main() -> int:
-    """Check every family and write the table."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows = []
     for name, make in families():
@@ -229,7 +208,6 @@ def main() -> int:
 
 
 def version(name: str) -> str:
-    """Of an installed package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -53,14 +53,11 @@ class Setting:
     num_layers: int
     batch: int
     lr: float
-    sequences: int
-    """Budget of training sequences."""
-    target: float = 0.0
-    """Held-out loss at which the run ends."""
+    sequences: int  # budget of training sequences
+    target: float = 0.0  # held-out loss at which the run ends
 
     @property
     def name(self) -> str:
-        """Key in the results file."""
         size = f"dim={self.dim} layers={self.num_layers} sequences={self.sequences}"
         return f"{size} batch={self.batch} lr={self.lr:g} target={self.target:.4f}"
 
@@ -70,10 +67,8 @@ class Curve:
     """Measurements of a run at each evaluation."""
 
     steps: list[int]
-    held_out: list[list[float]]
-    """Nats per byte, of the weights averaged over each of `SPANS`."""
-    b_now: list[float | None]
-    """`gns/b_now`."""
+    held_out: list[list[float]]  # nats per byte, of the weights averaged over each of `SPANS`
+    b_now: list[float | None]  # `gns/b_now`
     seconds: float
 
     def steps_to(self, target: float, span: int) -> float:
@@ -110,7 +105,6 @@ def draw(data: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def loss_of(model: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
-    """Mean nats per byte."""
     logits = model(rows[:, :-1]).logits
     return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
 
@@ -164,17 +158,14 @@ def loss_with(model: nn.Module, weights: list[Tensor], rows: Tensor) -> float:
 
 def best_rate(cost_at: Callable[[int], float], first: int) -> int:
     """Index in RATES of the cheapest rate: descend by factors of 2, then try half a step either way."""
+
+    def cheapest(at: int, stride: int) -> int:
+        return min((k for k in (at - stride, at, at + stride) if 0 <= k < len(RATES)), key=cost_at)
+
     best = first
-    for stride in (2, 1):
-        while True:
-            tries = [k for k in (best - stride, best, best + stride) if 0 <= k < len(RATES)]
-            cheapest = min(tries, key=cost_at)
-            if cheapest == best:
-                break
-            best = cheapest
-            if stride == 1:
-                break
-    return best
+    while (better := cheapest(best, 2)) != best:
+        best = better
+    return cheapest(best, 1)
 
 
 @dataclass(frozen=True)
@@ -184,29 +175,22 @@ class Row:
     batch: int
     lr: float
     span: float
-    steps: list[float]
-    """Steps to the target, by seed."""
-    b_mean: list[float]
-    """B on the way, by seed; see `Curve.b_on_the_way`."""
-    b_end: list[float]
-    """B at the target, by seed."""
+    steps: list[float]  # steps to the target, by seed
+    b_mean: list[float]  # B on the way, by seed; see `Curve.b_on_the_way`
+    b_end: list[float]  # B at the target, by seed
 
     @property
     def mean(self) -> float:
-        """Mean steps to the target."""
         return statistics.fmean(self.steps)
 
 
 def measure(
     results: Results, corpus: Path, size: tuple[int, int], batches: Sequence[int], sequences: int, seeds: int
 ) -> tuple[float, list[Row]]:
-    """The target, and steps to it by batch size, and B.
+    """The target, and steps to it by batch size, and B. `size`: width and layers of the model.
 
-    The target is the loss that every seed reaches at the largest batch size, tuned for the lowest final loss; the other
-    batch sizes are tuned for the fewest steps to it.
-
-    Args:
-        size: width and layers of the model.
+    The target is the loss that every seed reaches at the largest batch size, tuned for the lowest final
+    loss; the other batch sizes are tuned for the fewest steps to it.
     """
 
     def curves(batch: int, target: float, rate: int, seeds: int) -> list[Curve]:
@@ -259,36 +243,24 @@ def fitted_b(rows: list[Row]) -> float:
 
 
 def report(size: str, target: float, rows: list[Row]) -> None:
-    """Print the table of one model."""
     mean = statistics.fmean(b for row in rows for b in row.b_mean)
     end = statistics.fmean(b for row in rows for b in row.b_end)
     implied = fitted_b(rows)
     smallest = fit(rows, implied)
     print(f"width x layers {size}: target {target:.3f} nats per byte")
-    columns = (
-        "batch",
-        "lr",
-        "span",
-        "steps to the target, by seed",
-        "mean",
-        "fitted theory",
-        "B on the way",
-        "B at the end",
-    )
+    steps = ("steps to the target, by seed", "mean", "fitted theory", "B on the way", "B at the end")
     cells = []
     for row in rows:
         seeds = ", ".join(f"{s:.0f}" for s in row.steps)
         theory = smallest * (1.0 + implied / row.batch)
         counts = (row.mean, theory, statistics.fmean(row.b_mean), statistics.fmean(row.b_end), row.mean * row.batch)
         cells.append((row.batch, f"{row.lr:.1e}", f"{row.span:g}", seeds, *(f"{count:,.0f}" for count in counts)))
-    print(markdown((*columns, "sequences"), cells))
-    print(
-        f"the steps imply B = {implied:.0f}, S_min = {smallest:.0f}; measured on the way {mean:.0f}, at the end {end:.0f}"
-    )
+    print(markdown(("batch", "lr", "span", *steps, "sequences"), cells))
+    found = f"measured on the way {mean:.0f}, at the end {end:.0f}"
+    print(f"the steps imply B = {implied:.0f}, S_min = {smallest:.0f}; {found}")
 
 
 def main() -> None:
-    """Run what is not cached, print the tables, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
     parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))

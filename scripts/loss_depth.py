@@ -82,12 +82,10 @@ def run(setting: Setting, seed: int, work: Path) -> dict[str, Any]:
 
 
 def setting_of(family: str, how: str) -> Setting:
-    """A family, and how it is trained."""
     return Setting("stdlib", (("model.family", family), *TRAINED[how]))
 
 
 def table(results: Results, seeds: int) -> str:
-    """A table in markdown: means over the seeds, +- the standard error over them."""
     columns = ["family, trained", *(name for words in DEPTHS for name in (f"loss, {words}", "gain", "against resets"))]
     rows = []
     for family in FAMILIES:
@@ -105,7 +103,6 @@ def table(results: Results, seeds: int) -> str:
 
 
 def main() -> None:
-    """Run what is missing, and print the table."""
     args = study_parser(__doc__, "loss_depth").parse_args()
     write_corpus(args.work / "corpus")
     settings, results = [setting_of(family, how) for family in FAMILIES for how in TRAINED], Results(args.out)

@@ -39,16 +39,14 @@ def broken() -> list[str]:
             target, _, anchor = link.partition("#")
             page = path if not target else (path.parent if path in pages else root) / target
             text = page.read_text("utf-8") if anchor and page.exists() else ""
-            slugs = [
-                re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall("^#+ (.+)", text, re.M)
-            ]
+            titles = re.findall("^#+ (.+)", text, re.M)
+            slugs = [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in titles]
             if anchor not in ["", *slugs] or not (page.exists() or page.name == "benchmarks-gpu.md"):
                 found.append(f"{path.relative_to(root)}: {link}")
     return found
 
 
 def main() -> str | None:
-    """Write or compare; returns what is wrong."""
     stale = {name: text for name, text in documents().items() if (DOCS / name).read_text("utf-8") != text}
     if lost := broken():
         return f"links that lead nowhere: {'; '.join(lost)}"

@@ -44,7 +44,6 @@ def replace_table(text: str, table: str) -> str:
 
 
 def main() -> int:
-    """Write the table, or name the missing records."""
     records = read_records(RECORDS)
     promises = {record["promise"] for record in records}
     missing = sorted(set(range(1, 11)) - promises)

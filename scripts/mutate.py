@@ -28,7 +28,6 @@ TIMEOUT_SEC = 120.0  # of the tests against one mutant
 
 
 def mirror(folder: Path) -> None:
-    """Copy the files that git tracks, or does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):

@@ -44,11 +44,9 @@ LEFT, TOP, RIGHT, BOTTOM = 50, 44, 440, 170  # of the plot in a picture of 450 x
 
 
 def main() -> int:
-    """Run everything; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/smoke_matrix"), help="directory of the runs, which is replaced"
-    )
+    replaced = "directory of the runs, which is replaced"
+    parser.add_argument("--out", type=Path, default=Path("runs/smoke_matrix"), help=replaced)
     parser.add_argument("--pictures", type=Path, help="directory of the pictures; default: that of the runs")
     parser.add_argument("--nproc", type=int, default=2, help="ranks")
     options = parser.parse_args()
@@ -73,11 +71,10 @@ def main() -> int:
         path.write_text(picture(key, *(options.out / each for each in ("healthy", name))), encoding="utf-8")
     print(f"the report is in {options.out / 'report.html'}", file=sys.stderr)
     print(f"to wandb: wandb sync {options.out}/*/wandb/offline-run-*", file=sys.stderr)
-    green = matrix.is_green(judgements)
-    console.print(
-        f"{'green' if green else 'RED'}: {len(CASES)} runs in {time.monotonic() - begin:.0f} s", highlight=False
-    )
-    return 0 if green else 1
+    is_green, seconds = matrix.is_green(judgements), time.monotonic() - begin
+    color = "green" if is_green else "RED"
+    console.print(f"{color}: {len(CASES)} runs in {seconds:.0f} s", highlight=False)
+    return 0 if is_green else 1
 
 
 def train(case: Case, run_dir: Path, *, nproc: int) -> None:
@@ -97,7 +94,6 @@ def damages(out: Path) -> dict[str, tuple[float, float] | None]:
 
 
 def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, tuple[float, float] | None]) -> Table:
-    """A table of expected and actual findings, and the damage."""
     table = Table(title="Smoke matrix", title_justify="left")
     for heading in ("run", "provokes", "expected", "found", "recall loss", "of its control", "damage", ""):
         table.add_column(heading, overflow="fold")

@@ -10,5 +10,4 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
-IGNORED: Final = -100
-"""The target of a position without anything to predict (the default `ignore_index` of torch's cross-entropy)."""
+IGNORED: Final = -100  # target without anything to predict, as torch's default `ignore_index`

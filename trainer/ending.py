@@ -1,4 +1,4 @@
-"""The end of a process that does not end by itself: whether it still works, and how to leave it for good."""
+"""The end of a process: whether it still works, and how to leave it for good."""
 
 from __future__ import annotations
 
@@ -7,41 +7,37 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-# Below this share of one core a process waits. Idle ones use 0.1 % for the polling of their threads; one that computes gets
-# several per cent even of a machine under ten times its load.
+# Below this share of one core a process waits. Idle ones use 0.1 % for the polling of their
+# threads; one that computes gets several per cent even of a machine under ten times its load.
 WORKING_SHARE = 0.01
 LAST_WORDS_SEC = 10.0
 FLUSH_SEC = 2.0
-# How long a program that is done waits for threads and handlers of a user's code, and when it says so.
+# How long a finished program waits for a user's threads and handlers, and when it says so.
 SAY_AFTER_SEC = 3.0
 WAIT_FOR_THREADS_SEC = 60.0
 
 
 class ProcessorUse:
-    """Tells a process that works (compiles, tokenizes, polls a device) from one that waits. For use in one thread."""
+    """Tells a process that works (compiles, tokenizes, polls a device) from one that waits."""
 
     def __init__(self) -> None:
         self._last = 0.0, 0.0
 
     def is_working(self) -> bool:
-        """Whether this process has used its processors since the last call, in any thread but the caller's."""
+        """Whether any thread but this one has used a processor since the last call."""
         before, self._last = self._last, (time.monotonic(), time.process_time() - time.thread_time())
         return self._last[1] - before[1] > WORKING_SHARE * (self._last[0] - before[0])
 
 
 def end_process(code: int, last_words: Callable[[], object] = lambda: None) -> NoReturn:
-    """End the process from any thread, whatever the others wait for.
-
-    Args:
-        last_words: what is to be said or written before. It is not waited for long: it may need a lock that a thread that
-            hangs holds, or a disk that does not answer.
-    """
+    """End the process from any thread, after `last_words`, whatever the others wait for."""
+    # Not waited for long: they may need a lock that a hanging thread holds, or a disk that is gone.
     within(LAST_WORDS_SEC, last_words)
     for stream in (sys.stdout, sys.stderr):
         within(FLUSH_SEC, stream.flush)
@@ -58,11 +54,8 @@ def within(seconds: float, action: Callable[[], object]) -> bool:
 
 
 def leave_soon(code: int) -> None:
-    """Bound the end of a process whose program is done.
-
-    Python waits for every thread that is no daemon, and for every handler of its exit, for ever; a user's code may have left
-    some of either. They are named, and after a while the process ends without them. A stop signal ends it at once.
-    """
+    """Bound the end of a process whose program is done. A stop signal ends it at once."""
+    # Python waits for ever for threads and exit handlers, of which a user's code may have left some.
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: end_process(code))
@@ -75,15 +68,16 @@ def _leave(code: int) -> None:
         (WAIT_FOR_THREADS_SEC, "train: leaving without"),
     ):
         time.sleep(seconds)
-        print(text, _what_keeps_the_process(), file=sys.stderr, flush=True)  # noqa: T201 - a message for people
+        print(text, _what_keeps_the_process(), file=sys.stderr, flush=True)  # noqa: T201
     end_process(code)
 
 
 def _what_keeps_the_process() -> str:
-    """The threads that Python waits for, and where they are; or where the main thread is, in a handler of the exit."""
+    """The threads that Python waits for, or the exit handler that the main thread is in."""
     frames = sys._current_frames()
     main = threading.main_thread()
-    threads = [each for each in threading.enumerate() if not each.daemon and each is not main and each.is_alive()]
+    others = [each for each in threading.enumerate() if each is not main]
+    threads = [each for each in others if not each.daemon and each.is_alive()]
 
     def place(thread: threading.Thread) -> str:
         frame = frames.get(thread.ident or 0)
@@ -92,3 +86,36 @@ def _what_keeps_the_process() -> str:
     if not threads:
         return f"a handler of the program's exit, in {place(main)}"
     return "the threads " + ", ".join(f"{each.name} (in {place(each)})" for each in threads)
+
+
+PARENT = "TRAINER_PARENT"
+"""The launcher's process id, for a process that must not outlive it; torchrun need not set it."""
+CHECK_EVERY_SEC = 1.0
+EXIT_ORPHANED = 1
+
+
+def stop_with_parent(
+    stop: Callable[[], None],
+    *,
+    within_sec: float,
+    end: Callable[[int, str], object] = lambda code, reason: os._exit(code),
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Call `stop` from a thread when this process's launcher is gone, and `end` `within_sec` later.
+
+    A process without a launcher (started by a shell, or a scheduler) lives on without its parent.
+    """
+    named = environ.pop(PARENT, "")  # not for the processes that this one starts
+    if not named and "TORCHELASTIC_RUN_ID" not in environ:
+        return
+    parent = int(named or os.getppid())
+
+    def watch() -> None:
+        # Polled: Linux signals the death of the parent's thread, not process, and other systems nothing.
+        while os.getppid() == parent:
+            time.sleep(CHECK_EVERY_SEC)
+        stop()
+        time.sleep(within_sec)
+        end(EXIT_ORPHANED, f"its launcher is gone, and no step ended within {within_sec:.0f} s")
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

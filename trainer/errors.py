@@ -1,7 +1,6 @@
 """The exception for mistakes that a user can fix.
 
-Any user input (a config, an override, a data file, a path) that cannot be honored raises a `UserError`. The command line
-prints it once, on rank 0, without a traceback, and exits with code 2.
+The command line prints a `UserError` once, without a traceback, and exits with code 2.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ class UserError(ValueError):
         key: the subject: a config key (`data.mixing.pick_mode`), an option (`--steps`) or a path.
         problem: what is wrong, with the value found ("must be >= 1, got 0").
         fix: what to do, as an imperative; may be empty if the problem already implies it.
-        where: file and line (`x.toml:14`), empty if the mistake is not in a file or the key is the file.
+        where: file and line (`x.toml:14`), if the mistake is in a file that is not the key.
 
-    `str()` gives the message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0; set it to ...`.
-    Names in it may come from anywhere: the line is `printable`. Paths in the working directory are shown relative to it.
+    `str()` gives the message on one `printable` line, with relative paths: `x.toml:14: train.steps:
+    must be >= 1, got 0; set it to ...`.
     """
 
     speaker: int | None = None
@@ -44,9 +43,8 @@ class UserError(ValueError):
     @property
     def message(self) -> str:
         """The message on one line."""
-        head = f"{self.where}: {self.key}" if self.where else self.key
-        tail = f"; {self.fix}" if self.fix else ""
-        return printable(_relative(f"{head}: {self.problem}{tail}"))
+        text = ": ".join(filter(None, [self.where, self.key, self.problem]))
+        return printable(_relative("; ".join(filter(None, [text, self.fix]))))
 
 
 class UserErrors(UserError):
@@ -68,8 +66,10 @@ class UserErrors(UserError):
 
 def raise_found(errors: list[UserError]) -> None:
     """Raise the mistakes that were found, if there are any: a single one, or all as one."""
+    if len(errors) == 1:
+        raise errors[0]
     if errors:
-        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+        raise UserErrors(errors)
 
 
 def _relative(text: str) -> str:
@@ -77,4 +77,5 @@ def _relative(text: str) -> str:
         here = os.path.join(os.getcwd(), "")
     except FileNotFoundError:  # somebody has removed it
         return text
+    # A directory at the start of a path, not within another one or at its end.
     return re.sub(rf"(?<![^\s\"'(=,:]){re.escape(here)}(?=[^\s/])", "", text)

@@ -1,10 +1,8 @@
 """Files: written completely or not at all, and read within bounds.
 
-What is written goes to a temporary file next to the target, is synced to disk, and then replaces the target: a write that
-fails, or a process that is killed, leaves the old file as it was. Appending (metrics.jsonl) is `LineFile`'s.
-
-A run directory is copied, shared and sent around. So a link, pipe or device in the place of a file must neither hang the
-program nor make it write elsewhere, and whatever a file contains is at worst reported as damage.
+A temporary file next to the target is written, synced and renamed: a failed write leaves the old
+file. Since run directories are shared, a link, pipe or device in the place of a file must neither
+hang the program nor make it write elsewhere, and any content is at worst reported as damage.
 """
 
 from __future__ import annotations
@@ -32,33 +30,34 @@ def is_url(text: str) -> bool:
 
 
 def did_you_mean(path: str | Path) -> str:
-    """The question whether an existing path was meant that differs in one name that looks alike; empty if there is none."""
+    """ "did you mean PATH?", for an existing path with a similar name; empty if there is none."""
     wanted = Path(path)
     missing = next((each for each in reversed([wanted, *wanted.parents]) if not each.exists()), None)
     if missing is None or not os.access(missing.parent, os.R_OK):
         return ""
     names = sorted(each.name for each in missing.parent.iterdir())
     rest = wanted.relative_to(missing)
-    close = (missing.with_name(name) / rest for name in difflib.get_close_matches(missing.name, names, n=3))
-    return next((f"did you mean {each}?" for each in close if each.exists()), "")
+    for name in difflib.get_close_matches(missing.name, names, n=3):
+        close = missing.with_name(name) / rest
+        if close.exists():
+            return f"did you mean {close}?"
+    return ""
 
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True, follow: bool = False) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends well; otherwise `path` stays as it was.
+    """A new file that replaces `path` if the block ends well.
 
     Args:
-        sync: wait until the disk has it. Without, a crash of the machine (not of the process) may lose it.
-        follow: for a path that a user has given: a link stays a link, and a pipe or device is written to.
-
-    Raises:
-        OSError: it cannot be written.
+        sync: wait until the disk has it: otherwise a crash of the machine may lose it.
+        follow: for a user's path: a link stays a link, and a pipe or device is written to.
     """
     if follow and path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
         with path.open("wb") as file:
             yield file
         return
-    path = Path(os.path.realpath(path)) if follow else path
+    if follow:
+        path = Path(os.path.realpath(path))
     with replacing_path(path, sync=sync) as temporary, temporary.open("wb") as file:
         yield file
 
@@ -85,10 +84,12 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
         sync_directory(path.parent)
 
 
-def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: bool = False) -> None:
-    """Write a whole file; text as UTF-8. See `replacing`."""
-    with replacing(path, sync=sync, follow=follow) as file:
-        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+def write_file(path: Path, content: str | bytes, **options: bool) -> None:
+    """Write a whole file; text as UTF-8. `options`: of `replacing`."""
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
+    with replacing(path, **options) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = True) -> None:
@@ -105,7 +106,7 @@ def replace_link(path: Path, target: str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory so that it is there as a whole, or not under its name: `remove_leftovers` deletes what is left."""
+    """Delete a directory atomically; what a crash leaves is for `remove_leftovers`."""
     doomed = _temporary(path)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -113,13 +114,14 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete the temporary files and directories that killed processes have left behind; nobody may be writing there."""
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if _LEFTOVER.fullmatch(path.name):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    """Delete the temporary files that killed processes left. Nobody may be writing there."""
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif _LEFTOVER.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:
@@ -135,8 +137,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-MOST_BYTES: Final = 1 << 28
-"""Of a file that is read as a whole; none of ours comes near."""
+MOST_BYTES: Final = 1 << 28  # of a file that is read as a whole; none of ours comes near
 LONGEST_LINE: Final = 1 << 24
 _MOST_LEVELS: Final = 64
 _MOST_BITS: Final = 1023  # of an integer, which a float can still be made of
@@ -151,19 +152,18 @@ _KINDS: Final = {
 
 
 def open_descriptor(path: str | Path, flags: int) -> int:
-    """`os.open` of a plain file: never waits, and follows a link for reading alone. Also an `opener` of `open`.
-
-    Raises:
-        OSError: it cannot be opened, or is no plain file.
-    """
-    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    """`os.open` of a plain file, or an OSError: never waits, follows a link for reading alone."""
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), 0o666)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             refuse_special(Path(path))
         raise
-    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise _not_plain(path, mode)
     return descriptor
@@ -175,23 +175,16 @@ def open_plain(path: str | Path, mode: str = "rb") -> io.BufferedRandom:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse a path that may not be written to: anything there but a plain file.
-
-    Raises:
-        OSError: its text says what is there.
-    """
-    mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
+    """Refuse anything but a plain file at a path to write to by an OSError that says what it is."""
+    if not os.path.lexists(path):
+        return
+    mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         raise _not_plain(path, mode)
 
 
 def read_bytes(path: Path) -> bytes:
-    """A whole plain file.
-
-    Raises:
-        OSError: it cannot be read, or is no plain file.
-        ValueError: it is too large to be what is expected.
-    """
+    """A whole plain file. OSError: it cannot be read or is none; ValueError: it is too large."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
@@ -199,30 +192,18 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain file, with their ends; one beyond all measure comes in pieces.
-
-    Raises:
-        OSError: it cannot be read, or is no plain file.
-    """
+    """The lines of a plain file, with their ends; one beyond all measure comes in pieces."""
     with open_plain(path) as file:
         yield from iter(lambda: file.readline(LONGEST_LINE), b"")
 
 
 def parse_json(data: str | bytes) -> Any:
-    """JSON that is nested no deeper, and has no longer integers, than any of ours.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """JSON, or a ValueError if it is nested deeper, or has longer integers, than any of ours."""
     return within_bounds(json.loads, data)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        OSError, ValueError: there is none; see `read_bytes` and `parse_json`.
-    """
+    """The JSON object in a file; raises as `read_bytes` and `parse_json` do."""
     found = parse_json(read_bytes(path))
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
@@ -240,11 +221,7 @@ def is_file_name(name: object) -> bool:
 
 
 def within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
-    """What `parse` makes of the data.
-
-    Raises:
-        ValueError: it is nested deeper, or has longer integers, than any of ours.
-    """
+    """The data as `parse` reads it; raises as `parse_json` does."""
     try:
         found = parse(data)
     except RecursionError:
@@ -253,14 +230,18 @@ def within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
     for _ in range(_MOST_LEVELS):
         if any(type(each) is int and each.bit_length() > _MOST_BITS for each in level):
             raise ValueError(f"an integer of more than {_MOST_BITS} bits")
-        if not (level := [inner for each in level for inner in _inner(each)]):
+        level = [inner for each in level for inner in _inner(each)]
+        if not level:
             return found
     raise ValueError("nested too deeply")
 
 
 def _inner(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _not_plain(path: str | Path, mode: int) -> OSError:
-    return OSError(errno.EINVAL, f"{_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a plain file", str(path))
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))

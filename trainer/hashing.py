@@ -1,7 +1,8 @@
 """Hashes and random numbers that are pure functions of their key.
 
-Nothing here has state: the same key gives the same numbers in every process and after every restart, so checkpoints need no
-generator state. The generators are numpy's counter-based Philox, keyed by a blake2b digest.
+Nothing here has state: the same key gives the same numbers in every process and after every
+restart, so checkpoints need no generator state. The generators are numpy's counter-based Philox,
+keyed by a blake2b digest.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ BLOCK = 1024
 
 
 def _digest(parts: tuple[str | int, ...], size: int) -> int:
+    # With lengths, so that no two tuples of parts give the same text.
     text = "\x1f".join(f"{len(str(part))}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size).digest(), "little")
+    # Names of files may hold bytes that are not UTF-8.
+    data = text.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=size).digest(), "little")
 
 
 def stable_hash(*parts: str | int) -> int:
@@ -43,7 +47,7 @@ def keyed_generator(*parts: str | int) -> np.random.Generator:
 
 
 class KeyedUniforms:
-    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key. Numbers are drawn in blocks; one block is cached."""
+    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key; one block is cached."""
 
     def __init__(self, *parts: str | int) -> None:
         self._parts = parts
@@ -51,11 +55,16 @@ class KeyedUniforms:
         self._values: list[float] = []
 
     def __call__(self, index: int) -> float:
-        block = index // BLOCK
+        return self._cached(index // BLOCK)[index % BLOCK]
+
+    def ahead(self, index: int) -> list[float]:
+        """The numbers from the index-th to the last of its block."""
+        return self._cached(index // BLOCK)[index % BLOCK :]
+
+    def _cached(self, block: int) -> list[float]:
         if block != self._block:
-            self._values = self.block(block).tolist()
-            self._block = block
-        return self._values[index % BLOCK]
+            self._values, self._block = self.block(block).tolist(), block
+        return self._values
 
     def block(self, block: int) -> npt.NDArray[np.float64]:
         """The numbers [block * BLOCK, (block + 1) * BLOCK)."""

@@ -1,4 +1,4 @@
-"""Resolves import paths: of custom parts that a config names, and of the parts that a run is given."""
+"""Resolves import paths: of a config's custom parts, and of the parts that a run is given."""
 
 from __future__ import annotations
 
@@ -9,40 +9,38 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
 from trainer.wording import message_of
 
+# Run by another Python, this is `train` of this installation, wherever it is started.
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
-"""What another Python runs as `train`, of this installation, wherever it is started."""
 _NOT_USER_CODE = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
-_INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of one below it that it sees
+# Directories of packages, of this environment or of one below it that it sees.
+_INSTALLED = {"site-packages", "dist-packages"}
+NOT_GIVEN = "the run was given no such part"
 
 
 def resolve_target(target: str, key: str) -> Any:
-    """The function that an import path `package.module:function` names.
+    """The function that an import path `package.module:function` names, or a UserError of `key`.
 
-    Args:
-        target: the import path; modules in the working directory are importable too.
-        key: the subject of error messages.
-
-    Raises:
-        UserError: the module does not exist, fails on import, or has no such function.
+    Modules in the working directory are importable too.
     """
     module_name, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:  # behind what is installed: no file here is taken for a package of that name
+    # Behind what is installed: no file here is taken for a package of that name.
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except UserError:
+    except UserError:  # which names its own key
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        problem = f"cannot import {module_name}: {format_error(error)}"
-        fix = "fix it there" if missing is None else f"install {missing}, or add it to PYTHONPATH"
+        problem, fix = f"cannot import {module_name}: {format_error(error)}", "fix it there"
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            fix = f"install {error.name}, or add it to PYTHONPATH"
         raise UserError(key, problem, fix) from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -52,16 +50,14 @@ def resolve_target(target: str, key: str) -> Any:
 
 
 class Parts:
-    """Parts of a run that the core knows by name alone: its caller gives their import paths, which are loaded when asked for.
+    """Parts of a run that the core knows by name alone, loaded when asked for.
 
     Args:
         paths: name -> `module:attribute`, or a module.
         problem: why other names are missing.
     """
 
-    def __init__(
-        self, paths: Mapping[str, str] | None = None, *, problem: str = "the run was given no such part"
-    ) -> None:
+    def __init__(self, paths: Mapping[str, str] | None = None, *, problem: str = NOT_GIVEN) -> None:
         self._paths, self.problem = paths or {}, problem
 
     def find(self, name: str) -> Any:
@@ -75,7 +71,8 @@ class Parts:
     def need(self, name: str, key: str) -> Any:
         """The part that a key of the config asks for. A UserError if it is missing."""
         if name not in self._paths:
-            raise UserError(key, f'needs "{name}": {self.problem}', "install it, or do without this setting")
+            problem = f'needs "{name}": {self.problem}'
+            raise UserError(key, problem, "install it, or do without this setting")
         return self.find(name)
 
 
@@ -83,40 +80,36 @@ NO_PARTS = Parts()
 
 
 def place_of(error: BaseException) -> str:
-    """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none.
-
-    Frames of this package, of packages installed anywhere on sys.path and of Python itself do not help to locate the mistake.
-    """
+    """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
+    # Frames of packages and of Python itself do not help to locate the mistake.
     installed = [place for place in map(Path, sys.path) if any(place.glob("*.dist-info"))]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        is_ours = _INSTALLED & {*file.parts} or any(map(file.is_relative_to, (*_NOT_USER_CODE, *installed)))
-        if file.is_absolute() and not is_ours:
+        is_below = map(file.is_relative_to, (*_NOT_USER_CODE, *installed))
+        if file.is_absolute() and not _INSTALLED & {*file.parts} and not any(is_below):
             return f" ({shown_path(frame.filename)}:{frame.lineno})"
     return ""
 
 
 def shown_path(path: str) -> str:
     """The path relative to the working directory if it is inside."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
 
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
-    """`NameError: name 'x' is not defined (mine.py:3)`, on one line; `otherwise` replaces a location outside user code."""
+    """`NameError: name 'x' is not defined (mine.py:3)`; `otherwise`: outside user code."""
     text = error.msg if isinstance(error, SyntaxError) else message_of(error)
     return f"{type(error).__name__}: {' '.join(text.split())}{place_of(error) or otherwise}"
 
 
 @contextmanager
 def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> Iterator[None]:
-    """Around a call of the user's code, or what depends on the content of a user's file: whatever it raises is their mistake.
-
-    Raises:
-        UserError: `problem`, and what was raised.
-    """
+    """Around a call of the user's code, or a use of their file: any exception is a UserError."""
     try:
         yield
     except UserError:
@@ -128,10 +121,9 @@ def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> I
 def refuse_arguments(
     function: Any, name: str, given: Mapping[str, Any], *, key: str, fix: str = "see its signature"
 ) -> None:
-    """Refuse keyword arguments that a function does not take, unless it hides its signature, as one written in C may."""
+    """Refuse keyword arguments that a function does not take, if it shows its signature."""
     try:
-        inspect.signature(function).bind(**given)
-    except ValueError:
-        pass
+        with suppress(ValueError):  # it hides its signature, as one written in C may
+            inspect.signature(function).bind(**given)
     except TypeError as error:
         raise UserError(key, f"cannot call {name} with {', '.join(given)}: {error}", fix) from error

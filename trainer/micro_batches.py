@@ -1,4 +1,4 @@
-"""m, the micro-batches per optimizer step and rank, over a run: pure functions of the step, the tokens and the noise scale."""
+"""m, the micro-batches per optimizer step and rank, by step, tokens and noise scale."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
+
+from trainer.options import Count, Limits, Options, PositiveFactor, part_options
 
 Unit = Literal["steps", "tokens"]
 LrRule = Literal["none", "sqrt", "linear"]
-FAR = 2**62
-"""A step beyond every run."""
+MOST_MICRO_BATCHES: Final = 10_000  # of a step on one rank, which runs them in turn
+MicroBatchCount = Annotated[int, Limits(ge=1, le=MOST_MICRO_BATCHES)]
+FAR = 2**62  # a step beyond every run
 
 
-@dataclass(frozen=True)
-class AutoRule:
-    """When m doubles by itself; see `Auto` in the config for the keys."""
+@part_options
+class AutoRule(Options):
+    """When `train.micro_batches = "auto"` doubles m."""
 
-    max: int
-    multiple: float
-    every: int
+    max: MicroBatchCount = 16
+    """Micro-batches at most."""
+    multiple: PositiveFactor = 2.0
+    """Double when the lower bound of B exceeds this many times the batch."""
+    every: Count = 100
+    """Steps between decisions, and at least between changes."""
 
 
 class Stretch(NamedTuple):
@@ -33,10 +39,10 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What `train.micro_batches` says: a constant, a plan by steps or tokens, or a rule that decides during the run.
+    """The value of `train.micro_batches`: a constant, a plan by steps or tokens, or a rule.
 
     Args:
-        points: x -> m, ascending, the first at 0: m holds from x on. One point: a constant, or the start of `auto`.
+        points: x -> m from there on, ascending, the first at 0. One: a constant, or `auto`'s start.
         unit: what x counts: optimizer steps, from 1; or tokens over all ranks before the step.
         lr: how the learning rate follows m; see `lr_factor`.
         auto: m doubles by this rule; None: it is planned.
@@ -59,18 +65,13 @@ class MicroBatches:
 
     @property
     def is_known_ahead(self) -> bool:
-        """m is a function of the step alone, so that a micro-batch's step is known before the run."""
+        """m is a function of the step alone, so that a micro-batch's step is known ahead."""
         return self.auto is None and (self.unit == "steps" or len(self.points) == 1)
 
     @cached_property
     def first(self) -> int:
         """m of the first step."""
         return self.at(1, 0)
-
-    @property
-    def _doublings(self) -> int:
-        """How often `auto` can double."""
-        return 0 if self.auto is None else (self.auto.max // self.first).bit_length() - 1
 
     @property
     def least(self) -> int:
@@ -80,22 +81,21 @@ class MicroBatches:
     @property
     def most(self) -> int:
         """The largest m that a step can have."""
-        if self.auto is not None:
-            return self.first << self._doublings
-        return max(m for _, m in self.points)
+        return max(m for _, m in self.fastest().points)
 
     def at(self, step: int, tokens: int) -> int:
-        """The planned m of `step`, before which so many tokens were trained on; of `auto` its start."""
+        """The planned m of `step`, after training on so many tokens; of `auto` its start."""
         x = step if self.unit == "steps" else tokens
-        return self.points[max(bisect_right(self.points, (x, FAR)) - 1, 0)][1]
+        index = bisect_right(self.points, (x, FAR)) - 1
+        return self.points[max(index, 0)][1]  # the first point holds before it, too
 
     def lr_factor(self, m: int) -> float:
-        """What the schedule's learning rate is multiplied by at m: 1, sqrt(m / m_start) or m / m_start."""
+        """The factor on the schedule's learning rate at m: 1, sqrt(m / m_start) or m / m_start."""
         ratio = m / self.first
         return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.lr]
 
     def by_steps(self, micro_tokens: int) -> MicroBatches:
-        """This as a plan by steps, for forecasts: as if all batches were full, and `auto` never grew.
+        """This as a plan by steps, for forecasts: all batches are full, and `auto` never grows.
 
         Args:
             micro_tokens: tokens of a full micro-batch over all ranks; 0: not known.
@@ -106,16 +106,18 @@ class MicroBatches:
             return replace(self.constant(self.first), lr=self.lr)
         points, step, tokens = [(0, self.first)], 1, 0
         for (_, m), (x, following) in zip(self.points, self.points[1:], strict=False):
-            steps = -(-max(x - tokens, 0) // (micro_tokens * m))
+            steps = -(-max(x - tokens, 0) // (micro_tokens * m))  # whole steps, up to the point
             step, tokens = step + steps, tokens + steps * micro_tokens * m
+            # A step may pass several points: the last of them holds.
             points = [point for point in points if point[0] < step] + [(step, following)]
         return MicroBatches(tuple(points), lr=self.lr)
 
     def fastest(self) -> MicroBatches:
-        """The plan by steps that `auto` follows if it may grow whenever it asks; others as they are."""
+        """The plan by steps of an `auto` that grows whenever it may; others as they are."""
         if self.auto is None:
             return self
-        later = tuple((n * self.auto.every + 1, self.first << n) for n in range(1, self._doublings + 1))
+        doublings = (self.auto.max // self.first).bit_length() - 1
+        later = tuple((n * self.auto.every + 1, self.first << n) for n in range(1, doublings + 1))
         return MicroBatches(((0, self.first), *later), lr=self.lr)
 
     @cached_property
@@ -145,4 +147,3 @@ class MicroBatches:
 
 
 ONE = MicroBatches.constant(1)
-"""One micro-batch per step."""

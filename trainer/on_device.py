@@ -1,7 +1,6 @@
-"""What is decided on the device, and copied to it and from it, without the host waiting.
+"""Copies to and from the device, and decisions on it, without the host waiting.
 
-Whether the optimizer steps, and by how much the gradient is scaled, are known on the device first and stay there. The optimizer
-gets the decision as `found_inf`, the flag by which torch's loss scaling makes a step do nothing.
+The optimizer learns whether to step by `found_inf`, the flag of torch's loss scaling.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what is not part of a block
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """A tensor of `values` on the device; to CUDA through pinned memory, since another copy would block the host."""
+    """A tensor of `values` on the device; to CUDA from pinned memory, without blocking the host."""
     tensor = torch.as_tensor(values)
-    is_pinned = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if is_pinned else tensor).to(device, non_blocking=True)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def move_together(batch: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:
-    """Make tensors on the device of a batch's values of these keys, those of the host in one copy."""
+    """Turn a batch's values of these keys into tensors on the device, with one copy."""
     of_host: dict[str, Tensor] = {}
     for key in keys:
         if key in batch:
@@ -39,17 +39,20 @@ def move_together(batch: dict[str, Any], keys: Iterable[str], device: torch.devi
 
 
 def copied_together(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The host's tensors on the device, as parts of one block. To CUDA the host does not wait for the copy."""
+    """The host's tensors on the device, as parts of one block; does not wait for the copy."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
     block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, tensor in zip(torch.split(block, sizes), tensors.values(), strict=True):
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    parts = zip(tensors.items(), torch.split(block.to(device, non_blocking=True), sizes), strict=True)
-    return {key: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for (key, tensor), part in parts}
+    found = {}
+    parts = torch.split(block.to(device, non_blocking=True), sizes)
+    for (key, tensor), part in zip(tensors.items(), parts, strict=True):
+        found[key] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return found
 
 
 def seed_model(device: torch.device, *key: int) -> None:
-    """Seed torch's generators of the CPU and of the device from a key, in a hundredth of the time of `torch.manual_seed`."""
+    """Seed the generators of CPU and device, 100 times as fast as `torch.manual_seed`."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -69,7 +72,7 @@ class HostCopy:
             self._is_there.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:
-        """The numbers. Waits until the device has reached the copy, not for what was queued after it."""
+        """The numbers. Waits for the copy, not for what was queued after it."""
         if self._is_there is not None:
             self._is_there.synchronize()
         values: list[float] = self._values.tolist()
@@ -77,7 +80,7 @@ class HostCopy:
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer accepts a `found_inf` on the device and then does nothing: torch's fused ones do."""
+    """Whether the optimizer accepts a `found_inf` on the device: torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -87,7 +90,8 @@ def step_unless(is_bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
     The first step creates the optimizer's state, zeros, even if it is bad.
     """
     guarded: object = optimizer
-    setattr(guarded, "found_inf", is_bad.float())  # noqa: B010 - torch knows the attribute, its types do not
+    # torch knows the attribute, its types do not.
+    setattr(guarded, "found_inf", is_bad.float())  # noqa: B010
     try:
         optimizer.step()
     finally:
@@ -105,7 +109,7 @@ def scale_gradients(gradients: list[Tensor], loss_factor: Tensor, grad_sq: Tenso
     one = torch.ones_like(loss_factor)
     shrink = one
     if limit:
-        # A tensor divided by a tensor: dividing a number multiplies by an inverse, which rounds twice.
+        # Not `limit / tensor`, which multiplies by an inverse and so rounds twice.
         shrink = torch.minimum(one * limit / (grad_sq.sqrt() / loss_factor + 1e-6), one)
     scale = shrink / loss_factor
     if {*map(attrgetter("dtype"), gradients)} == {torch.float32}:

@@ -1,11 +1,12 @@
-"""The options of the parts: a frozen dataclass for each part, which is also its table in the config.
+"""The options of the parts: a frozen dataclass for each, which is also its table in the config.
 
-Each key is declared here once: type, range, default, meaning. The tables of `trainer.config` inherit these classes, so that
-pydantic checks what a file says. In a loop of your own, the options that a part takes check themselves:
+The tables of `trainer.config` inherit these classes, so that pydantic checks what a file says. In
+a loop of your own, options check themselves:
 
     ledger = Ledger(LedgerOptions(capacity=8192), state_width=512)
 
-They stand here, not in the parts' modules, so that a config is read without torch, and a part is used without pydantic.
+They stand here, not in the parts' modules, so that a config is read without torch, and a part is
+used without pydantic.
 """
 
 from __future__ import annotations
@@ -19,35 +20,41 @@ from trainer.errors import UserError
 
 NO_NUL = r"^[^\x00]*$"
 _TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), dict: (dict,)}
-_COMPARED = {"ge": (operator.ge, ">="), "gt": (operator.gt, ">"), "le": (operator.le, "<="), "lt": (operator.lt, "<")}
+_COMPARED = {
+    "ge": (operator.ge, ">="),
+    "gt": (operator.gt, ">"),
+    "le": (operator.le, "<="),
+    "lt": (operator.lt, "<"),
+}
 
 
 class Limits:
-    """In `Annotated`, limits of a value by pydantic's names. Options check numbers; `pattern` and lengths pydantic checks."""
+    """Limits of an `Annotated` type by pydantic's names. Options check those of numbers."""
 
     def __init__(self, **limits: Any) -> None:
         self.limits = limits
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
-        """How pydantic checks the type that is annotated."""
+        """Pydantic's check of the annotated type, with these limits."""
         return {**handler(source), **self.limits}
 
 
-# Every number has an upper bound: what lies beyond it is a typing mistake, and would overflow or never end.
+# Every number has an upper bound: beyond it is a typing mistake, which would overflow.
 Count = Annotated[int, Limits(ge=1, le=10**9)]  # over a whole run: steps, groups
 WholeNumber = Annotated[int, Limits(ge=0, le=10**9)]
 Size = Annotated[int, Limits(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
-Tokens = Annotated[int, Limits(ge=0, le=10**15)]  # float64 counts exactly so far; also a position in a run, in any unit
+# Also a position in a run, in any unit. float64 counts exactly so far.
+Tokens = Annotated[int, Limits(ge=0, le=10**15)]
 Factor = Annotated[float, Limits(ge=0, le=1000)]  # multiplies something of the order of 1
 PositiveFactor = Annotated[float, Limits(gt=0, le=1000)]
-Amount = Annotated[float, Limits(ge=0, le=1e9)]  # in the key's unit: a norm, GB, TFLOPS
+Amount = Annotated[float, Limits(ge=0, le=1e9)]  # in the key's unit: a norm, minutes, TFLOPS
 Text = Annotated[str, Limits(min_length=1, max_length=4096, pattern=NO_NUL)]
 
 
 @dataclass_transform(field_specifiers=(field,))
 def part_options(cls: Any) -> Any:
-    """A frozen dataclass. Type checkers are not told that it is frozen: they would then reject it as a base of pydantic's
-    models."""
+    """A frozen dataclass."""
+    # Type checkers are not told: they would reject frozen bases of pydantic's models.
     return dataclass(frozen=True)(cls)
 
 
@@ -56,7 +63,7 @@ class Options:
     """Base class: checks its values by the types of its fields, if pydantic does not.
 
     Raises:
-        ValueError: a value is of another type or out of range (a UserError), or does not go with others.
+        ValueError: a value is of another type, out of range or in conflict with others.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -71,25 +78,21 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Refuse values that do not go together by a ValueError. A table of the config calls it, too."""
+        """Refuse conflicting values with a ValueError. A table of the config calls it, too."""
 
     @classmethod
     def of(cls, table: object, **others: Any) -> Self:
-        """These options with the values of the fields that `table` has, too; `others` come first."""
-        names = [each.name for each in fields(cls) if each.name not in others and hasattr(table, each.name)]
-        return cls(**{name: getattr(table, name) for name in names}, **others)
+        """These options with the values of the fields that `table` has; `others` win."""
+        names = {each.name for each in fields(cls)} - others.keys()
+        return cls(**{name: getattr(table, name) for name in names if hasattr(table, name)}, **others)
 
 
 def _broken_rule(value: Any, kind: Any) -> str:
-    """What a value must be and is not, by its type; empty if it is all right."""
+    """The rule of type `kind` that a value breaks ("of type int", ">= 1"); or empty."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         base, within = arguments
-        rule = _broken_rule(value, base)
-        for key, limit in within.limits.items():
-            if not rule and key in _COMPARED and not _COMPARED[key][0](value, limit):  # NaN keeps no limit
-                rule = f"{_COMPARED[key][1]} {limit}"
-        return rule
+        return _broken_rule(value, base) or _broken_limit(value, within.limits)
     if origin is Literal and value not in arguments:
         return f"one of {', '.join(map(str, arguments))}"
     accepted = _TYPES.get(origin or kind, (type(value),))
@@ -100,26 +103,32 @@ def _broken_rule(value: Any, kind: Any) -> str:
     return ""
 
 
+def _broken_limit(value: Any, limits: dict[str, Any]) -> str:
+    for key, limit in limits.items():
+        # Negated, so that NaN, which compares false with everything, breaks every limit.
+        if key in _COMPARED and not _COMPARED[key][0](value, limit):
+            return f"{_COMPARED[key][1]} {limit}"
+    return ""
+
+
 TextSplit = Literal["file", "blank_line"]
 WipeMode = Literal["none", "full", "lru", "periodic_stale"]
 
 
 @part_options
 class LedgerOptions(Options):
-    """Of `trainer.ledger.Ledger`."""
+    """Options of `trainer.ledger.Ledger`."""
 
     wipe_mode: WipeMode = "lru"
-    """Evict: none; full: all, every wipe_every steps; lru: the least recently stored; periodic_stale: the stale."""
+    """Evict none, all (full), the least recently stored (lru), or the stale ones."""
     capacity: Count = 4096
     """Number of groups a rank can hold; absent, with full rows: 8 times the rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the kept states."""
     stale_threshold: WholeNumber = 0
     """periodic_stale: evict groups not stored for more than this many steps."""
-    sweep_every: Count = 1
-    """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
-    """full: steps between wipes."""
+    """full: steps between wipes; periodic_stale: steps between sweeps, 0: sweep in every step."""
 
     def check(self) -> None:
         """Refuse a mode without its interval."""
@@ -135,15 +144,15 @@ BatchingMode = Literal["per_row", "per_stream", "device_per_stream"]
 
 @part_options
 class MixingOptions(Options):
-    """Of `trainer.data.ShardSource` and `StreamMixingDataset`: how the streams of a source are mixed."""
+    """Options of `ShardSource` and `StreamMixingDataset`: how a source's streams are mixed."""
 
     num_streams_mixed: Size = 4
     """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
-    """How a micro-batch's stream is picked. weighted: in proportion to the batches left; uniform: equally."""
+    """How to pick a micro-batch's stream. weighted: by the batches left; uniform: equally."""
     batching_mode: BatchingMode = "per_row"
-    """per_row: full rows, each of which reads documents one behind the other; per_stream: a micro-batch is of one stream, which
-    all ranks pick; device_per_stream: each rank picks its own."""
+    """per_row: full rows of one document after the other; per_stream: a micro-batch is of one
+    stream, which all ranks pick; device_per_stream: each rank picks its own."""
     batch_size: Size = 8
     """Rows per micro-batch and rank."""
     batch_size_by_modality: dict[Text, Size] = field(default_factory=dict)
@@ -154,7 +163,7 @@ class MixingOptions(Options):
 
 @part_options
 class CoordOptions(Options):
-    """Of `trainer.objective.Objective`: distributional supervision of coordinate tokens, which are ordered bins."""
+    """Options of `trainer.objective.Objective` for coordinate tokens, which are ordered bins."""
 
     first_token: WholeNumber
     """Token id of the first bin."""
@@ -168,7 +177,7 @@ class CoordOptions(Options):
 
 @part_options
 class ObjectiveOptions(Options):
-    """Of `trainer.objective.Objective`: the built-in components of the loss."""
+    """Options of `trainer.objective.Objective`: the built-in components of the loss."""
 
     token_ce: Factor = 1.0
     """Factor of the cross-entropy; 0: off, for a model with its own loss."""
@@ -179,22 +188,21 @@ class ObjectiveOptions(Options):
 
 @part_options
 class TrackerOptions(Options):
-    """Of `trainer.metrics.MetricsTracker`."""
+    """Options of `trainer.metrics.MetricsTracker`."""
 
     log_interval: Count = 10
     """Steps between logged steps; step 1 and the last step are always logged."""
-    smoothing_alpha: Annotated[float, Limits(gt=0, le=1)] = 0.1
-    """Weight of the newest value in the moving averages `smoothed/*`."""
     peak_tflops: Amount = 0.0
     """Peak TFLOPS of one device, for MFU; 0: by the device's name."""
 
 
 @part_options
 class StrategyOptions(Options):
-    """Of `trainer.distributed.strategy.strategy_for`: how the ranks share the model."""
+    """Options of `trainer.distributed.strategy.strategy_for`: how the ranks share the model."""
 
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over the ranks of each replica."""
+    """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over
+    the ranks of each replica."""
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True
@@ -202,4 +210,4 @@ class StrategyOptions(Options):
     accumulate: Literal["shards", "whole"] = "shards"
     """fsdp and hsdp. shards: average gradients in every micro-batch; whole: once per step."""
     find_unused_parameters: bool = False
-    """ddp: allow parameters that some micro-batches do not use; DDP searches for them in every step."""
+    """ddp: allow parameters that a micro-batch does not use; DDP searches in every step."""

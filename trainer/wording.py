@@ -11,14 +11,11 @@ EXAMPLES = 3
 
 
 def printable(text: str) -> str:
-    """The text with everything that a terminal might act on as an escape: `\\n`, `\\x1b`, `\\u202e`.
+    """The text with everything that a terminal might act on as an escape: `\\n`, `\\u202e`.
 
-    Names of files and modalities may hold control characters, marks that reverse the reading direction, and bytes that
-    are not UTF-8 (in Python, lone surrogates; shown as the byte, `\\xff`).
+    Bytes that are not UTF-8, in Python lone surrogates, are shown as bytes, `\\xff`.
     """
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else _escape(character) for character in text)
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
 def printable_lines(text: str) -> str:
@@ -27,6 +24,8 @@ def printable_lines(text: str) -> str:
 
 
 def _escape(character: str) -> str:
+    if character.isprintable():
+        return character
     if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8, as os.fsdecode returns it
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
@@ -41,38 +40,39 @@ def message_of(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """`ValueError: the message`; without a message where it was raised: `AssertionError: at /home/me/model.py:12`."""
+    """`ValueError: the message`; without one: `AssertionError: at /home/me/model.py:12`."""
     text = message_of(error)
-    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+    frames = traceback.extract_tb(error.__traceback__)
+    if not text and frames:
         text = f"at {frames[-1].filename}:{frames[-1].lineno}"
     return f"{type(error).__name__}: {text}"
 
 
 def short_repr(value: object) -> str:
-    """What a value of somebody else's is, in some 40 characters at most; the name of its type where it does not say."""
+    """A foreign value's repr in some 40 characters, or its type if that fails."""
     try:
         return printable(reprlib.repr(value))
-    except Exception:  # noqa: BLE001 - a class of the user's own may do anything; so do integers of 5,000 digits
+    except Exception:  # noqa: BLE001 - a class of the user's own may do anything
         return f"a value of type {type(value).__name__}"
 
 
 def few(names: Sequence[str]) -> str:
     """Some examples of many names: `a, b, c and 12 more`."""
+    text = printable(", ".join(names[:EXAMPLES]))
     more = len(names) - EXAMPLES
-    return printable(", ".join(names[:EXAMPLES])) + (f" and {more:,} more" if more > 0 else "")
+    return f"{text} and {more:,} more" if more > 0 else text
 
 
 def listed(names: Sequence[str]) -> str:
     """All names as a list in a sentence: `a, b and c`."""
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """A number with at most `digits` significant digits, more before the decimal point: 12,345, 0.0213, 3.2e-05, nan."""
+    """A number with at most `digits` significant digits after the point: 12,345, 3.2e-05."""
     if not math.isfinite(value):
         return str(value)
-    if value == int(value) and abs(value) < 1e15:
+    if value == int(value) and abs(value) < 1e15:  # so far every digit counts
         return f"{int(value):,}"
     if 10 ** (digits - 1) <= abs(value) < 1e9:
         return f"{value:,.0f}"
@@ -80,7 +80,8 @@ def number_text(value: float, digits: int = 4) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """`1 stream`, `2 streams`, `1,234 passes`, `2.5 passes`: the number, and the noun in singular or plural."""
+    """`1 stream`, `2 streams`, `1,234 passes`, `2.5 passes`."""
     shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"
-    ending = "" if shown == "1" else "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{shown} {noun}{ending}"
+    if shown == "1":
+        return f"1 {noun}"
+    return f"{shown} {noun}es" if noun.endswith(("s", "ch")) else f"{shown} {noun}s"

@@ -1,9 +1,11 @@
-"""A plain PyTorch loop, alone or under DDP, with the noise scale and a record that `train diagnose` reads.
+"""A plain PyTorch loop, alone or under DDP, with the noise scale and a record that `train diagnose`
+reads.
 
     python examples/loops/plain_pytorch.py                                # one process
     torchrun --nproc_per_node=2 examples/loops/plain_pytorch.py           # DDP, gloo on CPUs or nccl on GPUs
 
-Lines that a loop without them would not have are marked: GNS for the noise scale, REC for the record.
+Lines that a loop without them would not have are marked: GNS for the noise scale, REC for the
+record.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ def train(steps: int, micro_batches: int, batch_size: int, out: Path) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if dist.is_initialized():
-            dist.all_reduce(loss_sum, dist.ReduceOp.AVG if loss_sum.is_cuda else dist.ReduceOp.SUM)
-            loss_sum /= 1 if loss_sum.is_cuda else world_size  # gloo has no average
+            dist.all_reduce(loss_sum)
+            loss_sum /= world_size  # gloo has no average
         tokens = world_size * micro_batches * batch_size * (LENGTH - 1)  # REC: targets
         is_end = step == steps  # REC: the last step is logged whatever the interval
         tracker.end_step(  # REC

@@ -11,7 +11,8 @@ VOCAB, WIDTH, LENGTH = 64, 32, 16
 
 
 class Counting(Dataset[dict[str, Tensor]]):
-    """Rows of tokens that count up from a random start; one in four is replaced by a random one, so part of the loss stays."""
+    """Rows of tokens that count up from a random start; one in four is replaced by a random one, so
+    part of the loss stays."""
 
     def __len__(self) -> int:
         return 4096

@@ -4,7 +4,8 @@
     python examples/loops/with_accelerate.py                              # one process
     torchrun --nproc_per_node=2 examples/loops/with_accelerate.py         # DDP; or `accelerate launch`
 
-Lines that a loop without them would not have are marked: GNS for the noise scale, REC for the record.
+Lines that a loop without them would not have are marked: GNS for the noise scale, REC for the
+record.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def train(steps: int, m: int, batch_size: int, out: Path) -> None:
             count, rows = count + 1, rows + rows_now
             loss_sum += loss.detach() * rows_now
             if accelerator.sync_gradients:
-                # The last window of an epoch may be shorter, with the same factor: it is not measured.
+                # The last window of an epoch may be shorter, with the same factor: it is not
+                # measured.
                 noise = gns.step() if count == m else {}  # GNS: before clipping
                 grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -1,4 +1,5 @@
-"""Hugging Face `Trainer`, with the noise scale and a record that `train diagnose` reads, as a callback.
+"""Hugging Face `Trainer`, with the noise scale and a record that `train diagnose` reads, as a
+callback.
 
     pip install transformers accelerate
     python examples/loops/with_hf_trainer.py                              # one process
@@ -35,24 +36,27 @@ from trainer.options import TrackerOptions
 class Measure(TrainerCallback):  # type: ignore[misc]
     """Measures every optimizer step and writes metrics.jsonl.
 
-    Rows must have the same number of target tokens (packed data): then the Trainer's loss of a micro-batch is its mean
-    divided by m, whether it divides by m or by the tokens of the step. The Trainer clips before any callback sees the
-    gradient, which would change the measured norm, so its clipping must be off; this callback clips instead. The loss of a
-    row is the Trainer's own, a mean over the steps since the last one. Evaluations during training are written too.
-    One directory is one run: the record in `out` is appended to.
+    Rows must have the same number of target tokens (packed data): then the Trainer's loss of a
+    micro-batch is its mean divided by m, whether it divides by m or by the tokens of the step. The
+    Trainer clips before any callback sees the gradient, which would change the measured norm, so
+    its clipping must be off; this callback clips instead. The loss of a row is the Trainer's own, a
+    mean over the steps since the last one. Evaluations during training are written too. One
+    directory is one run: the record in `out` is appended to.
     """
 
     def __init__(self, out: Path, max_grad_norm: float = 1.0) -> None:
         self.out, self.max_grad_norm, self.is_training = out, max_grad_norm, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Refuse settings that would make numbers wrong; register the hooks on the parameters, which DDP shares with `model`.
+        """Refuse settings that would make numbers wrong; register the hooks on the parameters,
+        which DDP shares with `model`.
 
         Raises:
             ValueError: such a setting, and what to set instead.
         """
         refuse(args)
-        # Callbacks do not see the batches. The model does, and an epoch's last batch may be shorter.
+        # Callbacks do not see the batches. The model does, and an epoch's last batch may be
+        # shorter.
         self.counting = model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
         group = dist.group.WORLD if args.world_size > 1 else None  # over which DDP averages gradients
         self.gns = GradientNoiseScale(model, process_group=group, weights_are_tokens=False)
@@ -83,14 +87,16 @@ class Measure(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """After the window's last micro-batch: measure, then clip."""
         self._end_micro(args)
-        # The last window of an epoch may be shorter, with other factors on its losses: it is not measured.
+        # The last window of an epoch may be shorter, with other factors on its losses: it is not
+        # measured.
         if self.rows == self.rows[:1] * args.gradient_accumulation_steps:
             self.noise = self.gns.step()
         self.lr = optimizer.param_groups[0]["lr"]  # which the scheduler changes after the step
         self.grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After an update that is not logged; the loss is known on logged ones alone, and the last is made one of them."""
+        """After an update that is not logged; the loss is known on logged ones alone, and the last
+        is made one of them."""
         control.should_log |= state.global_step >= state.max_steps
         if not control.should_log:
             self._end_step(args, state, None)
@@ -101,7 +107,8 @@ class Measure(TrainerCallback):  # type: ignore[misc]
             self._end_step(args, state, float(logs["loss"]))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any, **_: Any) -> None:
-        """After an evaluation during training: its numbers, but not its own speed (`eval_runtime` and the like)."""
+        """After an evaluation during training: its numbers, but not its own speed (`eval_runtime`
+        and the like)."""
         if self.is_training:
             numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
             speeds = {key for key in numbers if key.endswith(("_runtime", "_time", "_per_second"))}

@@ -1,4 +1,5 @@
-"""A Lightning `Trainer`, with the noise scale and a record that `train diagnose` reads, as a callback.
+"""A Lightning `Trainer`, with the noise scale and a record that `train diagnose` reads, as a
+callback.
 
 pip install lightning
 python examples/loops/with_lightning.py                               # one process
@@ -32,10 +33,11 @@ from trainer.options import TrackerOptions
 
 
 class Measure(lightning.Callback):  # type: ignore[misc]
-    """Measures every optimizer step and writes metrics.jsonl. For automatic optimization, with rows of equal length.
+    """Measures every optimizer step and writes metrics.jsonl. For automatic optimization, with rows
+    of equal length.
 
-    What a validation logs as `val_loss` or `val/loss` is written as `eval_loss`. One directory is one run: the record in
-    `out` is appended to.
+    What a validation logs as `val_loss` or `val/loss` is written as `eval_loss`. One directory is
+    one run: the record in `out` is appended to.
     """
 
     def __init__(self, out: Path) -> None:
@@ -99,7 +101,8 @@ class Measure(lightning.Callback):  # type: ignore[misc]
         self.count = 0
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """After a validation during training; pass `sync_dist=True` to `self.log` where there are several ranks."""
+        """After a validation during training; pass `sync_dist=True` to `self.log` where there are
+        several ranks."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             logged = trainer.callback_metrics.items()
             found = {key[len("val_") :]: value for key, value in logged if key.startswith(("val_", "val/"))}

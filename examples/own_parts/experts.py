@@ -1,7 +1,8 @@
 """A mixture of experts with a balance loss: train --config experts.toml.
 
-`loss_keys` and `metric_keys` name the losses and metrics in the model's output. The run trains on the loss with the weight that
-`[objective.losses]` gives it, and reports `objective/balance` and `moe/*`.
+`loss_keys` and `metric_keys` name the losses and metrics in the model's output. The run trains on
+the loss with the weight that `[objective.losses]` gives it, and reports `objective/balance` and
+`moe/*`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ register(
 
 
 class Experts(nn.Module):
-    """Each token goes through the expert that its router prefers (Fedus et al. 2021, Switch Transformers)."""
+    """Each token goes through the expert that its router prefers (Fedus et al. 2021, Switch
+    Transformers)."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
@@ -71,11 +73,13 @@ class MixtureModel(nn.Module):
         self.head = nn.Linear(dim, vocab_size)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        """Logits [B, T, V] of int64 [B, T] tokens, the state after the last token, losses and metrics."""
+        """Logits [B, T, V] of int64 [B, T] tokens, the state after the last token, losses and
+        metrics."""
         hidden, last = self.gru(self.embedding(tokens), None if state is None else state[None].contiguous())
         mixed, probabilities, choices = self.mixture(hidden)
         shares = choices.mean(1, keepdim=True)  # [B, 1, E], of a row's tokens
-        # Its mean over tokens is E sum_e f_e P_e, 1 in balance. Within a row it does not depend on how rows are batched.
+        # Its mean over tokens is E sum_e f_e P_e, 1 in balance. Within a row it does not depend on
+        # how rows are batched.
         balance = probabilities.shape[-1] * (shares * probabilities).sum(-1)  # [B, T]
         metrics = {
             "moe/max_share": shares.amax(-1).mean(),

@@ -1,4 +1,5 @@
-"""A custom model, stream format and extension, named in own.toml, without registration or changes to the trainer."""
+"""A custom model, stream format and extension, named in own.toml, without registration or changes
+to the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from trainer.training.extension import Extension
 class GruModel(nn.Module):
     """An `nn.GRU` that works with the ledger: its input and output states are [B, state_width].
 
-    Only `state_width` and `forward` are required. `flops_per_token` is optional: with it a run reports MFU.
+    Only `state_width` and `forward` are required. `flops_per_token` is optional: with it a run
+    reports MFU.
     """
 
     def __init__(self, vocab_size: int, dim: int) -> None:
@@ -35,7 +37,8 @@ class GruModel(nn.Module):
 
 
 def build_model(vocab_size: int, dim: int, num_layers: int, *, widen: int = 1) -> nn.Module:
-    """`[model] target`: called with the sizes of the table and the keys of `[model] args` (here `widen`)."""
+    """`[model] target`: called with the sizes of the table and the keys of `[model] args` (here
+    `widen`)."""
     if num_layers != 1:
         raise ValueError(f"this model has one layer, the config asks for {num_layers}")  # reject what is not supported
     return GruModel(vocab_size, dim * widen)
@@ -44,8 +47,8 @@ def build_model(vocab_size: int, dim: int, num_layers: int, *, widen: int = 1) -
 def load_csv(path: Path, options: ReadOptions) -> TokenTable:
     """`format`: reads a file's documents; here a document is the column `sentence` of a row.
 
-    The result is one array of token ids with the boundaries of the documents. `options` has the run's tokenizer. The
-    trainer checks the result and splits it into cells.
+    The result is one array of token ids with the boundaries of the documents. `options` has the
+    run's tokenizer. The trainer checks the result and splits it into cells.
     """
     with path.open(encoding="utf-8", newline="") as file:
         pieces = [options.tokenizer.encode(row["sentence"]) for row in csv.DictReader(file)]
@@ -67,7 +70,8 @@ register(
 
 
 class Saturation(Extension):
-    """`[[extension]]`: reports what the model measured, on every logged step, as a mean over micro-batches and ranks."""
+    """`[[extension]]`: reports what the model measured, on every logged step, as a mean over
+    micro-batches and ranks."""
 
     metric_keys = (SATURATION,)
 

@@ -13,7 +13,8 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from bench_table import Figure, bench_parser, growth_mb, in_child, ratio_figure, run_bench
@@ -35,28 +36,29 @@ class TimedNoiseScale(GradientNoiseScale):
         self.own_seconds = 0.0
         super().__init__(model)
 
-    def _measure(self, index: int, grad: Tensor) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         began = self._clock()
-        super()._measure(index, grad)
+        yield
         self.own_seconds += self._clock() - began
+
+    def _measure(self, index: int, grad: Tensor) -> None:
+        with self._timed():
+            super()._measure(index, grad)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        began = self._clock()
-        super()._accumulated(parameter)
-        self.own_seconds += self._clock() - began
+        with self._timed():
+            super()._accumulated(parameter)
 
     def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
-        """Time the original."""
-        began = self._clock()
-        super().end_micro(kappa, example_weights)
-        self.own_seconds += self._clock() - began
+        with self._timed():
+            super().end_micro(kappa, example_weights)
 
     def take(self, grad_sq: Tensor) -> None:
         """Finish a window with the square norm measured for clipping."""
-        began = self._clock()
-        *sums, square = torch.cat([self.local_sums(), grad_sq.reshape(1)]).tolist()
-        self.finish(sums, square)
-        self.own_seconds += self._clock() - began
+        with self._timed():
+            *sums, square = torch.cat([self.local_sums(), grad_sq.reshape(1)]).tolist()
+            self.finish(sums, square)
 
 
 class Snapshots:
@@ -64,19 +66,14 @@ class Snapshots:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._before: Tensor | None = None
+        self.before: Tensor | None = None  # of the window
         self.sum_sq = 0.0
 
     def measure(self) -> None:
-        """After a backward."""
         snapshot = torch.cat([p.grad.detach().float().flatten() for p in self._parameters if p.grad is not None])
-        micro = snapshot if self._before is None else snapshot - self._before
-        self._before = snapshot
+        micro = snapshot if self.before is None else snapshot - self.before
+        self.before = snapshot
         self.sum_sq += float((micro.double() * micro.double()).sum().item())
-
-    def reset(self) -> None:
-        """After a window."""
-        self._before, self.sum_sq = None, 0.0
 
 
 class Bench:
@@ -114,7 +111,7 @@ class Bench:
         if kind == "hooks":
             self.gns.take(grad_sq)
         elif kind == "snapshot":
-            self._snapshots.reset()
+            self._snapshots.before = None
         shrink = min(1.0, 1.0 / (math.sqrt(float(grad_sq)) + 1e-6))
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], shrink)
         self._optimizer.step()
@@ -169,8 +166,7 @@ def figures(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of m = 8; fewer micro-batches get more")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 8])
@@ -179,7 +175,3 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
     parser.add_argument("--seq-len", type=int, default=128)
     run_bench("gns", parser, figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -40,8 +40,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter")
 
 def over_streams(sizes: Sequence[int], batches: int) -> tuple[Points, Points]:
     """Microseconds per batch with its metrics, median of five turns, and seconds to open; eight streams are read at once."""
-    per_batch: Points = []
-    opening: Points = []
+    per_batch, opening = Points(), Points()
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
             first, *others = (Path(name, f"s{number:06d}.bin") for number in range(size))
@@ -84,13 +83,11 @@ def slope(points: Points) -> float:
 
 
 def figures_of(what: str, unit: str, points: Points, at_most: float) -> list[Figure]:
-    """Each point, and the slope with its goal."""
     rows = [Figure(f"{size:,} {what}", value, unit) for size, value in (points[0], points[-1])]
     return [*rows, Figure(f"growth with {what} (0 flat, 1 linear)", slope(points), "", at_most=at_most)]
 
 
 def measure(args: argparse.Namespace) -> list[Figure | Table]:
-    """All figures."""
     found: list[Figure] = []
     for world_size in args.ranks:
         silent, logged = count_collectives(world_size)
@@ -113,15 +110,10 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
     return [*found, Table("Collectives per step: their elements", ("strategy", *KINDS), rows)]
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--streams", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
     run_bench("growth", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

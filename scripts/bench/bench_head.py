@@ -15,9 +15,8 @@ from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, ove
 from torch import Tensor, nn
 
 from trainer.lab import transformer
-from trainer.model.wrappers import Headless
+from trainer.lab.chunked import ChunkedObjective, Headless
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import Loss
 
 VOCABULARIES = (257, 128_000)
@@ -45,7 +44,6 @@ def step(model: nn.Module, loss: Loss, tokens: Tensor) -> float:
 
 
 def draw(args: argparse.Namespace, vocab_size: int) -> Tensor:
-    """Tokens [B, T]."""
     return torch.randint(vocab_size, (args.rows, args.length), device=args.device)
 
 
@@ -74,8 +72,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -85,7 +82,3 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="sizes")
     parser.add_argument("--rounds", type=int, default=3)
     run_bench("head", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,16 +24,12 @@ from trainer.ledger import Ledger, LedgerOptions
 
 Ints = NDArray[np.int64]
 
-BATCH = 64
+BATCH, NUM_NEW, BLOCK = 64, 4, 25
 WIDTH = 512  # float32: 2 KiB
-NUM_NEW = 4
-BLOCK = 25
-MAX_OVER_BARE = 4.0
-MAX_OVER_BARE_WIDE = 1.3
+MAX_OVER_BARE, MAX_OVER_BARE_WIDE, MAX_GROWTH = 4.0, 1.3, 2.0
 WIDE = ((65_536, 2_048, 32), (500_000, 480, 16), (5_000_000, 48, 4))  # numbers of a state, groups held, groups a step
 WIDE_STEPS = 40
 MOST_BATCH_BYTES = 2 * 10**8
-MAX_GROWTH = 2.0
 
 
 def window_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
@@ -70,8 +66,7 @@ def measure(live: int, num_steps: int) -> tuple[float, float]:
     planned = [next(batches) for _ in range(num_steps)]
     places = [torch.from_numpy(rng.integers(0, live, BATCH)) for _ in range(num_steps)]
     gc.collect()
-    ours: list[float] = []
-    bare: list[float] = []
+    ours, bare = list[float](), list[float]()
     for first in range(0, num_steps, BLOCK):
         numbered = enumerate(planned[first : first + BLOCK], start=step + first + 1)
         ours += [seconds_of(partial(look_up_and_store, number, groups), "cpu") for number, groups in numbered]
@@ -84,11 +79,9 @@ def measure(live: int, num_steps: int) -> tuple[float, float]:
 class WideTimes:
     """Medians of a look-up and a store of wide states."""
 
-    over_bare: float
-    """Over the same rows without a ledger, step by step in turns."""
+    over_bare: float  # over the same rows without a ledger, step by step in turns
     seconds: float
-    host_seconds: float
-    """Until the calls return; on CUDA the device may still be at work."""
+    host_seconds: float  # until the calls return; on CUDA the device may still be at work
 
 
 def measure_wide(width: int, live: int, batch: int, *, device: str = "cpu", steps: int = WIDE_STEPS) -> WideTimes:
@@ -101,9 +94,7 @@ def measure_wide(width: int, live: int, batch: int, *, device: str = "cpu", step
     for first in range(0, live, batch):
         filled = np.arange(first, min(first + batch, live))
         ledger.store(filled, cells[: len(filled)], lasts[: len(filled)], states[: len(filled)])
-    ours: list[float] = []
-    bares: list[float] = []
-    on_host: list[float] = []
+    ours, bares, on_host = list[float](), list[float](), list[float]()
 
     def use_ledger() -> None:
         began = time.perf_counter()
@@ -126,7 +117,6 @@ def measure_wide(width: int, live: int, batch: int, *, device: str = "cpu", step
 
 
 def row_figures(args: argparse.Namespace) -> list[Figure]:
-    """States of `--row-bytes`."""
     found: list[Figure] = []
     for num_bytes in args.row_bytes:
         live = min(max(args.megabytes * 10**6 // num_bytes, 8), 65_536)
@@ -143,14 +133,12 @@ def row_figures(args: argparse.Namespace) -> list[Figure]:
 
 
 def figures(args: argparse.Namespace) -> list[Figure]:
-    """All sizes."""
     torch.manual_seed(0)
     if args.row_bytes:
         return row_figures(args)
     if args.device == "cuda":
         raise SystemExit("--device cuda needs --row-bytes: the groups are kept on the CPU")
-    found: list[Figure] = []
-    costs = []
+    found, costs = list[Figure](), []
     for live in args.live:
         ours, bare = measure(live, args.steps)
         costs.append(ours)
@@ -165,8 +153,7 @@ def figures(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__)
     parser.add_argument("--live", type=int, nargs="+", default=[10_000, 1_000_000], help="live groups")
     parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
@@ -175,7 +162,3 @@ def main() -> None:
     parser.add_argument("--wide-steps", type=int, default=WIDE_STEPS, help="with --row-bytes: steps per size")
     parser.add_argument("--megabytes", type=int, default=2000, help="with --row-bytes: of all states, at most 65,536")
     run_bench("ledger", parser, figures)
-
-
-if __name__ == "__main__":
-    main()

@@ -68,8 +68,7 @@ class Stateful(nn.Module):
         self._capacity, self._autocast = config.ledger.capacity, autocast_context(config, device)
         self._table = torch.zeros(self._capacity, width_of(self.model), device=device)  # [capacity, state_width]
         self._rows: dict[int, int] = {}
-        self.loss = torch.zeros((), device=device)
-        """Of the micro-batches since it was last set to zero."""
+        self.loss = torch.zeros((), device=device)  # since it was last taken
         if config.train.compile:
             compile_blocks(self.model)
 
@@ -92,7 +91,6 @@ class Stateful(nn.Module):
         return torch.tensor(rows, device=self._table.device)
 
     def take_loss(self) -> Tensor:
-        """That of the step."""
         loss, self.loss = self.loss, torch.zeros_like(self.loss)
         return loss
 
@@ -100,7 +98,7 @@ class Stateful(nn.Module):
 def optimizer_of(plan: Plan, model: Stateful) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """As the trainer's, with its learning rate per step."""
     config = plan.config
-    optimizer = build_optimizer(model.model, config.optimizer)
+    optimizer = build_optimizer(model.model, config.optimizer, plan.parts)
     table, steps, peak = config.scheduler, config.train.steps, config.optimizer.lr
     rates = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: lr_at(done + 1, steps=steps, peak=peak, table=table) / peak
@@ -109,7 +107,6 @@ def optimizer_of(plan: Plan, model: Stateful) -> tuple[torch.optim.Optimizer, to
 
 
 def bare(plan: Plan, device: torch.device, turn: Turn) -> None:
-    """The hand-written loop."""
     config, batches, model = plan.config, iter(Windows(plan, device)), Stateful(plan, device)
     optimizer, rates = optimizer_of(plan, model)
     for step in range(1, config.train.steps + 1):
@@ -167,7 +164,6 @@ def with_transformers(plan: Plan, device: torch.device, turn: Turn) -> None:
 
 
 def with_lightning(plan: Plan, device: torch.device, turn: Turn) -> None:
-    """Lightning's `Trainer`, with automatic optimization."""
     import lightning
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
@@ -208,29 +204,24 @@ OTHERS: dict[str, Loop] = {"bare loop": bare, "transformers": with_transformers,
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """Speed and memory, as figures."""
     names = [name for name in OTHERS if name == "bare loop" or importlib.util.find_spec(name)]
     runs = {name: partial(only, name, args) for name in ("trainer", *names)}
     launches = [run_in_turns(runs, args.device, args.steps) for _ in range(args.launches)]
     blocks = {name: [block for each in launches for block in each[name][1:]] for name in runs}
     times = {name: [block.seconds for block in each] for name, each in blocks.items()}
     ours = blocks.pop("trainer")
-    speeds = [
-        ratio_figure(
-            f"tokens per second, trainer over {name}", over(times[name], times["trainer"]), at_least=GOALS[args.device]
-        )
-        for name in blocks
-    ]
-    memory = [
-        Figure(f"peak memory, trainer over {name}", ours[-1].peak_mb / each[-1].peak_mb, "x", at_most=MAX_MEMORY)
-        for name, each in blocks.items()
-    ]
-    step = Figure("seconds per step: trainer", statistics.median(times["trainer"]) / LOG_INTERVAL, "s")
-    return [*speeds, *memory, step]
+    speeds, memory = [], []
+    for name, each in blocks.items():
+        ratios = over(times[name], times["trainer"])
+        what = f"tokens per second, trainer over {name}"
+        speeds.append(ratio_figure(what, ratios, at_least=GOALS[args.device]))
+        ratio, what = ours[-1].peak_mb / each[-1].peak_mb, f"peak memory, trainer over {name}"
+        memory.append(Figure(what, ratio, "x", at_most=MAX_MEMORY))
+    seconds = statistics.median(times["trainer"]) / LOG_INTERVAL
+    return [*speeds, *memory, Figure("seconds per step: trainer", seconds, "s")]
 
 
 def only(loop: str, args: argparse.Namespace, turn: Turn) -> None:
-    """Run one of the loops, in its turns."""
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as name:
         sets = [*(TINY if args.tiny else ()), *args.sets]
@@ -240,15 +231,10 @@ def only(loop: str, args: argparse.Namespace, turn: Turn) -> None:
         run(turn)
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu", sets=True)
     parser.add_argument("--config", type=Path, help="config of the run (default: 10 M parameters on synthetic text)")
     parser.add_argument("--tiny", action="store_true", help="shrink the config's model and batches: a rehearsal")
     parser.add_argument("--steps", type=int, default=20, help="steps of each process, a multiple of 10")
     parser.add_argument("--launches", type=int, default=7, help="processes of each loop")
     run_bench("loop", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

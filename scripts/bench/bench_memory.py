@@ -33,7 +33,6 @@ class Watch(StepWatcher):
         self.peaks: list[float] = []
 
     def update(self, step: int, loss: float, tokens: int) -> None:
-        """After a step."""
         is_cuda = self._device == "cuda"
         self.in_use.append((torch.cuda.memory_allocated() if is_cuda else resident_bytes()) / 1e6)
         self.peaks.append(peak_mb(self._device))
@@ -58,7 +57,6 @@ def measure_one(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, floa
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """Figures of the runs: plain, and on CUDA compiled."""
     own = [*SETS, *(TINY if args.device == "cpu" else ()), *args.sets]
     found = []
     runs = {"plain": own}
@@ -76,12 +74,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--steps", type=int, default=30, help="a multiple of the log interval, 10")
     run_bench("memory", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -71,7 +71,6 @@ def make_tracker(log_interval: int) -> MetricsTracker:
 
 
 def logged_us(repeats: int) -> float:
-    """A step that sends 60 keys to a file and to stdout."""
     with tempfile.TemporaryDirectory() as folder, open("/dev/null", "w", encoding="utf-8") as stdout:
         path = Path(folder, "metrics.jsonl")
         tracker = make_tracker(1)
@@ -86,7 +85,6 @@ def logged_us(repeats: int) -> float:
 
 
 def reduced_us(repeats: int) -> float:
-    """Reducing 60 keys on one rank."""
     keys = counter_and_gauge_keys(NUM_KEYS)
     plan = rank_operations(keys)
     sums = SumCount(torch.tensor(3.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64))
@@ -100,11 +98,8 @@ def reduced_us(repeats: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """All figures, in microseconds."""
-    unlogged, sections = (
-        median_us(make_step(make_tracker(10**9), {}, sections=of_sections), args.repeats)
-        for of_sections in (False, True)
-    )
+    both = [make_step(make_tracker(10**9), {}, sections=sections) for sections in (False, True)]
+    unlogged, sections = (median_us(step, args.repeats) for step in both)
     return [
         Figure("end_step, not logged", unlogged, "us", at_most=20),
         Figure("end_step, 60 keys to jsonl and stdout", logged_us(args.repeats), "us", at_most=250),
@@ -113,12 +108,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5000, help="steps of each measurement")
     run_bench("metrics", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,17 +22,13 @@ ACTIVE = 4  # steps that are profiled
 MOST_IDLE = 0.05  # of 277 million parameters
 LOG_INTERVAL = 1000  # the first step logs, and no other
 MOST_KERNELS = 25
-MOST_NAME = 90
+MOST_NAME = 90  # it may be a page of template arguments
 
 
 def profile_run(device: str, sets: Sequence[str], trace: Path) -> TraceSummary:
-    """Train with `--profile`, and keep the trace."""
-    own = [
-        f"metrics.log_interval={LOG_INTERVAL}",
-        f"metrics.profile={ACTIVE}",
-        *(TINY if device == "cpu" else ()),
-        *sets,
-    ]
+    own = [f"metrics.log_interval={LOG_INTERVAL}", f"metrics.profile={ACTIVE}", *sets]
+    if device == "cpu":
+        own = [*TINY, *own]
     trace.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         plan = plan_of(Path(name), GPU_CONFIG, steps=FIRST_PROFILED + ACTIVE, device=device, sets=own)
@@ -42,7 +38,6 @@ def profile_run(device: str, sets: Sequence[str], trace: Path) -> TraceSummary:
 
 
 def measure(found: TraceSummary) -> list[Figure | Table]:
-    """Figures, and the table of kernels."""
     figures = [
         Figure("profiled steps", found.num_steps),
         Figure("step", found.step_ms, "ms"),
@@ -53,10 +48,8 @@ def measure(found: TraceSummary) -> list[Figure | Table]:
         Figure("synchronizations on steps that do not log", found.num_synchronizations, at_most=0),
         Figure("waits for an event, per step", found.event_waits / found.num_steps),
     ]
-    rows = [
-        (short(kernel.name), kernel.calls, round(kernel.total_ms, 3), f"{kernel.share:.1%}")
-        for kernel in found.kernels[:MOST_KERNELS]
-    ]
+    kernels = found.kernels[:MOST_KERNELS]
+    rows = [(each.name[:MOST_NAME], each.calls, round(each.total_ms, 3), f"{each.share:.1%}") for each in kernels]
     tables = [Table(f"Time by kernel, over {found.num_steps} steps", ("kernel", "calls", "total ms", "share"), rows)]
     if found.num_synchronizations:
         calls = [(step, name, count) for step, each in found.synchronizations.items() for name, count in each.items()]
@@ -64,17 +57,7 @@ def measure(found: TraceSummary) -> list[Figure | Table]:
     return [*figures, *tables]
 
 
-def short(name: str) -> str:
-    """A kernel's name, which may be a page of template arguments."""
-    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..."
-
-
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--trace", type=Path, default=Path("build/trace.json.gz"), help="where the trace is written")
     run_bench("profile", parser, lambda args: measure(profile_run(args.device, args.sets, args.trace)))
-
-
-if __name__ == "__main__":
-    main()

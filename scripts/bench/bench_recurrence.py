@@ -46,7 +46,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, T, D]."""
         batch, length, dim = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, dim // HEAD_WIDTH, HEAD_WIDTH).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, 64]
@@ -77,12 +76,10 @@ def layers(dim: int, device: str) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def dtype_of(device: str) -> torch.dtype:
-    """What the layers compute in."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def seconds(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """One forward and backward."""
     x = x.detach().requires_grad_()
     return seconds_of(lambda: layer(x).sum().backward(), x.device.type)  # type: ignore[no-untyped-call]
 
@@ -133,14 +130,12 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     default = DEFAULT_SIZES[args.device]
     dim, tokens = args.dim or default["dim"], args.tokens or default["tokens"]
     torch.manual_seed(0)
-    found: list[Figure] = []
-    medians: dict[int, float] = {}
+    found, medians = list[Figure](), dict[int, float]()
     for length in args.lengths:
         x = torch.randn(tokens // length, length, dim, device=args.device, dtype=dtype_of(args.device))
         candidates = layers(dim, args.device)
-        times = in_turns(
-            {name: functools.partial(seconds, layer, x) for name, layer in candidates.items()}, args.rounds
-        )
+        runs = {name: functools.partial(seconds, layer, x) for name, layer in candidates.items()}
+        times = in_turns(runs, args.rounds)
         ours = times["recurrence"]
         medians[length] = statistics.median(ours)
         for other in ("gru", "attention"):
@@ -159,15 +154,10 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, help="default: 256 on the CPU, 1024 on CUDA")
     parser.add_argument("--tokens", type=int, help="tokens per batch, at every length; default: 4096, 32768 on CUDA")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=9)
     run_bench("recurrence", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

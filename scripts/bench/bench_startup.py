@@ -25,7 +25,6 @@ PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
 
 
 def seconds(command: Sequence[str]) -> float:
-    """Run time of a process."""
     environ = {**os.environ, "NO_COLOR": "1"}
     return seconds_of(lambda: subprocess.run(command, check=True, capture_output=True, env=environ), "cpu")
 
@@ -43,7 +42,6 @@ def seconds_to_first_step(command: Sequence[str]) -> float:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """All figures, measured in turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sets = [f"--set={each}" for each in (*overrides(1, "cpu"), f'run.dir="{folder}/runs"')]
@@ -67,12 +65,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     run_bench("start-up", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

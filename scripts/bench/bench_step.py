@@ -51,7 +51,6 @@ class GptBlock(nn.Module):
         self.out, self.down = nn.Linear(dim, dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, T, D]."""
         heads = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         queries, keys, values = heads.unbind()
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -70,7 +69,6 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(GptBlock(dim) for _ in range(num_layers))
 
     def forward(self, tokens: Tensor) -> ModelOutput:
-        """Predict from tokens [B, T]."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -83,30 +81,25 @@ class Gpt(nn.Module):
 
 
 def plan_here(folder: Path, family: str, args: argparse.Namespace, sets: Sequence[str] = ()) -> Plan:
-    """The run of a family."""
-    sizes = {
-        "model.dim": args.dim,
-        "model.num_layers": args.layers,
-        "data.seq_len": args.length,
-        "data.mixing.batch_size": args.rows,
-    }
-    own = [f"{key}={value}" for key, value in sizes.items() if value]
-    own += ["train.micro_batches=2", *([f"model.family={family}"] if family != "gpt" else ()), *sets, *args.sets]
-    return plan_of(folder, GPU_CONFIG, steps=args.steps, device=args.device, sets=[*(TINY if args.tiny else ()), *own])
+    sizes = {"model.dim": args.dim, "model.num_layers": args.layers, "data.seq_len": args.length}
+    sizes["data.mixing.batch_size"] = args.rows
+    own = [*TINY] if args.tiny else []
+    own += [f"{key}={value}" for key, value in sizes.items() if value]
+    if family != "gpt":
+        own.append(f"model.family={family}")
+    own += ["train.micro_batches=2", *sets, *args.sets]
+    return plan_of(folder, GPU_CONFIG, steps=args.steps, device=args.device, sets=own)
 
 
 def model_of(plan: Plan, family: str) -> nn.Module:
     """The model of a plan, or the plain GPT of its size."""
     table = plan.config.model
-    return (
-        Gpt(plan.vocab_size, table.dim, table.num_layers)
-        if family == "gpt"
-        else build_model(table, plan.vocab_size, parts=PARTS)
-    )
+    if family == "gpt":
+        return Gpt(plan.vocab_size, table.dim, table.num_layers)
+    return build_model(table, plan.vocab_size, parts=PARTS)
 
 
 def trained(family: str, sets: Sequence[str], args: argparse.Namespace, turn: Turn) -> None:
-    """The full trainer, in its turns."""
     with tempfile.TemporaryDirectory() as name:
         run_trainer(plan_here(Path(name), family, args, sets), Path(name), torch.device(args.device), turn)
 
@@ -135,7 +128,6 @@ def alone(family: str, args: argparse.Namespace, turn: Turn) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[Figure | Table]:
-    """Figures, and what they are made of."""
     figures: list[Figure] = []
     rows = []
     for family in args.families:
@@ -172,33 +164,25 @@ def loss_after(blocks: Sequence[Block]) -> str:
 
 
 def figures_of(family: str, size: int, speeds: dict[str, list[float]], blocks: dict[str, list[Block]]) -> list[Figure]:
-    """What has a goal, and what the variants gain."""
     if "run" not in speeds:
         return []
     is_small, own = size < SMALL, speeds["run"]
     goal = {"alone": 0.90 if is_small else 0.97, "without noise scale": 1 / (1.03 if is_small else 1.01)}
-    found = [
-        ratio_figure(f"{family}: tokens per second, run over {name}", over(own, each), at_least=goal.get(name))
-        for name, each in speeds.items()
-        if name != "run"
-    ]
-    first = Figure(f"{family}: first step after", blocks["run"][0].first_step_sec, "s", at_most=FIRST_STEP_SEC)
-    return [*found, first]
+    found, text = [], f"{family}: tokens per second, run over"
+    for name, each in speeds.items():
+        if name != "run":
+            found.append(ratio_figure(f"{text} {name}", over(own, each), at_least=goal.get(name)))
+    first = blocks["run"][0].first_step_sec
+    return [*found, Figure(f"{family}: first step after", first, "s", at_most=FIRST_STEP_SEC)]
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--families", nargs="+", default=["rglru"], help="gpt is a plain Transformer")
     parser.add_argument("--variants", nargs="+", default=["run", "alone"], choices=list(VARIANTS))
     for name in ("dim", "layers", "rows", "length"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: as in train_configs/gpu_1x.toml")
     parser.add_argument("--tiny", action="store_true", help="shrink models and batches: a rehearsal")
-    parser.add_argument(
-        "--steps", type=int, default=6 * LOG_INTERVAL, help=f"of each run, a multiple of {LOG_INTERVAL}"
-    )
+    several = f"of each run, a multiple of {LOG_INTERVAL}"
+    parser.add_argument("--steps", type=int, default=6 * LOG_INTERVAL, help=several)
     run_bench("step", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

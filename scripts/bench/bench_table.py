@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,26 +44,20 @@ class Figure:
 
     @property
     def goal(self) -> str:
-        """The goal in words."""
         limits = {"at least": self.at_least, "at most": self.at_most}
         return " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
 
 
-def median_figure(
-    name: str, values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
-) -> Figure:
-    """The median with the quartiles."""
+def median_figure(name: str, values: Sequence[float], unit: str, **goal: float | None) -> Figure:
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return Figure(name, middle, unit, low, high, at_least=at_least, at_most=at_most)
+    return Figure(name, middle, unit, low, high, **goal)
 
 
 def ratio_figure(name: str, ratios: Sequence[float], **goal: float | None) -> Figure:
-    """The median of paired ratios with their quartiles."""
     return median_figure(name, ratios, "x", **goal)
 
 
 def over(ours: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Paired ratios."""
     return [own / other for own, other in zip(ours, others, strict=True)]
 
 
@@ -134,21 +128,15 @@ class Table:
 
 
 def bench_parser(doc: str | None, *, device: str | None = None, sets: bool = False) -> argparse.ArgumentParser:
-    """The options that benchmarks share.
-
-    Args:
-        device: default of `--device`, if it is one of them.
-        sets: whether `--set` is.
-    """
+    """The options that benchmarks share; `--device` with this default and `--set` where asked for."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     if device:
         parser.add_argument("--device", default=device, choices=["cpu", "cuda"])
     if sets:
-        parser.add_argument(
-            "--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE"
-        )
+        options: Any = {"dest": "sets", "action": "append", "default": []}
+        parser.add_argument("--set", help="a setting of the config, KEY=VALUE", **options)
     return parser
 
 
@@ -163,8 +151,8 @@ def run_bench(
     figures = [each for each in found if isinstance(each, Figure)]
     tables = [each for each in found if isinstance(each, Table)]
     if args.json:
-        rows = [{**asdict(figure), "goal": figure.goal, "is_met": figure.is_met} for figure in figures]
-        content = {"figures": rows, "tables": [asdict(table) for table in tables]}
+        rows = [{**asdict(each), "goal": each.goal, "is_met": each.is_met} for each in figures]
+        content = {"figures": rows, "tables": list(map(asdict, tables))}
         print(json.dumps({"bench": bench, "machine": machine(), **content}))
     else:
         print(f"{bench}: {machine()}")
@@ -178,7 +166,6 @@ def run_bench(
 
 
 def as_text(figure: Figure) -> str:
-    """The number with its unit and quartiles."""
     spread = f" ({figure.low:.4g} to {figure.high:.4g})" if figure.low is not None and figure.high is not None else ""
     return f"{figure.value:.4g}{' ' + figure.unit if figure.unit not in ('', 'x') else ''}{spread}"
 

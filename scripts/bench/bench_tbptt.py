@@ -14,8 +14,8 @@ import torch
 from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
+from trainer.lab.cellwise import Cellwise
 from trainer.model import build
-from trainer.model.wrappers import Cellwise
 
 VOCAB = 256
 WAYS = ("one long cell", "in cells", "in cells, checkpointed")
@@ -76,8 +76,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -86,7 +85,3 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=8, help="cells per row, k")
     parser.add_argument("--rounds", type=int, default=5)
     run_bench("tbptt", parser, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -59,15 +59,10 @@ def build(vocab_size, dim, num_layers):
 """
 
 SETS = (
-    *overrides(STEPS, "cpu"),
-    f"metrics.log_interval={LOG_INTERVAL}",
-    'model.target="counted_model:build"',
+    *(*overrides(STEPS, "cpu"), f"metrics.log_interval={LOG_INTERVAL}"),
+    *('model.target="counted_model:build"', "model.dim=16", "model.num_layers=1"),
     "model.contract=false",  # whose calls would be counted too
-    "model.dim=16",
-    "model.num_layers=1",
-    "data.seq_len=32",
-    "data.mixing.num_streams_mixed=2",
-    "data.mixing.batch_size=2",
+    *("data.seq_len=32", "data.mixing.num_streams_mixed=2", "data.mixing.batch_size=2"),
 )
 
 
@@ -81,22 +76,15 @@ class Sent:
 
 
 def count_collectives(world_size: int, *sets: str) -> tuple[Sent, Sent]:
-    """Of rank 0: in a step that does not log, and in one that does.
-
-    Args:
-        sets: settings, as after `--set`.
-    """
+    """Of rank 0: in a step that does not log, and in one that does. `sets`: settings."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "counted_model.py").write_text(COUNTED_MODEL, encoding="utf-8")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         options = [f"--set={each}" for each in (*SETS, f"run.dir={folder}/runs", *sets)]
-        subprocess.run(
-            [*launcher, PROGRAM, "--config", str(write_config(folder)), *options],
-            env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"},
-            check=True,
-            capture_output=True,
-        )
+        command = [*launcher, PROGRAM, "--config", str(write_config(folder)), *options]
+        environ = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environ, check=True, capture_output=True)
         events = json.loads((folder / "events0").read_text(encoding="utf-8"))
     replicas = next((int(each.partition("replicas=")[2]) for each in sets if "replicas=" in each), 1)
     steps: list[list[tuple[str, list[list[int]]]]] = []

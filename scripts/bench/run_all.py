@@ -44,7 +44,6 @@ with quartiles in parentheses where measurements were paired. `make bench-loop` 
 
 
 def run(bench: str) -> dict[str, Any]:
-    """A benchmark's figures."""
     command = [sys.executable, str(HERE / f"bench_{bench}.py"), "--json", *SHORTER.get(bench, [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, flush=True)
@@ -79,7 +78,6 @@ def render(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Run them and write CSV and page after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), help="run only these")
     table = PAGE.with_suffix(".csv")

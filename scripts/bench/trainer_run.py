@@ -26,14 +26,9 @@ ALONE = RankInfo()
 GPU_CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "gpu_1x.toml"
 # For a rehearsal of the config above on the CPU.
 TINY = (
-    "data.seq_len=64",
-    "data.mixing.batch_size=4",
-    "model.dim=32",
-    "model.num_layers=2",
-    "train.micro_batches=2",
-    "ledger.capacity=64",
-    "data.mixing.num_streams_mixed=2",
-    "train.compile=false",
+    *("data.seq_len=64", "data.mixing.batch_size=4", "data.mixing.num_streams_mixed=2"),
+    *("model.dim=32", "model.num_layers=2", "ledger.capacity=64"),
+    *("train.micro_batches=2", "train.compile=false"),
 )
 
 CONFIG = """\
@@ -48,13 +43,11 @@ num_streams_mixed = 4
 batch_size = 4
 [[data.source]]
 name = "first"
-layout = "nested"
 root = "{corpus}"
 modalities = ["a"]
 weight = 3.0
 [[data.source]]
 name = "second"
-layout = "nested"
 root = "{corpus}"
 modalities = ["b"]
 weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 100 = 1.0 }} }}
@@ -79,7 +72,6 @@ class WatchSteps(Extension):
     watcher = StepWatcher()
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
-        """Pass it on."""
         WatchSteps.watcher.update(taken.step, outcome.loss, outcome.tokens)
 
 
@@ -105,16 +97,11 @@ def write_config(folder: Path) -> Path:
 
 
 def plan_of(folder: Path, given: Path | None, *, steps: int, device: str, sets: Sequence[str] = ()) -> Plan:
-    """The run to measure: from the given config, or from that of `write_config`.
-
-    Args:
-        sets: settings, as after `--set`.
-    """
+    """The run to measure: from the given config, or from that of `write_config`, with settings."""
     given = given or write_config(folder)
     watched = 'extension=[{target="trainer_run:WatchSteps"}]'
-    return make_plan(
-        load_config(given, [*overrides(steps, device), watched, *sets]), given, ALONE.world_size, parts=PARTS
-    )
+    config = load_config(given, [*overrides(steps, device), watched, *sets])
+    return make_plan(config, given, ALONE.world_size, parts=PARTS)
 
 
 def overrides(steps: int, device: str) -> list[str]:
@@ -127,11 +114,8 @@ def overrides(steps: int, device: str) -> list[str]:
 
 def run_trainer(plan: Plan, folder: Path, device: torch.device, watcher: StepWatcher) -> None:
     """Run the full trainer from its first to its last step; its payloads go nowhere."""
-    with (
-        open("/dev/null", "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.ExitStack() as stack,
-    ):
+    with open("/dev/null", "w") as nowhere, contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
         WatchSteps.watcher = watcher
         give_back_freed_blocks()  # as `train` does
         run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)

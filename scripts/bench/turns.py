@@ -27,13 +27,10 @@ class Block:
     """LOG_INTERVAL steps of a process, or one."""
 
     seconds: float
-    first_step_sec: float
-    """From the start of the process to the end of its first step."""
+    first_step_sec: float  # from the start of the process to the end of its first step
     peak_mb: float
-    losses: Sequence[float]
-    """Of each step."""
-    tokens: int
-    """If they are known."""
+    losses: Sequence[float]  # of each step
+    tokens: int  # if they are known
 
 
 class Turn(StepWatcher):
@@ -69,11 +66,8 @@ def steps_of_a_turn(device: str) -> int:
 
 
 def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, steps: int) -> dict[str, list[Block]]:
-    """The blocks of a process for each function; its first one warms up. Losses must agree at every step.
-
-    Raises:
-        RuntimeError: one failed.
-    """
+    """The blocks of a process for each function; its first one warms up. Losses must agree at every
+    step. Raises RuntimeError: one failed."""
     found: dict[str, list[Block]] = {name: [] for name in processes}
     spawn, connections = get_context("spawn"), {}
     each = steps_of_a_turn(device)
@@ -84,9 +78,8 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
         for turn, name in turns:
             if turn == 0:
                 connections[name], theirs = spawn.Pipe()
-                process = spawn.Process(
-                    target=_run, args=(processes[name], Turn(device, theirs), torch.get_num_threads())
-                )
+                given = (processes[name], Turn(device, theirs), torch.get_num_threads())
+                process = spawn.Process(target=_run, args=given)
                 process.start()
                 theirs.close()
                 stack.callback(process.join)
@@ -101,10 +94,10 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
     losses = {name: torch.tensor([loss for block in own for loss in block.losses]) for name, own in found.items()}
     for each_losses in losses.values():
         torch.testing.assert_close(each_losses, next(iter(losses.values())), rtol=TOLERANCE[device], atol=0.0)
-    size = LOG_INTERVAL // each
-    return {
-        name: [_joined(blocks[at : at + size]) for at in range(0, len(blocks), size)] for name, blocks in found.items()
-    }
+    size, joined = LOG_INTERVAL // each, {}
+    for name, own in found.items():
+        joined[name] = [_joined(own[at : at + size]) for at in range(0, len(own), size)]
+    return joined
 
 
 def _joined(steps: Sequence[Block]) -> Block:

@@ -29,15 +29,12 @@ class Check:
 
     part: str
     name: str
-    arguments: tuple[str, ...]
-    """Of the interpreter."""
+    arguments: tuple[str, ...]  # of the interpreter
     limit_sec: float
-    read: Callable[[Ended], Findings]
-    """Its findings; raises `ValueError` if it printed none."""
+    read: Callable[[Ended], Findings]  # its findings; raises `ValueError` if it printed none
 
     @property
     def key(self) -> str:
-        """As `Record.key`."""
         return f"{self.part}/{self.name}"
 
 
@@ -58,18 +55,14 @@ SETS = "--set objective.z_loss=0 --set objective.token_types=false --set train.m
 LOOP = f"--config train_configs/gpu_1x.toml --launches 1 {SETS}"
 SMALL = "--dim 384 --layers 12 --rows 8 --length 512"
 SMALL_SETS = "--set model.dim=384 --set model.num_layers=12 --set data.seq_len=512 --set data.mixing.batch_size=8"
-ONE = "--families"
+ONE, TRACE = "--families", "--trace build/gpu/trace.json.gz"
+HEAD = "--dim 1024 --rows 16 --length 1024 --chunk 2048 --vocabularies 32000 128000"
+LARGE_NOISE = "--dim 1024 --layers 12 --rows 16 --seq-len 1024 --micro-batches 2 8 --rounds 3"
 NOISE, GRAPHS = "--variants run 'without noise scale'", "--variants run 'without graphs'"
 # A part ends within 8 minutes on CUDA whatever happens; what has a goal comes first.
 BENCHES = (
     Bench("speed", "recurrence", 90, "--dim 1024 --tokens 32768", "--dim 64 --tokens 512 --lengths 64 256 --rounds 2"),
-    Bench(
-        "speed",
-        "gns",
-        120,
-        "--dim 1024 --layers 12 --rows 16 --seq-len 1024 --micro-batches 2 8 --rounds 3",
-        "--dim 64 --layers 2 --seq-len 32 --micro-batches 4 --rounds 1",
-    ),
+    Bench("speed", "gns", 120, LARGE_NOISE, "--dim 64 --layers 2 --seq-len 32 --micro-batches 4 --rounds 1"),
     Bench("speed", "step-small", 90, f"{SMALL} --steps 200", "--tiny --steps 20"),
     Bench("speed", "step-large", 90, "--steps 40", "--tiny --steps 20"),
     Bench("speed", "step-small-noise", 90, f"{SMALL} {NOISE} --steps 200", f"--tiny {NOISE} --steps 20"),
@@ -89,33 +82,19 @@ BENCHES = (
         for length in (1024, 4096)
         for family in ("rglru", "gated_delta", "transformer", "gpt")
     ),
-    Bench(
-        "speed",
-        "head",
-        120,
-        "--dim 1024 --rows 16 --length 1024 --chunk 2048 --vocabularies 32000 128000",
-        "--rows 2 --length 64 --rounds 1 --vocabularies 4096",
-    ),
+    Bench("speed", "head", 120, HEAD, "--rows 2 --length 64 --rounds 1 --vocabularies 4096"),
     Bench("ledger", "ledger", 200, ROW_BYTES, FEW_ROWS),
     Bench("memory", "memory", 400, "", "--steps 20"),
-    Bench(
-        "profile",
-        "profile",
-        300,
-        "--trace build/gpu/trace.json.gz --set train.micro_batches=2",
-        "--trace build/gpu-cpu/trace.json.gz",
-    ),
+    Bench("profile", "profile", 300, f"{TRACE} --set train.micro_batches=2", TRACE.replace("gpu", "gpu-cpu")),
 )
 
 
 def checks(root: Path, device: str, results: Path) -> list[Check]:
-    """All checks, part by part.
-
-    Args:
-        results: directory for what pytest writes.
-    """
+    """All checks, part by part; pytest writes to `results`."""
     found = [*_tests(root, results), *_benches(device)]
-    return found if device == "cuda" else [replace(each, limit_sec=SLOWER_ON_CPU * each.limit_sec) for each in found]
+    if device == "cuda":
+        return found
+    return [replace(each, limit_sec=SLOWER_ON_CPU * each.limit_sec) for each in found]
 
 
 def _tests(root: Path, results: Path) -> Iterator[Check]:
@@ -139,11 +118,8 @@ def _benches(device: str) -> Iterator[Check]:
 
 
 def read_tests(ended: Ended, report: Path) -> Findings:
-    """A row per test: from pytest's report, or from what it printed until it was killed.
-
-    Raises:
-        ValueError: no test was run.
-    """
+    """A row per test: from pytest's report, or from what it printed until it was killed. Raises
+    ValueError: no test was run."""
     rows = list(_of_report(report)) if report.exists() else []
     if not rows:
         rows = [Row(found["name"], STATUS[found["status"]]) for found in VERDICT.finditer(ended.stdout)]
@@ -162,11 +138,7 @@ def _of_report(report: Path) -> Iterator[Row]:
 
 
 def read_figures(ended: Ended, *, is_rehearsal: bool) -> Findings:
-    """The figures that a benchmark printed as JSON in its last line.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The figures that a benchmark printed as JSON in its last line. Raises ValueError: none."""
     lines = ended.stdout.strip().splitlines()
     if not lines:
         raise ValueError("it printed nothing")

@@ -19,8 +19,7 @@ GRACE_SEC = 3.0
 class Ended:
     """How a process ended."""
 
-    code: int | None
-    """Its exit code; None if it ran past its limit and was killed."""
+    code: int | None  # its exit code; None if it ran past its limit and was killed
     stdout: str
     stderr: str
     seconds: float

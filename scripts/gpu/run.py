@@ -126,11 +126,7 @@ def run_parts(
 
 
 def make_corpus(environ: dict[str, str]) -> None:
-    """Build the default corpus from the text of this machine, if it is not there.
-
-    Raises:
-        ValueError: it failed.
-    """
+    """Build the default corpus from the text of this machine, if it is not there. Raises ValueError."""
     if (CORPUS / "manifest.json").exists():
         return
     print("data/pytext ...", file=sys.stderr, flush=True)
@@ -141,7 +137,6 @@ def make_corpus(environ: dict[str, str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, merge, print a table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--part", default="all", choices=[*PARTS, "all"])
@@ -153,9 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for report in results.glob("*.xml"):  # what an earlier run has left would pass for this one's
         report.unlink()
     # The figures of a rehearsal mean nothing: they stay where git does not see them.
-    file = args.json or (
-        ROOT / "docs" / "benchmarks-gpu.json" if args.device == "cuda" else results / "benchmarks-gpu.json"
-    )
+    folder = ROOT / "docs" if args.device == "cuda" else results
+    file = args.json or folder / "benchmarks-gpu.json"
     known = checks(ROOT, args.device, results)
     chosen = [check for check in known if args.part in (check.part, "all") and args.check in check.name]
     environ, machine = environment(args.device), versions()

@@ -125,7 +125,7 @@ def test_a_model_that_looks_at_its_numbers_while_it_is_built_can_be_checked(chec
 
 
 def test_more_memory_than_there_is_is_a_warning(check, monkeypatch):
-    monkeypatch.setattr("trainer.training.setup.plausible.memory_bytes", lambda device: 60_000)
+    monkeypatch.setattr("trainer.tools.doubts.memory_bytes", lambda device: 60_000)
     assert "a step's tensors take 0.0 GB per rank at their most; cpu has 0.0 GB" in check(model(GOOD)).stderr
 
 

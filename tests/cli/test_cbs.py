@@ -23,8 +23,8 @@ from tests.support.grouped import run
 from tests.support.in_process import Ended, exit_code, program
 from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, write_tiny_config
+from trainer.ending import PARENT
 from trainer.tools.branching import run_branches
-from trainer.training.signals import PARENT
 
 STEP = 8
 OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500)

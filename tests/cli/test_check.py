@@ -48,7 +48,6 @@ EVAL = """
 every = 2
 [[eval.source]]
 name = "unseen"
-layout = "direct"
 paths = ["unseen/*.txt"]
 """
 

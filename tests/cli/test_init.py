@@ -105,7 +105,8 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     (tmp_path / "my data").mkdir()
     init(["my data" + make(tmp_path / "my data")], out="x.toml", minutes=0)
     config = load_config("x.toml")
-    found = (config.data.source[0].layout, config.data.tokenizer, config.data.vocab_size)
+    source = config.data.source[0]
+    found = ("nested" if source.root else "direct", config.data.tokenizer, config.data.vocab_size)
     assert found == (layout, tokenizer, vocab_size)
     plan = make_plan(config, Path("x.toml"), 1)
     assert plan.facts.groups_in_flight <= config.ledger.capacity

@@ -76,7 +76,6 @@ batching_mode = "per_stream"
 num_streams_mixed = 1
 [[data.source]]
 name = "hare"
-layout = "direct"
 paths = ["hare/*.jsonl"]
 [[data.source]]
 name = "tortoise"
@@ -92,7 +91,7 @@ num_layers = 1
 log_interval = 1
 per_source = {per_source}
 """
-FILES = 'layout = "direct"\npaths = ["tortoise/*.jsonl"]'
+FILES = 'paths = ["tortoise/*.jsonl"]'
 FORMAT = FILES + f'\nformat = "{__name__}:load_slowly"'
 
 

@@ -15,6 +15,7 @@ from tests.support.checkpoints import model_content
 from tests.support.on_device import train_apart, train_here
 from tests.support.ranks import differences
 from tests.support.runs import losses, read_rows
+from trainer.cli.parts import PARTS
 from trainer.config.schema import OptimizerTable
 from trainer.on_device import scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.optimizer import build_optimizer
@@ -81,7 +82,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_state_of_the_optimiz
 def test_found_inf_on_the_device_makes_a_step_do_nothing(device: torch.device, name: str, is_first: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(device)
-    optimizer = build_optimizer(model, OptimizerTable(name=name, lr=0.1, momentum=0.9))
+    optimizer = build_optimizer(model, OptimizerTable(name=name, lr=0.1, momentum=0.9), PARTS)
     assert supports_found_inf(optimizer)
 
     def step(is_bad: bool) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.grouped import run
 from tests.support.in_process import Ended, program
+from trainer.ending import PARENT
 from trainer.import_path import PROGRAM
 from trainer.tools.branching import run_branches
-from trainer.training.signals import PARENT
 
 
 class _Finished:

@@ -13,10 +13,10 @@ from tests.support.steps import make_step
 from trainer.data.batch import MicroBatch
 from trainer.distributed.shards import Layout
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, shard_units
+from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
 from trainer.training.step.step import StepOutcome
 
 CPU = torch.device("cpu")
@@ -70,14 +70,14 @@ OBJECTIVES["sum"] = Objective(own=lambda x, y: (missed(x, y)[y != -100].sum(), (
 pytestmark = pytest.mark.parametrize("loss", OBJECTIVES)
 
 
-def auxiliary(poison: float = 1.0) -> Auxiliary:
+def auxiliary(poison: float = 1.0) -> AuxiliaryLosses:
     by_rows = ("spread", "peak")
     own = {"confident": lambda **given: confident(**given, power=2) * poison, "peak": peak}
     losses = {
         name: AuxiliaryLoss("rows" if name in by_rows else "tokens", weight, own.get(name))
         for name, weight in WEIGHTS.items()
     }
-    return Auxiliary(losses, ("moe/max_share",))
+    return AuxiliaryLosses(losses, ("moe/max_share",))
 
 
 def rows() -> tuple[Tensor, Tensor]:

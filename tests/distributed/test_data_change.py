@@ -123,7 +123,6 @@ def test_accepting_nothing_changes_nothing(stopped, resume, tmp_path):
 SECOND = """
 [[data.source]]
 name = "second"
-layout = "nested"
 root = "{corpus}"
 modalities = ["b"]
 """

@@ -26,7 +26,7 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, Path]:
     for name, characters in (("one", 150), ("two", 600)):  # one group each
         (corpus / f"{name}.txt").write_text("abcdefghij" * (characters // 10), encoding="utf-8")
     config = write_tiny_config(directory, "[checkpoint]\nevery = 1\nkeep_last = 99\n")
-    source = f'data.source=[{{name="only",layout="nested",root="{directory / "corpus"}"}}]'
+    source = f'data.source=[{{name="only",root="{directory / "corpus"}"}}]'
     sets = ("data.mixing.batching_mode=device_per_stream", "data.max_group_cells=64", "train.micro_batches=1")
     train(config, directory / "run", source, *sets, "data.mixing.batch_size_by_modality={}", *ENDLESS, nproc=2)
     return directory / "run" / "config.resolved.toml", directory / "run"

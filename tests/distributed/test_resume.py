@@ -29,7 +29,7 @@ holdout_fraction = 0.2
 [checkpoint]
 every = 10
 """
-SETS = ("train.steps=30", "gns.ema=0.9", "metrics.per_layer=true")
+SETS = ("train.steps=30", "metrics.per_layer=true")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.support.runs import train as train_forked
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.model.weights import read_weights
+from trainer.lab.weights import read_weights
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.train_state import model_part

@@ -59,8 +59,8 @@ def _resumed(first: int, then: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
 
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 NAN = '{"what": "nan", "rank": 1, "step": 5}'
-RECALL = 'data.source=[{name="streams",layout="direct",paths=["recall/recall/*"]}]'
-MIXED = 'data.source=[{name="streams",layout="direct",paths=["recall/recall/*", "code/cpp/*"]}]'
+RECALL = 'data.source=[{name="streams",paths=["recall/recall/*"]}]'
+MIXED = 'data.source=[{name="streams",paths=["recall/recall/*", "code/cpp/*"]}]'
 CASES: dict[str, Case] = {
     "one_rank": Case(("gns.components_every=4", "metrics.per_layer=true", "metrics.per_source=true"), _ranks(1)),
     "ddp": Case(("ledger.probe_every=4", "sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),

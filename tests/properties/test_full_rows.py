@@ -248,7 +248,7 @@ def test_weights_are_shares_of_the_tokens_that_lanes_are_handed(num_sources, see
         for weights, bound in ((constants, 1 if num_sources == 2 else 2), (moving, 1 + np.log(num_sources))):
             reader = blend(streams, rows=2, repeat=True, weights=weights)
             for _, _ in zip(range(80), reader, strict=False):
-                given, expected = np.array(reader._counts), np.array(reader._given()[1])
+                given, expected = np.array(reader._counts), np.array(reader._due)
                 assert np.abs(given - expected).max() <= bound * longest + 1e-6
 
 
@@ -351,7 +351,7 @@ def test_a_source_of_whole_batches_shares_by_the_same_claims():
         reader, kinds = make(streams), Counter()
         for number, batch in zip(range(200), reader, strict=False):
             kinds[batch["targets"].shape] += 1
-            given, expected = np.array(reader._counts), np.array(reader._given()[1])
+            given, expected = np.array(reader._counts), np.array(reader._due)
             assert np.abs(given - expected).max() <= 2 * 12
             if number == 100:
                 state = json.loads(json.dumps(reader.state_dict()))

@@ -12,8 +12,8 @@ from torch import nn
 
 from trainer.data.batch import accepted_inputs
 from trainer.lab.gated_delta import build as build_gated_delta
+from trainer.lab.nested_state import carry_flat
 from trainer.model import build
-from trainer.model.protocol import carry_flat
 
 VOCAB = 13
 

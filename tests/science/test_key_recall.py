@@ -80,7 +80,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source_override(corpus: Path) -> str:
-    return f'data.source=[{{name="recall",layout="nested",root="{corpus}"}}]'
+    return f'data.source=[{{name="recall",root="{corpus}"}}]'
 
 
 def without_release(window: Sequence[MicroBatch]) -> list[MicroBatch]:

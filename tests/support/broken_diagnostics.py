@@ -51,10 +51,17 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.remote": "has faults of its own",
     "trainer.lab.storage": "has faults of its own",
     "trainer.lab.stored": "copies what is read",
+    "trainer.lab.auxiliary": "the loss",
+    "trainer.lab.chunked": "the loss",
+    "trainer.lab.weights": "weights of the model",
+    **dict.fromkeys(("trainer.lab.cellwise", "trainer.lab.nested_state"), "models"),
     "trainer.lab.contract_check": "refuses a model",
     "trainer.lab.contracts": "is what refuses it",
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
     "trainer.lab.batch_growth": "decides on the batch",
+    "trainer.lab.optimizers": "optimizers",
+    "trainer.lab.changed_data": "what a resume reads",
+    "trainer.lab.own_batches.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
         (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
@@ -63,10 +70,11 @@ NOT_DIAGNOSTIC = {
 SHOWN = (
     "trainer.lab",
     "trainer.objective.loss.token_type_sums",
-    "trainer.training.main.summarize",
+    "trainer.tools.summary.summarize",
     "trainer.training.run_dir.RunDir.keep_status",
     "trainer.training.step.details",
     "trainer.training.step.core_extensions",
+    "trainer.tools.mix_weights.MixWeights",
     "trainer.data.pool.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")

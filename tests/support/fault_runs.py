@@ -27,7 +27,7 @@ every = 5
 keep_last = 3
 """
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
-ARGUMENTS = ("--steps", STEPS, *overrides(*FAULTY, "gns.ema=0.9"))
+ARGUMENTS = ("--steps", STEPS, *overrides(*FAULTY))
 # Times are no state.
 MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
 

@@ -57,7 +57,7 @@ def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any
             "max_group_cells": rng.choice((8, 32)),
             "mixing": mixing,
             "source": [
-                {"name": "".join(part), "layout": "nested", "root": str(corpus), "modalities": part, "weight": weight}
+                {"name": "".join(part), "root": str(corpus), "modalities": part, "weight": weight}
                 for part, weight in zip(parts, weights, strict=False)
             ],
         },

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Language
 from tests.support.mutant_models import MUTANTS
-from trainer.lab.contracts import check, check_model
+from trainer.lab.contracts import check_model, soak
 from trainer.model.protocol import ModelOutput
 
 Change = Callable[[Any], Any]
@@ -676,7 +676,7 @@ def judge(name: str) -> str:
     """The line of the table for a model."""
     case = BROKEN.get(name) or Case(HONEST_MODELS[name], seq_len=64 if name in TWINS else 16)
     torch.manual_seed(0)
-    with patch.object(check, "LEAST_SECONDS", 600.0):  # how busy the machine is decides nothing
+    with patch.object(soak, "LEAST_SECONDS", 600.0):  # how busy the machine is decides nothing
         report = check_model(case.make(), vocab_size=VOCAB, seq_len=case.seq_len, max_seconds=600.0)
     found = report.breaches or (report.warnings if name in BROKEN else [])
     made, verdict = "broken" if name in BROKEN else "honest", found[0].status if found else "held"

@@ -11,12 +11,12 @@ from statistics import fmean
 from typing import Any, Final
 
 from trainer.tools.diagnostics import run as run_rules
-from trainer.tools.diagnostics.rule import series
+from trainer.tools.diagnostics.facts import series
 from trainer.tools.runs.load import RunRecord
 
 RECALL_LOSS: Final = "modality/recall/loss"
 SPEED_RULES: Final = frozenset(rule.name for rule in run_rules.SPEED_RULES)
-LONG_STREAMS: Final = 'data.source=[{name="streams",layout="nested",root="data/smoke_matrix/long"}]'
+LONG_STREAMS: Final = 'data.source=[{name="streams",root="data/smoke_matrix/long"}]'
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.runs import ROOT
 from trainer.tools import limits
-from trainer.training.setup import plausible
 
 TOOLS = ROOT / "trainer" / "tools"
 TABLE = TOOLS / "limits.py"
@@ -72,10 +71,6 @@ def test_every_threshold_is_read() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py"))
     own = TABLE.read_text(encoding="utf-8")
     assert [name for name in DEFINED if f"limits.{name}" not in text and own.count(name) < 2] == []
-
-
-def test_the_largest_learning_rate_is_the_one_that_check_warns_of() -> None:
-    assert limits.LARGEST_LR == plausible.LARGEST_LR
 
 
 @pytest.mark.parametrize(("picks", "nats"), [(200, 12.2), (1_000_000, 20.7), (0, 7.6)])

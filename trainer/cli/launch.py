@@ -1,4 +1,4 @@
-"""`train --config x.toml`: train in this process, or start ranks with torchrun's own elastic launcher (`--nproc`)."""
+"""`train --config x.toml`: train in this process, or on ranks of this machine (`--nproc`)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from trainer.cli.parts import PARTS
 from trainer.cli.terminal import refuse, uncollected
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
-from trainer.ending import STOP_SIGNALS
+from trainer.config.schema import RunConfig
+from trainer.ending import PARENT, STOP_SIGNALS, stop_with_parent
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.import_path import PROGRAM
-from trainer.training.signals import PARENT, StopRequest, say_stopping, stop_with_parent
+from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
 EXIT_CODE, RUN_DIR = "exit_code", "run_dir"
-# Of launchers that start processes which torchrun's ranks are not: how many there are, and which one this is.
+# Launchers of processes that are no ranks of torchrun: variables with their number and rank.
 OTHER_LAUNCHERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
 }
-# Mapping each smaller block anew would cost time, and so would returning the end of the heap after each step.
+# Smaller blocks would be mapped anew, and the heap's end be returned, in each step.
 MALLOC_OPTIONS = {"M_MMAP_THRESHOLD": (-3, 4 * 2**20), "M_TRIM_THRESHOLD": (-1, 64 * 2**20)}
 
 
@@ -51,32 +52,26 @@ def run_training(
     """Train in this process, or in `nproc` new ones; returns the run's exit code.
 
     Raises:
-        UserError: the config or the launch is wrong.
-        SystemExit: another mistake was found in this process, and printed.
+        UserError, SystemExit: a mistake, which in the latter case has been printed.
     """
     began = time.monotonic()
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
-        # A signal that ends the process (SIGBUS: a mapped file was cut; SIGSEGV) leaves the stack of what was being done.
+        # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
         faulthandler.enable()
     config = load_config(config_path, overrides)
     give_back_freed_blocks()
-    if "RANK" not in os.environ:
+    is_rank = "RANK" in os.environ
+    if not is_rank:
         _warn_of_runs_apart()
     if nproc is not None:
-        stop_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM), within_sec=config.distributed.timeout_sec)
-        if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-            problem = "this process is already a rank of torchrun"
-            raise UserError("--nproc", problem, "use torchrun or --nproc, not both")
         with located(config_path, overrides):
-            check_sharding(config, nproc)
-        if "torch" not in sys.modules:
-            _say(f"starting {counted(nproc, 'rank')}")
-        return launch_ranks(nproc, _without_nproc(sys.argv[1:]), uses_cuda=config.train.device != "cpu")
-    if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
+            return _train_on_ranks(config, nproc)
+    if not is_rank and "torch" not in sys.modules:  # whose import takes seconds
         _say("starting")
     if config.metrics.profile:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; its profiler says when it starts
-    # Before torch is imported, so that a signal during the import stops the run instead of killing it.
+        # Read when torch is imported: its profiler would say when it starts.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # Before torch is imported, whose import a signal would otherwise kill.
     stop = StopRequest(say_stopping)
     stop.install()
     timeout = config.distributed.timeout_sec
@@ -106,52 +101,67 @@ def run_training(
     return code
 
 
+def _train_on_ranks(config: RunConfig, nproc: int) -> int:
+    timeout = config.distributed.timeout_sec
+    stop_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM), within_sec=timeout)
+    if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        problem = "this process is already a rank of torchrun"
+        raise UserError("--nproc", problem, "use torchrun or --nproc, not both")
+    check_sharding(config, nproc)
+    if "torch" not in sys.modules:
+        _say(f"starting {counted(nproc, 'rank')}")
+    return launch_ranks(nproc, uses_cuda=config.train.device != "cpu")
+
+
 def _warn_of_runs_apart(environ: Mapping[str, str] = os.environ) -> None:
-    """Say it if another launcher has started several processes of this program, each of which trains a run of its own."""
+    """Warn of several processes of another launcher, each of which trains its own run."""
     for launcher, (size, rank) in OTHER_LAUNCHERS.items():
         number = environ.get(size, "")
         if number.isdecimal() and int(number) > 1 and environ.get(rank) == "0":
-            _say(
-                f"{launcher} started {number} of this: each trains a run of its own; start torchrun with it (docs/cli.md)"
-            )
+            apart = "each trains a run of its own; start torchrun with it (docs/cli.md)"
+            _say(f"{launcher} started {number} of this: {apart}")
 
 
 def give_back_freed_blocks(environ: Mapping[str, str] = os.environ) -> None:
-    """Have glibc return freed blocks of 4 MiB and more to the system, unless the user has set its threshold.
-
-    Its own threshold rises to 32 MiB with the blocks that are freed, and smaller ones stay in the process.
-    """
-    if "MALLOC_MMAP_THRESHOLD_" not in environ and "mmap_threshold" not in environ.get("GLIBC_TUNABLES", ""):
-        with suppress(OSError, AttributeError):  # another C library
-            for option in MALLOC_OPTIONS.values():
-                ctypes.CDLL(None).mallopt(*option)
+    """Have glibc return freed blocks of 4 MiB and more, unless the user has set its threshold."""
+    # Its own threshold rises to 32 MiB with the blocks that are freed, and smaller ones stay.
+    if "MALLOC_MMAP_THRESHOLD_" in environ or "mmap_threshold" in environ.get("GLIBC_TUNABLES", ""):
+        return
+    with suppress(OSError, AttributeError):  # another C library
+        for option in MALLOC_OPTIONS.values():
+            ctypes.CDLL(None).mallopt(*option)
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - a message for people
 
 
-def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
-    """Run `train <arguments>` on `nproc` ranks and return the exit code of the run.
+def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Pass the exit code, or the run's directory, to the launcher of `--nproc`, if any."""
+    if REPORT_FOLDER in environ:
+        path = Path(environ[REPORT_FOLDER], f"{what}_{environ.get('RANK')}")
+        with suppress(OSError):  # the launcher is gone
+            write_file(path, os.fsencode(value), sync=False)
 
-    torchrun turns every failure into 1; this returns the first failed rank's own code. Of a run that a signal stopped it is
-    the ranks' own code, 0 with a checkpoint; or 128 + the signal if one was ended before it had one. A rank that exits with 0
-    without saying that its run is over has failed.
 
-    Args:
-        uses_cuda: a rank takes a CUDA device, if there are any.
+def launch_ranks(nproc: int, *, uses_cuda: bool) -> int:
+    """Run this command line on `nproc` ranks and return the exit code of the run.
+
+    It is the first failed rank's own code (torchrun turns it into 1); after a stop signal the
+    ranks' own, 0 with a checkpoint, or 128 + the signal if one was ended without. A rank that exits
+    with 0 without saying that its run is over has failed.
 
     Raises:
-        UserError: there are CUDA devices, but fewer than ranks.
+        UserError: the run `uses_cuda`, and there are CUDA devices, but fewer than ranks.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         # torchrun never removes the directory of its logs, which stays empty here.
         # The loopback address: the name of this host need not resolve.
         own = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
-        # Those that the ranks take for a request to stop; nohup's ignored SIGHUP stays ignored.
+        # The signals that ask ranks to stop; nohup's ignored SIGHUP stays ignored.
         passed_on = [each.name for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-        own += [f"--signals-to-handle={','.join(passed_on)}", str(PROGRAM), *arguments]
+        own += [f"--signals-to-handle={','.join(passed_on)}", str(PROGRAM), *_without_nproc(sys.argv[1:])]
         os.environ.update({REPORT_FOLDER: folder, PARENT: str(os.getpid())})
         try:
             return _launch(own, nproc, uses_cuda=uses_cuda)
@@ -159,40 +169,8 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
             del os.environ[REPORT_FOLDER], os.environ[PARENT]  # later runs of the same caller have no launcher
 
 
-def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Pass this rank's exit code, or the run's directory, to the launcher of `launch_ranks`, if there is one."""
-    if REPORT_FOLDER in environ:
-        with suppress(OSError):  # the launcher is gone
-            write_file(Path(environ[REPORT_FOLDER], f"{what}_{environ.get('RANK')}"), os.fsencode(value), sync=False)
-
-
-def _reported(what: str, rank: int = 0) -> str | None:
-    try:
-        return os.fsdecode(Path(os.environ[REPORT_FOLDER], f"{what}_{rank}").read_bytes())
-    except OSError:
-        return None  # killed before it reported
-
-
-def _leave_status(reason: str) -> bool:
-    """Say in status.json why the run ended, if no rank was left to do it. False: one did, or the run had not begun."""
-    from trainer.training.run_dir import RunDir
-
-    if (path := _reported(RUN_DIR)) is None:
-        return False
-    run_dir = RunDir(Path(path))
-    status = run_dir.status()
-    if status.get("state") not in ("running", "died"):
-        return False
-    _say(f"train: {reason}")
-    with suppress(OSError):
-        run_dir.write_status(
-            "failed", reason=reason, step=status.get("last_step", 0), wandb_run_id=status.get("wandb_run_id")
-        )
-    return True
-
-
 def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
-    """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code."""
+    """Start ranks by torchrun's arguments `own`, and wait for their end; returns the exit code."""
     with uncollected():
         import torch
         from torch.distributed import run as torchrun
@@ -211,9 +189,9 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         reason = f"rank {rank} {_ending(failure.exitcode)}"
-        if not _leave_status(reason) and failure.exitcode < 0:  # it could say nothing itself
+        if not _leave_status(reason) and failure.exitcode < 0:  # killed: it could say nothing itself
             _say(f"train: {reason}")
-        return failure.exitcode if failure.exitcode > 0 else 1
+        return max(failure.exitcode, 1)  # below 0: a signal ended it
     except SignalException as error:
         codes = [_reported(EXIT_CODE, rank) for rank in range(nproc)]
         if None in codes:
@@ -228,17 +206,46 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
     return int(bool(silent))
 
 
+def _reported(what: str, rank: int = 0) -> str | None:
+    try:
+        return os.fsdecode(Path(os.environ[REPORT_FOLDER], f"{what}_{rank}").read_bytes())
+    except OSError:
+        return None  # killed before it reported
+
+
+def _leave_status(reason: str) -> bool:
+    """Write into status.json why the run ended, and return True, if no rank was left to do it."""
+    from trainer.training.run_dir import RunDir
+
+    path = _reported(RUN_DIR)
+    if path is None:
+        return False
+    run_dir = RunDir(Path(path))
+    status = run_dir.status()
+    if status.get("state") not in ("running", "died"):
+        return False
+    _say(f"train: {reason}")
+    wandb_run_id, step = status.get("wandb_run_id"), status.get("last_step", 0)
+    with suppress(OSError):
+        run_dir.write_status("failed", reason=reason, step=step, wandb_run_id=wandb_run_id)
+    return True
+
+
 def _ending(exit_code: int) -> str:
-    """How a rank ended that failed."""
+    """How a failed rank ended."""
     if exit_code > 0:
         return f"exited with {exit_code}"
-    hints = {signal.SIGBUS: "; a data file was cut while it was read, or its disk failed"}
-    hints |= {signal.SIGKILL: ", perhaps for want of memory"}
-    return f"was ended by {signal.Signals(-exit_code).name}{hints.get(signal.Signals(-exit_code), '')}"
+    hints = {
+        signal.SIGBUS: "; a data file was cut while it was read, or its disk failed",
+        signal.SIGKILL: ", perhaps for want of memory",
+    }
+    number = signal.Signals(-exit_code)
+    return f"was ended by {number.name}{hints.get(number, '')}"
 
 
 def _without_nproc(arguments: list[str]) -> list[str]:
-    """The command line of the ranks. torchrun's parser rejects `--nproc` even there, as an ambiguous option of its own."""
+    """The command line of the ranks."""
+    # torchrun's parser rejects `--nproc` even there, as an ambiguous option of its own.
     kept = []
     rest = iter(arguments)
     for argument in rest:

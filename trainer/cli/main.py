@@ -1,9 +1,10 @@
 """The program `train`: its options, its verbs, its exit codes.
 
-Exit codes: 0 done, or stopped with a checkpoint; 1 failed, or stopped before the first step; 2 a user error (one message, no
-traceback); 3 findings of `train diagnose` and `train doctor`, differences of `train replay` and `train bisect`.
-Neither this module nor a verb imports anything slow (torch, numpy, pydantic) at the top, so that `train --help` answers at
-once: a verb imports what it needs when it is called.
+Exit codes: 0 done, or stopped with a checkpoint; 1 failed, or stopped before the first step; 2 a
+user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`,
+differences of `train replay` and `train bisect`. Neither this module nor a verb imports anything
+slow (torch, numpy, pydantic) at the top, so that `train --help` answers at once: a verb imports
+what it needs when it is called.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from trainer.import_path import Parts
 app = typer.Typer(
     name="train",
     help="Train recurrent-state sequence models on mixed data streams, from a TOML config.",
-    epilog="Several ranks: train --nproc 8 --config x.toml, or torchrun --no-python --nproc_per_node=8 train --config x.toml.",
+    epilog="Several ranks: train --nproc 8 --config x.toml, or "
+    "torchrun --no-python --nproc_per_node=8 train --config x.toml.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # Options of `train` that stand for settings; `check` and `preview` take them, too.
-OF_TRAIN = {
+SETTINGS = {
     "steps": "train.steps",
     "resume": "checkpoint.resume",
     "stdout": "metrics.stdout",
@@ -40,7 +42,12 @@ OF_TRAIN = {
     "strategy": "distributed.strategy",
     "replicas": "distributed.replicas",
 }
-
+RESUME_HELP = "off, auto, or a checkpoint's path or URL (checkpoint.resume)."
+STRATEGY_HELP = "How ranks share the model (distributed.strategy)."
+STDOUT_HELP = "Format of stdout: json, line or off (metrics.stdout)."
+PROFILE_HELP = "Record N steps from the 11th on with torch's profiler (metrics.profile)."
+VERIFY_HELP = "Hash the whole content of the data, and compare it on a resume."
+ACCEPT_HELP = "Resume on changed data: changed sources begin their next epoch."
 
 _verbs = Parts(VERBS)
 for _name in VERBS:
@@ -58,31 +65,14 @@ def train(
     overrides: SetOption = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (train.steps).")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Run directory.", metavar="DIR")] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(help="off, auto, or a checkpoint's path or URL (checkpoint.resume).", metavar="off|auto|PATH"),
-    ] = None,
+    resume: Annotated[str | None, typer.Option(help=RESUME_HELP, metavar="off|auto|PATH")] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Number of ranks to start on this machine.")] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp")
-    ] = None,
+    strategy: Annotated[str | None, typer.Option(help=STRATEGY_HELP, metavar="ddp|fsdp|hsdp")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")] = None,
-    stdout: Annotated[
-        str | None, typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off")
-    ] = None,
-    profile: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Record N steps from the 11th on with torch's profiler (metrics.profile).", metavar="N"
-        ),
-    ] = None,
-    verify_data: Annotated[
-        bool, typer.Option("--verify-data", help="Hash the whole content of the data, and compare it on a resume.")
-    ] = False,
-    accept_data_change: Annotated[
-        bool,
-        typer.Option("--accept-data-change", help="Resume on changed data: changed sources begin their next epoch."),
-    ] = False,
+    stdout: Annotated[str | None, typer.Option(help=STDOUT_HELP, metavar="json|line|off")] = None,
+    profile: Annotated[int | None, typer.Option(min=1, help=PROFILE_HELP, metavar="N")] = None,
+    verify_data: Annotated[bool, typer.Option("--verify-data", help=VERIFY_HELP)] = False,
+    accept_data_change: Annotated[bool, typer.Option("--accept-data-change", help=ACCEPT_HELP)] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Train recurrent-state sequence models on mixed data streams, from a TOML config."""
@@ -93,12 +83,13 @@ def train(
         return
     verb = context.invoked_subcommand
     if verb is not None:
-        if given := [option for option, value in context.params.items() if value not in (None, False, [], ())]:
-            name = "--set" if given[0] == "overrides" else f"--{given[0].replace('_', '-')}"
+        given = [option for option, value in context.params.items() if value not in (None, False, [], ())]
+        if given:
+            name = f"--{given[0].replace('_', '-')}".replace("--overrides", "--set")
             raise UserError(name, f"stands before {verb}", f"write it after, if {verb} takes it: train {verb} --help")
         return
     config_path = require_config(config, "train")
-    options = {key: context.params[name] for name, key in OF_TRAIN.items()}
+    options = {key: context.params[name] for name, key in SETTINGS.items()}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     from trainer.cli.launch import run_training
 
@@ -126,11 +117,11 @@ def main() -> None:
 
 
 def run() -> None:
-    """Run the program and exit; the end of the process itself, which a user's threads may keep, is the caller's."""
+    """Run the program and exit. Python may still wait for a user's threads."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Paths may hold bytes that are not UTF-8, in Python lone surrogates: shown as escapes, not a traceback.
+            # Bytes of paths that are not UTF-8 are shown as escapes, not as a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
         with lab_or_refusal():
@@ -142,20 +133,23 @@ def run() -> None:
             refuse(f"{str(error.filename)[:60]}...: {error.strerror}; use a shorter path")
         if not isinstance(error, BrokenPipeError):
             raise
-        # Whoever read our stdout is gone. Python flushes stdout once more at exit, which must not fail.
+        # Whoever read our stdout is gone. Python flushes it once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        sys.exit(130)  # 128 + SIGINT, as of a process that the signal ends
     except SystemExit as error:
         from trainer.import_path import place_of
 
-        if place := place_of(error):  # not this program: a model or a data set that a verb builds
-            refuse(f"sys.exit({error.code!r}) was called{place} before the program was done; take the call out")
+        place = place_of(error)
+        if place:  # not this program: a model or a data set that a verb builds
+            called = f"sys.exit({error.code!r}) was called{place}"
+            refuse(f"{called} before the program was done; take the call out")
         raise
     except Exception as error:
-        # A wrong command line. Its exception is click's UsageError, which typer imports in some releases and carries a
-        # private copy of in others; `format_message` is what click documents for it, and both have it.
+        # A wrong command line. Its exception is click's UsageError, which typer imports in some
+        # releases and carries a private copy of in others; click documents `format_message`, and
+        # both have it.
         if not callable(getattr(error, "format_message", None)):
             raise
         refuse(_usage_message(error))
@@ -163,18 +157,19 @@ def run() -> None:
 
 
 def _with_settings(arguments: list[str]) -> list[str]:
-    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`. Raises UserError: a
-    key without a value."""
+    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`."""
     found: list[str] = []
     given = iter(arguments)
-    short = OF_TRAIN if arguments[:1] in (["check"], ["preview"]) else {}
+    short = SETTINGS if arguments[:1] in (["check"], ["preview"]) else {}
     for argument in given:
         key, is_whole, value = argument.removeprefix("--").partition("=")
         key = short.get(key, key)
         if not argument.startswith("--") or not re.fullmatch(r"\w+(\.[\w-]+)+", key):
             found += [argument]
             continue
-        if not is_whole and (value := next(given, "--")).startswith("--"):
+        if not is_whole:
+            value = next(given, "--")
+        if not is_whole and value.startswith("--"):
             raise UserError(argument, "has no value", f"write {argument} VALUE")
         found += ["--set", f"{key}={value}"]
     return found
@@ -183,19 +178,22 @@ def _with_settings(arguments: list[str]) -> list[str]:
 def _open_closed_streams() -> None:
     """Put the null device where stdin, stdout or stderr is closed (`2>&-`, some daemons).
 
-    Otherwise the next file that is opened, such as the record of a run, takes the number, and gets what is meant for people.
+    Otherwise the next file that is opened, such as the record of a run, takes the number, and gets
+    the messages for people.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - lives as long as we do
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as we do
+            setattr(sys, name, stream)
 
 
 def _usage_message(error: Exception) -> str:
     """A wrong command line in one line; empty where typer has printed the help already."""
-    if error.__cause__ is not None:  # a value that pydantic refused, in whose words newer releases of typer say so
+    # A value that pydantic refused: newer releases of typer would quote pydantic's own words.
+    if error.__cause__ is not None:
         from pydantic import ValidationError
 
         from trainer.config.messages import option_problem
@@ -204,6 +202,7 @@ def _usage_message(error: Exception) -> str:
             error.message = option_problem(error.__cause__)  # type: ignore[attr-defined]
     message = str(getattr(error, "format_message")())  # noqa: B009 - see above
     command = getattr(getattr(error, "ctx", None), "command_path", "train")
-    if given := re.search(r"[('](\S+\.toml)[)']", message):  # the config without its flag
+    given = re.search(r"[('](\S+\.toml)[)']", message)
+    if given:  # the config without its flag
         return f"{command}: {message.rstrip('.')}; did you mean --config {given[1]}?"
     return f"{command}: {message.rstrip('.')}; see {command} --help" if message else ""

@@ -1,4 +1,4 @@
-"""The verbs of `train` and the parts of a run that are not in the core; nothing else in the core names tools or lab."""
+"""The verbs, and a run's parts outside the core; nothing else in the core names tools or lab."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ VERBS = {
 }
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 
+_TOOLS = {
+    "doubts": "trainer.tools.doubts:doubts",
+    "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
+    "first messages": "trainer.tools.summary:announce",
+    "mix": "trainer.tools.mix_weights:MixWeights",
+    "mixing weights": "trainer.tools.mix_weights:restore_mix",
+    "noise outlook": "trainer.tools.summary:log_outlook",
+    "slow start": "trainer.tools.summary:log_start",
+    "rate change": "trainer.tools.doubts:warn_of_rate_change",
+    "summary": "trainer.tools.summary:summarize",
+    "unmet needs": "trainer.tools.doubts:unmet_needs",
+}
 _LAB = {
     # Extensions: checkpoints have their states under these names.
     "carry probe": f"{LAB}.carry_probe:StepProbe",
@@ -49,20 +61,34 @@ _LAB = {
     # Families of models.
     "gated_delta": f"{LAB}.flash_linear_attention:build",
     "transformer": f"{LAB}.transformer:build",
+    "torch_rnn": f"{LAB}.nested_state:TorchRnn",
     "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
     "batch growth": f"{LAB}.batch_growth:BatchGrowth",
+    "cells of a row": f"{LAB}.cellwise:Cellwise",
+    "changed data": f"{LAB}.changed_data:restart_changed",
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
+    "initial weights": f"{LAB}.weights:load_weights",
+    "loss in chunks": f"{LAB}.chunked:in_chunks",
     "losses by depth": f"{LAB}.depth:Depth",
+    "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
     "mirror": f"{LAB}.mirror",
+    "moved files": f"{LAB}.changed_data:with_former_names",
     "mix changes": f"{LAB}.mix:restore",
     "mix requests": f"{LAB}.mix:Requests",
+    "muon": f"{LAB}.optimizers:build_muon",
+    "nested states": f"{LAB}.nested_state:carry_flat",
     "out of memory": f"{LAB}.memory:explain",
-    "own batches": f"{LAB}.own_batches:OwnBatches",
-    "sources in a store": f"{LAB}.stored",
+    "own batches": f"{LAB}.own_batches:make",
+    "own evaluation": f"{LAB}.own_batches:OwnTask",
+    "own optimizer": f"{LAB}.optimizers:build_custom",
+    "recomputed blocks": f"{LAB}.cellwise:recompute_blocks",
+    "shard check": f"{LAB}.contract_check:refuse_bypassed_units",
+    "sources in a store": f"{LAB}.stored:streams_of",
+    "tensorboard": f"{LAB}.tensorboard:TensorboardSink",
     "tokenized text": f"{LAB}.tokenized",
 }
 
@@ -70,8 +96,7 @@ _LAB = {
 _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
 _MISSING = f"{LAB} is not installed"
-PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
-"""What a run is given."""
+PARTS = Parts(_TOOLS | (_LAB if _IS_THERE else {}), problem=_MISSING)  # that a run is given
 
 
 @contextmanager

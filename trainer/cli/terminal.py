@@ -1,4 +1,4 @@
-"""What the verbs of `train` share with `train` itself: options, how they import torch, text on a terminal, and refusals."""
+"""Shared by all verbs: options, the import of torch, text on a terminal, and refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -19,10 +18,10 @@ import typer
 from trainer.errors import UserError
 from trainer.wording import printable_lines
 
-ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a config value; repeatable.", metavar="TABLE.KEY=VALUE")
-]
+_config = typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")
+ConfigOption = Annotated[str | None, _config]
+_set = typer.Option("--set", help="Override a config value; repeatable.", metavar="TABLE.KEY=VALUE")
+SetOption = Annotated[list[str] | None, _set]
 
 
 def require_config(config: str | None, command: str) -> str:
@@ -34,10 +33,8 @@ def require_config(config: str | None, command: str) -> str:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without garbage collections, and leave what was imported out of all that follow: it stays anyway.
-
-    Some 20 % of the time that importing torch takes, and most of that of each later collection.
-    """
+    """Import without garbage collections, and leave the imported objects out of all later ones."""
+    # Some 20 % of the time that importing torch takes, and most of that of each later collection.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -49,12 +46,12 @@ def uncollected() -> Iterator[None]:
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text that may hold names of any file: nothing but its line breaks acts on the terminal."""
+    """Print text of any origin: only its line breaks act on the terminal."""
     typer.echo(printable_lines(text), err=err, nl=nl)
 
 
 EXIT_USER_ERROR = 2
-# A rank that has not answered by then is not waited for; those that have still agree on one speaker.
+# A rank that has not answered by then is not waited for.
 WAIT_FOR_RANKS_SEC = 60.0
 # For that agreement once the wait is over. torchrun kills a rank 30 s after its SIGTERM.
 AGREE_SEC = 20.0
@@ -71,51 +68,50 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     rank = os.environ.get("RANK", "0")
     is_waiting = False
     if message and speaker is None and os.environ.get("WORLD_SIZE", "1") != "1":
-        meeting = _Meeting(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
-        speaker, is_waiting = meeting.speaker(), meeting.is_alive()
-    # As soon as one rank has exited, torchrun ends the others. That must swallow neither the message nor the exit code.
+        speaker, is_waiting = _meet_ranks(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
+    # As soon as one rank has exited, torchrun ends the others. That must swallow neither the
+    # message nor the exit code.
     if "RANK" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if message and (speaker is None or str(speaker) == rank):
         prefix = "" if rank == "0" else f"[rank {rank}] "
-        print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
-    if is_waiting:  # C++ code in another thread may abort the process while the interpreter shuts down
+        print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201
+    if is_waiting:
+        # C++ code in another thread may abort the process while the interpreter shuts down.
         sys.stdout.flush()
         os._exit(EXIT_USER_ERROR)
     sys.exit(EXIT_USER_ERROR)
 
 
-class _Meeting(threading.Thread):
-    """Answers the other ranks that this one refuses. A thread, since it may block for long and signals must be handled."""
+def _meet_ranks(wait_sec: float) -> tuple[int | None, bool]:
+    """Tell the other ranks that this one refuses.
 
-    def __init__(self, wait_sec: float) -> None:
-        super().__init__(name="meeting", daemon=True)
-        self._end = time.monotonic() + wait_sec
-        self._speaker: int | None = None
+    Returns:
+        The rank that prints, None if the others cannot be reached; whether a thread still waits.
+    """
+    end = time.monotonic() + wait_sec
+    speakers: list[int] = []
 
-    def speaker(self) -> int | None:
-        """The rank that prints; None if the others cannot be reached. Waits for them, but not after a SIGTERM."""
-        signal.signal(signal.SIGTERM, self._end_wait)
-        self.start()
-        while self.is_alive() and time.monotonic() < self._end + AGREE_SEC:
-            self.join(0.1)
-        return self._speaker
+    def stop_waiting(*_: object) -> None:  # torchrun ends ranks after a failure: who is silent stays so
+        nonlocal end
+        end = min(end, time.monotonic())
 
-    def _end_wait(self, number: int, frame: FrameType | None) -> None:
-        """A rank has failed, and torchrun ends the others: who has not answered by now never will."""
-        self._end = min(self._end, time.monotonic())
-
-    def run(self) -> None:
-        """Meet the others, if there is a launcher and the host of its store lives."""
+    def meet() -> None:
         import torch.distributed as dist
 
         from trainer.distributed.env import answer_refusal, rank_info, rendezvous_store
-        from trainer.errors import UserError
 
+        # No launcher, or the host of its store is gone.
         with suppress(UserError, ValueError, RuntimeError, dist.DistError):
             info = rank_info()
             store = rendezvous_store(info, timeout=timedelta(seconds=WAIT_FOR_RANKS_SEC))
-            self._speaker = answer_refusal(store, rank=info.rank, world_size=info.world_size, gives_up=self._is_over)
+            ranks = {"rank": info.rank, "world_size": info.world_size}
+            speakers.append(answer_refusal(store, **ranks, gives_up=lambda: time.monotonic() > end))
 
-    def _is_over(self) -> bool:
-        return time.monotonic() > self._end
+    # A thread, since it may block for long and signals must be handled.
+    thread = threading.Thread(target=meet, name="meeting", daemon=True)
+    signal.signal(signal.SIGTERM, stop_waiting)
+    thread.start()
+    while thread.is_alive() and time.monotonic() < end + AGREE_SEC:
+        thread.join(0.1)
+    return next(iter(speakers), None), thread.is_alive()

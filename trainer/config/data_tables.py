@@ -1,10 +1,10 @@
-"""The base class of all tables, the types that they share, and the tables `[data]` and `[eval]` with those below."""
+"""The base class of all tables, the types that they share, and the tables `[data]` and `[eval]`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -21,17 +21,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from trainer.micro_batches import AutoRule, LrRule, MicroBatches
+from trainer.micro_batches import AutoRule, LrRule, MicroBatchCount, MicroBatches
 from trainer.options import (
     NO_NUL,
-    Amount,
     BatchingMode,
-    Count,
     Limits,
     MixingOptions,
     Options,
     PickMode,
-    PositiveFactor,
     Size,
     Text,
     TextSplit,
@@ -40,8 +37,8 @@ from trainer.options import (
 )
 from trainer.wording import short_repr
 
-# Tags of the unions of numbers and tables. pydantic puts them into error paths, from which `messages` removes them; the angle
-# brackets keep them distinct from keys.
+# Tags of the unions of numbers and tables. pydantic puts them into error paths, from which
+# `messages` removes them; the angle brackets keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
 AUTO_TAG = "<auto>"
@@ -59,8 +56,6 @@ FORMS = {
     WEB_ADDRESS: "an address such as https://HOST",
 }
 
-MOST_MICRO_BATCHES: Final = 10_000  # of a step on one rank, which runs them in turn
-MicroBatchCount = Annotated[int, Limits(ge=1, le=MOST_MICRO_BATCHES)]
 Share = Annotated[float, Limits(ge=0, le=1e15)]  # relative to the others: may be a size in bytes
 Seed = Annotated[int, Limits(ge=0, lt=2**63)]
 Seconds = Annotated[float, Limits(gt=0, le=1e8)]  # three years; torch counts milliseconds
@@ -69,7 +64,7 @@ ImportPath = Annotated[str, Limits(pattern=IMPORT_PATH, max_length=4096)]
 
 
 def _storable(args: dict[str, Any]) -> dict[str, Any]:
-    """Refuses values that a checkpoint's config would give back changed, or not at all."""
+    """Refuse values that a checkpoint's config would give back changed, or not at all."""
     values: list[Any] = [args]
     for value in values:
         if isinstance(value, int) and value.bit_length() > 63:
@@ -78,7 +73,11 @@ def _storable(args: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"holds {value}, which JSON has not: write it as a string")
         if not isinstance(value, bool | int | float | str | list | dict):
             raise ValueError(f"holds a {type(value).__name__}, which JSON has not: write it as a string")
-        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        # The loop goes on with what is appended here: values at any depth.
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
     return args
 
 
@@ -86,7 +85,7 @@ Args = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 def _no_number(value: Any) -> Any:
-    """Refuses 1 and 0, which Python takes for true and false."""
+    """Refuse 1 and 0, which Python takes for true and false."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f'must be "auto", true or false, got {value}')
     return value
@@ -103,16 +102,27 @@ class Table(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
-        strict=True,
+        strict=True,  # "2" and 2.0 are no integers
         extra="forbid",
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        validate_default=True,
+        validate_default=True,  # a default of options has passed no check of pydantic's
     )
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse conflicting values with a ValueError; a table of `Options` as these do."""
+        check_options = getattr(super(), "check", None)
+        if check_options is not None:
+            check_options()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """With the docstrings of inherited options, which pydantic looks for in the class itself alone, as descriptions."""
+        """Add the descriptions of inherited options, which pydantic leaves out."""
         for base in cls.__mro__:
             if Options in base.__bases__:
                 for name, node in TypeAdapter(base).json_schema()["properties"].items():
@@ -121,7 +131,7 @@ class Table(BaseModel):
 
 
 def _integer_keys(value: Any) -> Any:
-    """Converts the points' keys to integers: TOML keys are strings."""
+    """Convert the points' keys to integers: TOML keys are strings."""
     if not isinstance(value, Mapping):
         return value
     try:
@@ -139,20 +149,22 @@ BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Limits(min_length=1), Bef
 
 
 def _accept_kind(schema: dict[str, Any]) -> None:
-    """Adds the alias to the JSON Schema, from which pydantic leaves it out."""
+    """Add the alias to the JSON Schema, from which pydantic leaves it out."""
     properties = schema["properties"]
-    properties["kind"] = {**properties["schedule"], "description": "Another name for schedule."}
+    # Without a description: the docs name it at `schedule`, not as a key of its own.
+    properties["kind"] = {key: value for key, value in properties["schedule"].items() if key != "description"}
     schema["required"].remove("schedule")
     schema["oneOf"] = [{"required": ["schedule"]}, {"required": ["kind"]}]
 
 
 class ScheduleTable(Table):
-    """A weight that changes during the run: `{ schedule = "linear", unit = "step", points = { 0 = 3.0, 150 = 1.0 } }`."""
+    """A weight that changes: `{ schedule = "linear", points = { 0 = 3.0, 150 = 1.0 } }`."""
 
     model_config = ConfigDict(json_schema_extra=_accept_kind)
 
     schedule: Annotated[Literal["linear", "step"], Field(validation_alias=AliasChoices("schedule", "kind"))]
-    """linear: interpolate between points; step: take the last point reached. Constant outside the points."""
+    """linear: interpolate between points; step: take the last point reached. Constant outside
+    the points. `kind` is another name for it."""
     unit: Literal["batch", "step"] = "batch"
     """Unit of the points: a rank's micro-batches, from 0, or optimizer steps, from 1."""
     points: Points
@@ -162,7 +174,7 @@ class ScheduleTable(Table):
 
 
 class BatchScheduleTable(Table):
-    """A number of micro-batches that is planned: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
+    """A planned m: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
 
     schedule: Literal["step"]
     """step: take the last point reached, or the first one."""
@@ -171,41 +183,35 @@ class BatchScheduleTable(Table):
     points: BatchPoints
     """Position in the run -> micro-batches."""
     lr: LrRule = "none"
-    """Factor on the learning rate: 1 (none), sqrt(m / m_start) or m / m_start (linear)."""
+    """With "auto", too: learning rate times 1 (none), sqrt(m / m_start) or m / m_start."""
 
 
-class AutoBatchTable(Table):
-    """A number of micro-batches that doubles when the noise scale B permits: `{ schedule = "auto", start = 1, max = 16 }`."""
+class AutoBatchTable(Table, AutoRule):
+    """An m that doubles with the noise scale (gns.enabled): `{ schedule = "auto", max = 16 }`."""
 
     schedule: Literal["auto"]
-    """auto: decide during the run. Needs gns.enabled."""
     start: MicroBatchCount = 1
     """Micro-batches of the first steps; one rank needs 2."""
-    max: MicroBatchCount = 16
-    """Micro-batches at most."""
-    multiple: PositiveFactor = 2.0
-    """Double when the lower bound of B exceeds this many times the batch."""
-    every: Count = 100
-    """Steps between decisions, and at least between changes."""
     lr: LrRule = "none"
-    """As in a schedule."""
 
-    @model_validator(mode="after")
-    def _can_grow(self) -> AutoBatchTable:
+    def check(self) -> None:
+        """Refuse a rule by which m can never double."""
+        super().check()
         if self.max < 2 * self.start:
-            raise ValueError(f"max = {self.max} is less than twice start = {self.start}: set max to {2 * self.start}")
-        return self
+            problem = f"max = {self.max} is less than twice start = {self.start}"
+            raise ValueError(f"{problem}: set max to {2 * self.start}")
 
 
 def _table_of_word(value: Any) -> Any:
-    """`"auto"` is short for a table."""
+    """Read `"auto"` as short for a table."""
     if value == "auto":
         return {"schedule": "auto"}
-    form = value.get("schedule", "step") if isinstance(value, Mapping) else value
+    form = value
+    if isinstance(value, Mapping):
+        form = value.get("schedule", "step")
     if isinstance(form, str) and form not in ("auto", "step"):
-        raise ValueError(
-            f'must be an integer, "auto" or a table with schedule = "step" or "auto"; got {short_repr(form)}'
-        )
+        expected = 'an integer, "auto" or a table with schedule = "step" or "auto"'
+        raise ValueError(f"must be {expected}; got {short_repr(form)}")
     return value
 
 
@@ -214,12 +220,15 @@ def _weight_kind(value: Any) -> str:
 
 
 def _batch_kind(value: Any) -> str:
-    form = value.get("schedule") if isinstance(value, Mapping) else getattr(value, "schedule", None)
+    form = getattr(value, "schedule", None)
+    if isinstance(value, Mapping):
+        form = value.get("schedule")
     return AUTO_TAG if form == "auto" else _weight_kind(value)
 
 
 Weight = Annotated[
-    Annotated[Share, Tag(NUMBER_TAG)] | Annotated[ScheduleTable, Tag(SCHEDULE_TAG)], Discriminator(_weight_kind)
+    Annotated[Share, Tag(NUMBER_TAG)] | Annotated[ScheduleTable, Tag(SCHEDULE_TAG)],
+    Discriminator(_weight_kind),
 ]
 BatchSize = Annotated[
     Annotated[MicroBatchCount, Tag(NUMBER_TAG)]
@@ -227,7 +236,8 @@ BatchSize = Annotated[
     | Annotated[AutoBatchTable, Tag(AUTO_TAG)],
     Discriminator(_batch_kind),
     BeforeValidator(
-        _table_of_word, json_schema_input_type=MicroBatchCount | Literal["auto"] | BatchScheduleTable | AutoBatchTable
+        _table_of_word,
+        json_schema_input_type=MicroBatchCount | Literal["auto"] | BatchScheduleTable | AutoBatchTable,
     ),
 ]
 
@@ -237,8 +247,7 @@ def plan_of(setting: int | BatchScheduleTable | AutoBatchTable) -> MicroBatches:
     if isinstance(setting, int):
         return MicroBatches.constant(setting)
     if isinstance(setting, AutoBatchTable):
-        rule = AutoRule(max=setting.max, multiple=setting.multiple, every=setting.every)
-        return MicroBatches(((0, setting.start),), lr=setting.lr, auto=rule)
+        return MicroBatches(((0, setting.start),), lr=setting.lr, auto=AutoRule.of(setting))
     points = dict(sorted(setting.points.items()))
     points = {0: next(iter(points.values())), **points}  # the first point holds before it, too
     return MicroBatches(tuple(points.items()), unit=setting.unit, lr=setting.lr)
@@ -247,11 +256,12 @@ def plan_of(setting: int | BatchScheduleTable | AutoBatchTable) -> MicroBatches:
 class MixingTable(Table, MixingOptions):
     """`[data.mixing]`: how streams are mixed; defaults for every source."""
 
-    batch_size_by_modality: dict[Text, Size] = {}  # pydantic overlooks the default_factory of a dataclass
+    # pydantic overlooks the default_factory of a dataclass.
+    batch_size_by_modality: dict[Text, Size] = {}
 
 
 class MixingOverride(Table):
-    """`[data.source.mixing]`: the keys of `[data.mixing]`, for one source; absent keys keep the value they have there."""
+    """`[data.source.mixing]`: keys of `[data.mixing]` for one source; absent: as there."""
 
     num_streams_mixed: Size | None = None
     pick_mode: PickMode | None = None
@@ -266,16 +276,14 @@ class FilesTable(Table):
 
     name: Annotated[str, Field(pattern=SOURCE_NAME, max_length=100)]
     """The source's name in messages, `--set` and metric keys."""
-    layout: Literal["nested", "direct"] | None = None
-    """nested: `root/<modality>/.../<stream file>`; direct: `paths`, with a directory's name as modality. Absent: follows."""
     root: Text | None = None
-    """Directory of a nested layout, or its URL, `s3://bucket/corpus`."""
+    """Nested layout: directory, or its URL, that holds `<modality>/.../<stream file>`."""
     paths: list[Text] | None = None
-    """Files or globs of a direct layout, or their URLs."""
+    """Files or globs of a direct layout, with a directory's name as modality, or their URLs."""
     modalities: list[Text] | None = None
     """Modalities to read below root; absent: all."""
     format: Text = "auto"
-    """auto: by file extension; or a name; or the import path of your own, `(path, options) -> TokenTable`."""
+    """auto: by file extension; or a name; or the import path of your own (docs/mixing.md)."""
     dtype: Text | None = None
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: WholeNumber | None = None
@@ -283,25 +291,21 @@ class FilesTable(Table):
     text_split: TextSplit = "file"
     """Documents of text files. file: each file; blank_line: each block between blank lines."""
     column: Text | None = None
-    """Field of JSON lines or Parquet with the documents, strings or lists of ids; absent: text or tokens."""
+    """Field of JSON lines or Parquet with texts or lists of ids; absent: text or tokens."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def check(self) -> None:
+        """Refuse files of no origin or of several."""
         keys = [key for key in ("root", "paths", "include", "target") if key in type(self).model_fields]
         origins = [key for key in keys if getattr(self, key) is not None]
         if len(origins) != 1:
-            raise ValueError(f"needs exactly one of {', '.join(keys)}; got {', '.join(origins) or 'none'}")
-        if self.layout == "nested" and self.root is None:
-            raise ValueError("layout nested needs root")
-        if self.layout == "direct" and self.paths is None:
-            raise ValueError("layout direct needs paths")
+            given = ", ".join(origins) or "none"
+            raise ValueError(f"needs exactly one of {', '.join(keys)}; got {given}")
         if self.modalities is not None and self.root is None:
             raise ValueError("modalities needs root")
-        return self
 
 
 class SourceTable(FilesTable):
-    """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and target."""
+    """`[[data.source]]`: a source. Needs exactly one of root, paths, include and target."""
 
     include: Text | None = None
     """A dataset file with `[[source]]` tables, relative to this file; weights are multiplied."""
@@ -310,22 +314,21 @@ class SourceTable(FilesTable):
     args: Args = {}
     """Keyword arguments of the target."""
     weight: Weight = 1.0
-    """Relative share of the tokens (of the micro-batches, where rows are not full): a number, or a schedule."""
+    """Share of the tokens (micro-batches, if rows are not full): a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
 
-    @model_validator(mode="after")
-    def _args_are_of_a_target(self) -> SourceTable:
+    def check(self) -> None:
+        """Refuse arguments of nothing."""
+        super().check()
         if self.args and self.target is None:
             raise ValueError("args needs target")
-        return self
 
 
 class DatasetFile(Table):
     """A dataset file that a source includes."""
 
     source: Annotated[list[SourceTable], Field(min_length=1)]
-    """The file's sources."""
 
 
 class DataTable(Table):
@@ -338,46 +341,45 @@ class DataTable(Table):
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
     eod: WholeNumber | None = None
-    """Token id at which generation stops, appended to each document of text; absent: none. Files of ids have it already."""
+    """Token id that ends each document of text, and generation; files of ids have it already."""
     max_group_cells: WholeNumber = 0
     """Most cells per group; longer documents become several groups. 0: no document is cut."""
     align: Literal["auto", "stream", "document"] = "auto"
-    """Of full rows (batching_mode per_row). stream: no gaps, documents begin within rows; document: each begins a row and its
-    last one is padded; auto: stream where the model runs resets in one pass."""
+    """Alignment of full rows (batching_mode per_row). stream: no gaps, documents begin within
+    rows; document: each begins a row and its last one is padded; auto: stream where the model
+    runs resets in one pass."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None
-    """Where each node copies sources that are URLs; absent: `trainer/data` in the user's cache directory."""
-    cache_gb: Amount = 100.0
-    """Limit on all copies, in GB; 0: none."""
+    """Where each node copies URLs, as far as the disk has room; absent: the user's cache."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 
 
 class EvalSourceTable(FilesTable):
-    """`[[eval.source]]`: a validation set of your own, with the keys of `[[data.source]]` from name to column."""
+    """`[[eval.source]]`: a validation set, with the keys `name` to `column` of a source."""
 
     batches: WholeNumber = 0
-    """Micro-batches per rank and evaluation, about: so many are filled by documents drawn at random; 0: the whole set."""
+    """Number of random micro-batches per rank and evaluation, about; 0: the whole set."""
 
     def as_source(self) -> SourceTable:
-        """As a source that is read once."""
+        """The same files as a source that is read once."""
         return SourceTable.model_validate(self.model_dump(exclude={"batches"}))
 
 
 class EvalTable(Table):
-    """`[eval]`: evaluation on documents that are never trained on: held-out ones, sets of your own, tasks of your own."""
+    """`[eval]`: evaluation on held-out documents, sets of your own and tasks of your own."""
 
     every: WholeNumber = 0
     """Steps between evaluations, and one after the last step; 0: none."""
     batches: WholeNumber = 0
-    """Held-out micro-batches per rank and evaluation, about: so many are filled by documents drawn at random. 0: all held-out
-    documents, or as many as cost about 5 % of the time (docs/evaluation.md)."""
+    """Number of random held-out micro-batches per rank and evaluation, about; 0: all, or as many
+    as cost about 5 % of the time (docs/evaluation.md)."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each stream's documents to hold out, by a hash of their id."""
     depth: bool = False
-    """Report the loss by the number of tokens read before, carried and from a zero state, where documents are longer than a
-    cell: up to twice the time of an evaluation (docs/evaluation.md)."""
+    """Report the loss by the number of tokens read before, carried and from a zero state: up to
+    twice the time of an evaluation (docs/evaluation.md)."""
     target: ImportPath | None = None
     """Import path `package.module:function` of your own task (docs/evaluation.md)."""
     args: Args = {}
@@ -389,11 +391,11 @@ class EvalTable(Table):
         """Whether there is anything to evaluate on."""
         return self.holdout_fraction > 0 or bool(self.source) or self.target is not None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> EvalTable:
+    def check(self) -> None:
+        """Refuse names that are not unique, and arguments of nothing."""
         names = [source.name for source in self.source]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
             raise ValueError(f"two sources are named {twice[0]}: give each a name of its own")
         if self.args and self.target is None:
             raise ValueError("args are those of a target: name it")
-        return self

@@ -1,4 +1,4 @@
-"""Configs as files: TOML with `--set` overrides, validated, with all mistakes reported at once; and written and compared."""
+"""Configs as files: TOML with `--set` overrides, validated, written and compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from trainer.config.data_tables import DatasetFile
-from trainer.config.messages import SAME_KEYS, KeyPath, user_errors
+from trainer.config.messages import REMOVED, SAME_KEYS, SETTLED, KeyPath, user_errors
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import did_you_mean, read_bytes
@@ -26,46 +26,37 @@ _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
-REMOVED: Final = (("distributed", "backend"), ("metrics", "wandb", "base_url"), ("metrics", "wandb", "entity"))
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The validated config at `path`, changed by `overrides` (`table.key=value`, the later one wins).
+    """The validated config at `path`, changed by `overrides` (`table.key=value`, the later wins).
 
     Raises:
-        UserError: the file cannot be read, is not TOML, or has mistakes; several are reported together (`UserErrors`),
-            each with its file and line, or its override.
+        UserError, UserErrors: one or all mistakes, each with its file and line or its override.
     """
     return _load(RunConfig, path, overrides)
 
 
 def load_dataset_file(path: str | Path) -> DatasetFile:
-    """The validated dataset file that a source's `include` names.
-
-    Raises:
-        UserError: as `load_config`.
-    """
+    """The validated dataset file of a source's `include`. Raises UserError: see `load_config`."""
     return _load(DatasetFile, path)
 
 
 def to_toml(config: BaseModel, *, with_defaults: bool = True) -> str:
-    """The config as TOML from which `load_config` gives the same config.
-
-    Args:
-        with_defaults: every default filled in; otherwise the keys alone that were given.
-    """
+    """The config as TOML for `load_config`, with every default or just the keys that were given."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=not with_defaults))
 
 
 @contextmanager
 def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Adds the file and line, or the override, of their key to the mistakes that are found in the block."""
+    """Add the file and line, or the override, to mistakes that are found in the block."""
     source = _Source(path, overrides)  # now: the block may change the working directory
     try:
         yield
     except UserError as error:
-        for each in error.errors if isinstance(error, UserErrors) else [error]:
+        errors = error.errors if isinstance(error, UserErrors) else [error]
+        for each in errors:
             key = source.path_of(each.key)
             if not each.where and key[0] in RunConfig.model_fields:
                 each.where = source.where(key)
@@ -78,7 +69,7 @@ def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -
         return model.model_validate(source.raw)
     except ValidationError as error:
         raise_found(user_errors(error, model, source.where))
-        raise
+        raise  # for type checkers: pydantic never raises without an error
     except RecursionError:
         raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
 
@@ -91,7 +82,8 @@ class _Source:
         self._text = _read(path)
         self.raw = _parse(self._text, path)
         self._written = _read_other_names(self.raw, self._path)
-        self._overrides = {apply_override(self.raw, override): f"--set {override}" for override in overrides}
+        _drop_settled(self.raw)
+        self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
@@ -103,37 +95,50 @@ class _Source:
         return self._path if line is None else f"{self._path}:{line}"
 
     def path_of(self, key: str) -> KeyPath:
-        """The path that a mistake's key names: `table.key`, or `source NAME: key` of `[[data.source]]` or `[[eval.source]]`."""
+        """The path that a mistake's key names: `table.key`, or `[eval ]source NAME: key`."""
         named = re.fullmatch(r"(eval )?source ([^:]+): (.*)", key)
         if named is None:
             return tuple(key.split("."))
         table = "eval" if named[1] else "data"
-        names = [source.get("name") for source in self.raw.get(table, {}).get("source", [])]
-        index = (names.index(named[2]),) if named[2] in names else ()
-        return (table, "source", *index, *named[3].split("."))
+        sources = self.raw.get(table, {}).get("source", [])
+        indices = [index for index, source in enumerate(sources) if source.get("name") == named[2]]
+        return (table, "source", *indices[:1], *named[3].split("."))
 
 
 def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
-    """Move what stands under a name in `SAME_KEYS` to the key itself. Returns key -> the name that was written. Raises
-    UserError: both are there."""
+    """Move values of `SAME_KEYS` to the keys themselves. Returns key -> the name that was written."""
     written: dict[KeyPath, KeyPath] = {}
     for name, key in SAME_KEYS.items():
-        (*outer, last), (*tables, own) = name.split("."), key.split(".")
-        table: Any = raw
-        for part in outer:
-            table = table.get(part) if isinstance(table, dict) else None
+        outer, last = name.split(".")
+        _, *inner, own = key.split(".")
+        target = table = raw.get(outer)
         if not isinstance(table, dict) or last not in table:
             continue
-        target: Any = raw
-        for part in tables:
-            target = target.setdefault(part, {}) if isinstance(target, dict) else None
+        for part in inner:  # `data.batch_size` is a key of `data.mixing`
+            target = table.setdefault(part, {})
         if not isinstance(target, dict):  # refused as what it is
             continue
         if own in target:
             raise UserError(name, f"is {key} by another name, and that is set too", "keep one", where=path)
         target[own] = table.pop(last)
-        written[(*tables, own)] = (*outer, last)
+        written[(outer, *inner, own)] = (outer, last)
     return written
+
+
+def _drop_settled(raw: dict[str, Any]) -> None:
+    """Drop removed keys with the values that always hold, so that older configs stay valid."""
+    for name, value in SETTLED.items():
+        outer, last = name.split(".")
+        table = raw.get(outer)
+        if isinstance(table, dict) and table.get(last) == value:
+            del table[last]
+    # `source` is also a table of a dataset file.
+    for table in (raw, raw.get("data"), raw.get("eval")):
+        sources = table.get("source") if isinstance(table, dict) else None
+        for source in sources if isinstance(sources, list) else ():
+            for layout, key in (("nested", "root"), ("direct", "paths")):
+                if isinstance(source, dict) and key in source and source.get("layout") == layout:
+                    del source["layout"]
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
@@ -143,23 +148,25 @@ def line_of(text: str, key: KeyPath) -> int | None:
     """
     counts: Counter[KeyPath] = Counter()
     table: KeyPath = ()
-    best: tuple[int, int | None] = 0, None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if header := _HEADER.match(line):
+    most, line = 0, None
+    for number, content in enumerate(text.split("\n"), start=1):
+        header, found = _HEADER.match(content), _KEY.match(content)
+        if header:
             names, table = _keys(header[2]), ()
             counts[names] += header[1] == "[["
             for end, name in enumerate(names, start=1):
-                # The index of the newest element, in an array of tables.
-                table = (*table, name, counts[names[:end]] - 1) if counts[names[:end]] else (*table, name)
+                table = (*table, name)
+                if counts[names[:end]]:  # an array of tables: the index of its newest element
+                    table = (*table, counts[names[:end]] - 1)
             path = table
-        elif found := _KEY.match(line):
+        elif found:
             path = table + _keys(found[1])
         else:
             continue
         common = min(len(path), len(key))
-        if path[:common] == key[:common] and common > best[0]:
-            best = common, number
-    return best[1]
+        if path[:common] == key[:common] and common > most:
+            most, line = common, number
+    return line
 
 
 def _keys(dotted: str) -> KeyPath:
@@ -170,10 +177,10 @@ def _read(path: str | Path) -> str:
     try:
         data = read_bytes(Path(path))
     except (OSError, ValueError) as error:
-        problem = f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise UserError(str(path), problem, did_you_mean(path) or "check the path") from None
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")  # some editors begin with a byte order mark
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError("encoding", "is not UTF-8", "save the file as UTF-8", where=f"{path}:{line}") from None
@@ -188,21 +195,19 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
         where = f"{path}:{found[1] if found else text.count(chr(10)) + 1}"
         problem = problem[:1].lower() + problem[1:]
         raise UserError("TOML", problem, "correct this line or the one before", where=where) from None
-    except (ValueError, RecursionError) as error:  # more digits, or more brackets, than Python reads
+    except (ValueError, RecursionError) as error:
+        # More digits, or more brackets, than Python reads.
         raise UserError("TOML", f"cannot be read: {error}", "correct it", where=str(path)) from None
 
 
 def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     """Change `raw` in place as `text` (`table.key=value`) says.
 
-    The value is TOML; a bare word that is not a TOML value is a string. An element of an array of tables is named by its
-    index or by its `name`: `data.source.0.weight=2`, `data.source.python.weight=2`. Missing tables are created.
-
-    Returns:
-        The path that was set, with indices.
+    The value is TOML, or else a string. An element of an array of tables is named by its index or
+    its `name`: `data.source.0.weight=2`. Missing tables are created. Returns the path, with indices.
 
     Raises:
-        UserError: `text` is not of the form `key=value`, or the path leads through a value that is not a table.
+        UserError: `text` is not `key=value`, or the path leads through a value that is no table.
     """
     name, separator, value = text.partition("=")
     parts = [part.strip() for part in SAME_KEYS.get(name.strip(), name).split(".")]
@@ -211,20 +216,32 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     node: Any = raw
     path: KeyPath = ()
     for part in parts:
-        step: str | int = part
+        step: Any = part
         if isinstance(node, list):
-            names = [element.get("name") if isinstance(element, dict) else None for element in node]
-            names = names if part in names else list(map(str, range(len(node))))
-            step = names.index(part) if part in names else -1
-        if step == -1 or not isinstance(node, dict | list):
-            here = ".".join(map(str, path))
-            known = f"0 to {len(node) - 1}, or a name" if isinstance(node, list) else "a key of a table"
-            raise UserError(f"--set {text}", f"{here} has no {part!r}: it is {short_repr(node)}", f"use {known}")
+            step = _element(node, part)
+        if step is None or not isinstance(node, dict | list):
+            fix = "use a key of a table"
+            if isinstance(node, list):
+                fix = f"use 0 to {len(node) - 1}, or a name"
+            problem = f"{'.'.join(map(str, path))} has no {part!r}: it is {short_repr(node)}"
+            raise UserError(f"--set {text}", problem, fix)
         path = (*path, step)
-        if len(path) < len(parts):
-            node = node.setdefault(step, {}) if isinstance(node, dict) else node[int(step)]
-    node[path[-1]] = parse_value(value.strip())
+        if len(path) == len(parts):
+            node[step] = parse_value(value.strip())
+        elif isinstance(node, dict):
+            node = node.setdefault(step, {})
+        else:
+            node = node[step]
     return path
+
+
+def _element(elements: list[Any], name: str) -> int | None:
+    """The index of the first element of this name, or else of this index; None if there is none."""
+    for index, element in enumerate(elements):
+        if isinstance(element, dict) and element.get("name") == name:
+            return index
+    indices = list(map(str, range(len(elements))))
+    return indices.index(name) if name in indices else None
 
 
 def parse_value(text: str) -> Any:
@@ -238,15 +255,16 @@ def parse_value(text: str) -> Any:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as `table.key` -> value; tables in a list by their `name`, or by index if one has none or they repeat."""
+    """Nested tables as `table.key` -> value; those of a list by `name`, else by index."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, list) and value and all(isinstance(element, Mapping) for element in value):
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
             names = [element.get("name") for element in value]
             if None in names or len(set(names)) < len(names):
                 names = list(map(str, range(len(value))))
             flat[f"{prefix}{key}[].name"] = names  # shows a change of order
-            value = {name: {k: v for k, v in e.items() if k != "name"} for name, e in zip(names, value, strict=True)}
+            elements = [{k: v for k, v in element.items() if k != "name"} for element in value]
+            value = dict(zip(names, elements, strict=True))
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
@@ -257,17 +275,24 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of an older checkpoint, without keys that are gone."""
     kept = deepcopy(dict(config))
-    for *tables, last in REMOVED:
-        table: Any = kept
-        for name in tables:
-            table = table.get(name) if isinstance(table, dict) else None
-        if isinstance(table, dict):
-            table.pop(last, None)
+    for key in REMOVED:
+        _drop(kept, key.split("."))
     return kept
 
 
+def _drop(table: Any, names: Sequence[str]) -> None:
+    """Drop the key that `names` lead to, in every element of an array of tables."""
+    if isinstance(table, list):
+        for element in table:
+            _drop(element, names)
+    elif isinstance(table, dict) and names[1:]:
+        _drop(table.get(names[0]), names[1:])
+    elif isinstance(table, dict):
+        table.pop(names[0], None)
+
+
 def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a launch and, prefixed with `env.`, its versions, ranks and devices; without the names of the run."""
+    """A launch's settings, and with `env.` its versions, ranks and devices; no names."""
     recorded = {"env": {key: value for key, value in environment.items() if key in _RECORDED}}
     flat = {**flatten(config), **flatten(recorded)}
     return {key: value for key, value in flat.items() if key not in _NAMES_OF_THE_RUN}

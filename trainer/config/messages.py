@@ -1,4 +1,4 @@
-"""Turns pydantic's validation errors into messages with the key, its value and a fix, such as the key that was meant."""
+"""Turns pydantic's errors into messages with the key, its value and a fix."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from trainer.config.data_tables import FORMS, TAGS
 from trainer.errors import UserError
 from trainer.wording import short_repr
 
-KeyPath = tuple[str | int, ...]
-"""Path of a key, with the index of each element of an array of tables: `("data", "source", 0, "name")`."""
+KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
 
 # pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
 _MUST = {
@@ -53,7 +52,6 @@ OTHER_NAMES = {
     "eval.holdout_fraction": "val_fraction val_split validation_split",
     "metrics.log_interval": "log_every log_freq log_steps logging_steps log_every_n_steps",
     "metrics.peak_tflops": "gpu_peak_tflops",
-    "metrics.smoothing_alpha": "alpha ema_alpha",
     "model.dim": "width d_model n_embd hidden_size hidden_dim embed_dim",
     "model.num_layers": "n_layer n_layers num_hidden_layers depth",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
@@ -69,7 +67,7 @@ OTHER_NAMES = {
     "train.precision": "mixed_precision amp dtype bf16 fp16",
     "train.steps": "max_steps num_steps total_steps train_steps max_iters",
 }
-# Name elsewhere -> key here, of the same meaning: read as that key, under which the resolved config has it.
+# Name elsewhere -> key here, of the same meaning: read as that key.
 SAME_KEYS = {
     "data.batch_size": "data.mixing.batch_size",
     "train.max_steps": "train.steps",
@@ -81,17 +79,19 @@ SAME_KEYS = {
     "checkpoint.interval": "checkpoint.every",
     "sample.interval": "sample.every",
     "ledger.probe_interval": "ledger.probe_every",
+    "ledger.sweep_every": "ledger.wipe_every",
 }
 _WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
+_ENTITY = "set WANDB_ENTITY in the environment"
+_BASE_URL = "set WANDB_BASE_URL in the environment"
 _LAUNCHER = "the launcher sets the number of processes: torchrun --nproc_per_node=N"
 _EPOCHS = "set train.steps, or data.mixing.repeat = false to stop after one epoch"
 # Names for which there is no single key.
 EXPLAINED = {
     "enable_wandb": _WANDB,
     "use_wandb": _WANDB,
-    "entity": "set WANDB_ENTITY in the environment",
-    "base_url": "set WANDB_BASE_URL in the environment",
-    "backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
+    "entity": _ENTITY,
+    "base_url": _BASE_URL,
     "enable_tensorboard": "set metrics.tensorboard = true",
     "num_gpus": _LAUNCHER,
     "world_size": _LAUNCHER,
@@ -101,15 +101,32 @@ EXPLAINED = {
     "num_epochs": _EPOCHS,
     "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",
 }
+_LAYOUT = "remove it: root is a nested layout, and paths are a direct one"
+# Keys of earlier versions -> what to do instead. Checkpoints that have them can still be read.
+REMOVED = {
+    "data.cache_gb": "remove it: the least recently used copies are deleted when their disk is full",
+    "data.source.layout": _LAYOUT,
+    "distributed.backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
+    "eval.source.layout": _LAYOUT,
+    "gns.ema": "remove it: the moving averages span about 40 steps",
+    "ledger.sweep_every": "set ledger.wipe_every, which is the interval of both periodic modes",
+    "metrics.smoothing_alpha": "remove it: smoothed/* give the newest value a weight of 0.1",
+    "metrics.wandb.base_url": _BASE_URL,
+    "metrics.wandb.entity": _ENTITY,
+    "sample.temperature": "remove it, or call train sample with --temperature",
+    "sample.top_k": "remove it, or call train sample with --top-k",
+    "source.layout": _LAYOUT,  # of a dataset file
+    "train.max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
+}
+SETTLED = {"gns.ema": 0.95, "metrics.smoothing_alpha": 0.1, "train.max_skips": 10}
+"""The values of removed keys that always hold; a config may still set them."""
 _RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
 
 def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
-    """One `UserError` per mistake, in the order of the tables.
+    """One `UserError` per mistake that pydantic found in a `model`, in the order of the tables.
 
     Args:
-        error: what pydantic found.
-        model: the model that was validated, whose keys the fixes name.
         locate: path of a key -> `file:line` (or `--set ...`).
     """
     found = []
@@ -121,24 +138,26 @@ def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable
 
 
 def option_problem(error: ValidationError) -> str:
-    """What is wrong with the value of a command-line option, worded like the mistakes of a config."""
+    """The problem with a command-line option's value, worded like the mistakes of a config."""
     return _describe(error.errors(include_url=False)[0], (), BaseModel)[0]
 
 
 def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    is_table = bool(keys_of(model, path))
     if kind == "extra_forbidden":
         return "unknown key", hint(path, model)
     if kind == "missing":
-        return "is required but missing", f"add {f'a table [{_dotted(path)}]' if keys_of(model, path) else path[-1]}"
-    if kind == "literal_error":
+        return "is required but missing", f"add a table [{_dotted(path)}]" if is_table else f"add {path[-1]}"
+    if kind == "list_type" and isinstance(value, Mapping):
+        return f"must be a list, got {shown(value)}", f"write [[{_dotted(path)}]]"
+    if kind == "literal_error":  # in TOML's spelling, not Python's
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         allowed = allowed.replace("True", "true").replace("False", "false")
         return f"must be one of {allowed}; got {shown(value)}", ""
     if kind in _MUST:
-        fix = f"write [[{_dotted(path)}]]" if kind == "list_type" and isinstance(value, Mapping) else ""
-        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", fix
+        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", ""
     if kind == "string_pattern_mismatch":
         return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
     if kind == "value_error":  # raised by a validator of ours
@@ -161,31 +180,43 @@ def shown(value: Any) -> str:
 def hint(path: KeyPath, model: type[BaseModel]) -> str:
     """The fix for the unknown key at `path` of a config that `model` describes.
 
-    An explanation; or the keys that may be meant: the one that other trainers call so, keys of the same name in other tables
-    (`lr` and `optimizer_lr` for `optimizer.lr`), and the closest key of this table; or all keys of this table.
+    An explanation; or the keys that may be meant: the one that other trainers call so, keys of the
+    same name in other tables (`lr` and `optimizer_lr` for `optimizer.lr`), and the closest key of
+    this table; or all keys of this table.
     """
-    word = str(path[-1]).lower().replace("-", "_")
-    if word in EXPLAINED:
-        return EXPLAINED[word]
-    known = keys_of(model, path[:-1])
+    word, known = str(path[-1]).lower().replace("-", "_"), keys_of(model, path[:-1])
+    explained = REMOVED.get(_dotted(_names(path))) or EXPLAINED.get(word)
+    if explained:
+        return explained
     renamed = _RENAMED.get(_dotted(path)) or _RENAMED.get(word)
-    same = [".".join(keys) for keys in _all_keys(model) if word in ("_".join(keys[i:]) for i in range(len(keys)))]
-    # `optimizer.lr`, rather than how it follows the batch; a source to train on, rather than one to evaluate on.
-    same = [key for key in same if not key.startswith(("train.micro_batches.", "eval.source."))]
-    # A name that many tables have (`name`, `every`) does not tell which one was meant.
-    found = ([renamed] if renamed else []) + (same if len(same) <= 2 else [])
-    close = [] if renamed else difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
-    others = {name: key for name, key in _RENAMED.items() if key.rpartition(".")[0] == _dotted(path[:-1])}
-    found = found or [others[name] for name in difflib.get_close_matches(word, others, n=1, cutoff=0.8)]
+    found = [*filter(None, [renamed]), *_keys_named(word, model)]
+    if not renamed:
+        close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+        found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
+    if not found:
+        # A slip in the name that another trainer has for a key of this table.
+        table = _dotted(path[:-1])
+        others = {name: key for name, key in _RENAMED.items() if key.rpartition(".")[0] == table}
+        found = [others[name] for name in difflib.get_close_matches(word, others, n=1, cutoff=0.8)]
     if found:
         return f"did you mean {' or '.join(dict.fromkeys(found))}?"
     return f"known keys: {', '.join(known)}" if known else ""
 
 
+def _keys_named(word: str, model: type[BaseModel]) -> list[str]:
+    """The keys that end with this name; none if it is too common (`name`, `every`)."""
+    found = []
+    for keys in _all_keys(model):
+        is_named = word in ("_".join(keys[start:]) for start in range(len(keys)))
+        # `optimizer.lr`, rather than how it follows the batch; a source to train on, not to evaluate on.
+        if is_named and keys[:2] not in (("train", "micro_batches"), ("eval", "source")):
+            found.append(".".join(keys))
+    return found if len(found) <= 2 else []
+
+
 def keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:
     """The keys of the table at `path` below `model`, sorted; empty if there is no table."""
-    table = tuple(part for part in path if isinstance(part, str))
+    table = _names(path)
     return sorted({keys[-1] for keys in _all_keys(model) if keys[:-1] == table})
 
 
@@ -202,6 +233,11 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for argument in get_args(annotation) for found in _models_in(argument)]
+
+
+def _names(path: KeyPath) -> tuple[str, ...]:
+    """The path without the indices of its elements."""
+    return tuple(part for part in path if isinstance(part, str))
 
 
 def _dotted(path: KeyPath) -> str:

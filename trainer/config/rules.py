@@ -1,6 +1,7 @@
 """Rules across tables or that need the world size, and the numbers that follow from a config.
 
-Checked before the process group starts. Rules that need the data itself are in `trainer.training.setup.sources`.
+Checked before the process group starts. Rules that need the data itself are in
+`trainer.training.setup.sources`.
 """
 
 from __future__ import annotations
@@ -9,36 +10,34 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.data_tables import MOST_MICRO_BATCHES, MixingTable, SourceTable
+from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
+from trainer.micro_batches import MOST_MICRO_BATCHES
 from trainer.wording import counted
 
-Mistake = tuple[str, str, str]
-"""(key, problem, fix)."""
+Mistake = tuple[str, str, str]  # key, problem, fix
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What follows from a config at a world size. Counts are upper bounds: a stream's last batches are smaller. Those of a step
-    are for the largest number of micro-batches that it can have."""
+    """The numbers that follow from a config at a world size.
+
+    Counts are upper bounds: a stream's last batches are smaller, and those of a step are for the
+    largest number of micro-batches that it can have.
+    """
 
     world_size: int
-    data_shards: int
-    """As many as there are ranks, or `distributed.shards`."""
-    steps: int
-    """Of the run; with `train.tokens` the number if all batches were full, and `micro_batches = "auto"` never grew."""
+    data_shards: int  # the ranks, or `distributed.shards`
+    steps: int  # of the run; with `train.tokens` if all batches were full and m never grew
     cells_per_step: int
     tokens_per_step: int
-    tokens_per_micro: int
-    """Of a micro-batch over all data shards; 0 if all data sets are the user's own."""
+    tokens_per_micro: int  # over all data shards; 0 if all data sets are the user's own
     tokens_in_run: int
-    groups_in_flight: int
-    """Most groups whose state a data shard has to hold at once."""
+    groups_in_flight: int  # most groups whose state a data shard has to hold at once
+    # After a resume with another number of data shards, each keeps what was in flight in all of them.
     capacity_to_change_ranks: int
-    """The ledger's capacity that a resume with another number of data shards may need: each then keeps the groups that were
-    in flight in all of them, beside its own."""
     ledger_capacity: int
     ledger_mode: str
     ownership: str
@@ -55,13 +54,18 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
     return config.data.mixing.model_copy(update=source.mixing.model_dump(exclude_none=True))
 
 
+def _mixings(config: RunConfig, sources: list[SourceTable]) -> list[MixingTable]:
+    """How the sources are mixed that are not the user's own."""
+    return [mixing_of(config, source) for source in sources if source.target is None]
+
+
 def reads_lanes(config: RunConfig) -> bool:
     """Whether rows are full, and hold documents of all sources."""
     return config.data.mixing.batching_mode == "per_row"
 
 
 def data_shards(config: RunConfig, world_size: int) -> int:
-    """How many parts the data are read in; with `distributed.shards` whatever the number of ranks."""
+    """Number of parts that the data is read in: the ranks, or `distributed.shards`."""
     return config.distributed.shards or world_size
 
 
@@ -71,16 +75,12 @@ def largest_batch(mixing: MixingTable) -> int:
 
 
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
-    """Refuse a config, with the sources of its included files, that cannot work; derive numbers from one that can.
-
-    Raises:
-        UserError: one or several (`UserErrors`) rules are broken.
-    """
-    mixings = [mixing_of(config, source) for source in sources if source.target is None]
-    # One group in each lane: a reader has a lane per cell of its batch. Full rows are lanes themselves.
+    """The numbers that follow from a config. Raises UserError, or `UserErrors`, if it cannot work."""
+    mixings = _mixings(config, sources)
+    # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
     if reads_lanes(config):
-        in_flight = config.data.mixing.batch_size
+        in_flight = config.data.mixing.batch_size  # a document in each row
     num_shards = data_shards(config, world_size)
     micro_tokens = tokens_per_micro(config, sources, num_shards)
     tokens = micro_tokens * config.micro_batches.most
@@ -107,15 +107,15 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
 
 def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: int) -> int:
     """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
-    cells = [largest_batch(mixing_of(config, source)) for source in sources if source.target is None]
-    return max(cells, default=0) * num_shards * config.row_tokens
+    mixings = _mixings(config, sources)
+    return max(map(largest_batch, mixings), default=0) * num_shards * config.row_tokens
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
-    """Steps of the run; with `train.tokens` as many as it takes if all batches are full, and `auto` never grows."""
+    """Steps of the run; with `train.tokens` if all batches are full and m never grows."""
     if not config.train.tokens:
         return config.train.steps
-    batches = -(-config.train.tokens // max(tokens_per_micro, 1))
+    batches = -(-config.train.tokens // max(tokens_per_micro, 1))  # rounded up
     return config.micro_batches.by_steps(tokens_per_micro).step_of(batches - 1)
 
 
@@ -137,7 +137,8 @@ def _broken_rules(
         problem = f"must hold the states of all documents in flight: {in_flight} "
         problem += f"(open streams x batch size of each source), got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
-    if ledger.ownership == "reader" and (foreign := _foreign(sources)) and num_shards > 1:
+    foreign = _foreign(sources)
+    if ledger.ownership == "reader" and foreign and num_shards > 1:
         problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
         yield "ledger.ownership", problem, "use exchange or auto"
 
@@ -151,8 +152,8 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
         problem = "needs the size of a batch, which data sets of your own do not tell"
         yield "train.tokens", problem, "set train.steps instead"
     if config.scheduler.warmup_tokens and not train.tokens:
-        fix = "set train.tokens, or warmup_steps instead"
-        yield "scheduler.warmup_tokens", "needs a run whose length is in tokens", fix
+        problem = "needs a run whose length is in tokens"
+        yield "scheduler.warmup_tokens", problem, "set train.tokens, or warmup_steps instead"
     if 0 < data.max_group_cells < train.tbptt_cells:
         problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
@@ -176,14 +177,15 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         problem = '"auto" needs the noise scale, which gns.enabled = false turns off'
         yield "train.micro_batches", problem, "set gns.enabled = true, or plan the changes by a schedule"
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
-        problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
+        problem = "does not go with distributed.find_unused_parameters: the output layer would seem unused"
         yield "objective.chunk_tokens", problem, "set one of them off"
 
 
 def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mistake]:
-    """What makes no sense for full rows, which hold documents of all sources."""
-    own = [(f"source {source.name}: mixing.", source.mixing) for source in sources]
-    modes = {mixing.batching_mode or config.data.mixing.batching_mode for _, mixing in own}
+    """Settings of full rows, which hold documents of all sources, that conflict."""
+    given = {"data.mixing.": config.data.mixing.model_dump(exclude={"batch_size"})}
+    own = {f"source {each.name}: mixing.": each.mixing.model_dump(exclude_none=True) for each in sources}
+    modes = {each.get("batching_mode", config.data.mixing.batching_mode) for each in own.values()}
     if len(modes) > 1 and "per_row" in modes:
         problem = 'is "per_row" for some sources, and rows are full in all of them or in none'
         yield "data.mixing.batching_mode", problem, "set it for all sources alike"
@@ -191,25 +193,26 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
         if config.data.align != "auto":
             yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'
         return
-    for key, mixing in (("data.mixing.", config.data.mixing), *own):
-        is_source = key != "data.mixing."
-        for name in ("batch_size_by_modality", *(["batch_size"] if is_source else [])):
-            if getattr(mixing, name):
-                problem = 'does not go with batching_mode "per_row", whose rows hold documents of all sources'
-                yield f"{key}{name}", problem, "remove it, or choose another batching_mode"
+    # All rows of a micro-batch are alike: the table sets how many there are, and no source does.
+    for table, keys in {**given, **own}.items():
+        for name in ("batch_size_by_modality", "batch_size"):
+            if keys.get(name):
+                problem = 'does not go with batching_mode "per_row": rows hold documents of all sources'
+                yield f"{table}{name}", problem, "remove it, or choose another batching_mode"
 
 
 def check_sharding(config: RunConfig, world_size: int) -> None:
-    """Refuse what of `[distributed]` is impossible with this number of ranks, or with other tables."""
+    """Refuse keys of `[distributed]` that conflict with the ranks or other tables."""
     _refuse(_broken_sharding(config, world_size))
 
 
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
+    micros = table.shards // world_size * config.micro_batches.most
     if table.shards % world_size:
         problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
         yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
-    elif (micros := table.shards // world_size * config.micro_batches.most) > MOST_MICRO_BATCHES:
+    elif micros > MOST_MICRO_BATCHES:
         problem = f"makes {micros:,} micro-batches of a step on each rank, more than {MOST_MICRO_BATCHES:,}"
         yield "distributed.shards", problem, "start more ranks, or lower it"
     if table.strategy != "hsdp" and table.replicas:
@@ -218,7 +221,7 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     elif table.replicas and world_size % table.replicas:
         problem = f"{table.replicas} replicas do not divide {counted(world_size, 'rank')}"
         yield "distributed.replicas", problem, "choose a divisor"
-    if table.strategy == "ddp":
+    if table.strategy == "ddp":  # nothing below concerns it
         return
     if config.train.precision == "fp16":
         yield "train.precision", f'"fp16" with {strategy}: loss scaling does not work on shards', 'use "bf16"'
@@ -231,7 +234,7 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
 
 
 def check_state_rules(config: RunConfig, model: Any) -> None:
-    """Refuse what needs a recurrent state when the model has none."""
+    """Refuse settings that need a recurrent state when the model has none."""
     if not model.state_width and config.train.tbptt_cells > 1:
         problem = "the model has no state, through which the gradient could flow from cell to cell"
         _refuse([("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")])
@@ -253,17 +256,17 @@ def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
 def _ownership(config: RunConfig, sources: list[SourceTable], num_shards: int) -> tuple[str, str]:
     """(`reader` or `exchange`, why).
 
-    Slices of a stream are cut at group boundaries in both batching modes, so one data shard reads a whole group and can own it
-    without communication. A target gives no such guarantee.
+    Slices of a stream are cut at group boundaries in all batching modes, so one data shard reads a
+    whole group and can own it without communication. A target gives no such guarantee.
     """
     if config.ledger.ownership == "exchange":
         return "exchange", "as configured"
     foreign = _foreign(sources)
-    if foreign is None or num_shards == 1:
-        return "reader", "a document, up to max_group_cells, is read by one rank, which keeps its state"
+    if foreign is None or num_shards == 1:  # a single shard reads every group
+        return "reader", "one rank reads a document, up to max_group_cells, and keeps its state"
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"
 
 
 def _foreign(sources: Iterable[SourceTable]) -> str | None:
-    """The first source whose batches are the user's own."""
+    """The first source whose batches are the user's own; None if there is none."""
     return next((source.name for source in sources if source.target is not None), None)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from trainer.config.data_tables import (
     PLAIN_NAME,
@@ -45,7 +45,7 @@ from trainer.options import (
 class RunTable(Table):
     """`[run]`: name, directory and seed of the run."""
 
-    # The name becomes a directory name. The pattern admits no separator and no leading dot, so it stays inside run.dir.
+    # It becomes a directory: no separator and no leading dot, so it stays inside run.dir.
     name: Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)] = "run"
     """Letters, digits, `_`, `-` and `.`."""
     dir: Text = "runs"
@@ -62,35 +62,35 @@ class TrainTable(Table):
     tokens: Tokens = 0
     """Length in target tokens over all ranks, to within two steps; 0: see steps."""
     micro_batches: BatchSize = 1
-    """m: micro-batches per optimizer step and rank (gradient accumulation): a number, a schedule, or "auto" (docs/gns.md)."""
+    """m: micro-batches per step and rank (gradient accumulation), or a plan (docs/gns.md)."""
     tbptt_cells: Size = 1
-    """k: cells that the gradient flows through (truncated BPTT). Rows have k * data.seq_len tokens."""
+    """k: cells that the gradient flows through (TBPTT). Rows have k * data.seq_len tokens."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
-    """Recompute activations in the backward, by block (of the model's nn.ModuleList) or, with tbptt_cells, by cell."""
+    """Recompute activations by block (of the nn.ModuleList) or, with tbptt_cells, by cell."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA device that has it, else fp32."""
+    """Autocast to bf16, or fp16 with loss scaling (CUDA), or fp32. auto: bf16 if CUDA has it."""
     compile: AutoSwitch = "auto"
-    """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in families on CUDA with Triton."""
+    """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
-    """Replay forward and backward as CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where it is possible."""
+    """Replay CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where possible."""
     memory_snapshot: bool = False
-    """Write torch's snapshot of CUDA's allocations into the run directory when the run ends (docs/memory.md)."""
+    """Write a snapshot of CUDA's allocations to the run directory at the end (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """On a non-finite loss or gradient: stop the run, or skip the step."""
-    max_skips: Count = 10
-    """Consecutive steps that on_non_finite = "skip" may skip."""
+    """On a non-finite loss or gradient: stop the run, or skip the step, up to 10 in a row."""
     spike_sigma: Factor = 0.0
-    """Record a loss this many standard deviations (such as 6) above its running mean, with its batches; 0: off."""
+    """Record a loss this many standard deviations (such as 6) above the running mean; 0: off."""
 
-    @model_validator(mode="after")
-    def _has_a_length(self) -> TrainTable:
+    def check(self) -> None:
+        """Refuse a run without a length."""
         if self.steps == 0 and self.tokens == 0:
             raise ValueError("how long is the run? set steps, or tokens")
-        return self
+
+
+Contract = Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]
 
 
 class ModelTable(Table):
@@ -99,68 +99,63 @@ class ModelTable(Table):
     family: Text | None = None
     """A built-in model (docs/models.md); absent, without target: "rglru"."""
     target: ImportPath | None = None
-    """Your own: import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
+    """Your own, `package.module:function`: called with vocab_size, dim, num_layers and args."""
     dim: Size = 192
     """Width of the residual stream and of each layer's recurrent state."""
-    num_layers: Annotated[int, Field(ge=1, le=2000)] = 4  # each takes about 6 ms to build, on the meta device too
+    # Each takes about 6 ms to build, on the meta device too.
+    num_layers: Annotated[int, Field(ge=1, le=2000)] = 4
     """Number of blocks."""
     args: Args = {}
     """Further keyword arguments of the family or the target."""
     weights: Text | None = None
-    """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume."""
-    trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]] = []
+    """Initial weights: a .safetensors file, or an export's directory. Ignored on resume."""
+    trust: list[Contract] = []
     """Parts of its contract that the model may break (docs/contracts.md)."""
     contract: bool = True
     """Check your own model's contract before a run, by some hundred calls of copies."""
 
-    @model_validator(mode="after")
-    def _is_one_model(self) -> ModelTable:
+    def check(self) -> None:
+        """Refuse two models."""
         if self.family is not None and self.target is not None:
-            raise ValueError(f'family "{self.family}" and target "{self.target}" are two models: remove one')
-        return self
+            models = f'family "{self.family}" and target "{self.target}"'
+            raise ValueError(f"{models} are two models: remove one")
 
 
 class LedgerTable(Table, LedgerOptions):
     """`[ledger]`: storage of recurrent states between steps."""
 
     ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader where possible."""
+    """Who holds a group's state. exchange: by hash; auto: its reader, where possible."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
     probe_cells: Size = 8
     """Cells that a probe reads again."""
 
-    @model_validator(mode="after")
-    def _has_what_the_mode_needs(self) -> LedgerTable:
-        self.check()
-        return self
-
 
 class CoordTable(Table, CoordOptions):
-    """`[objective] coord`: distributional supervision of coordinate tokens, which are ordered bins."""
+    """`[objective] coord`: supervision of coordinate tokens, which are ordered bins."""
 
 
 class LossTable(Table):
-    """`[objective] losses`: one loss beside the cross-entropy (docs/models.md#losses-and-metrics); a number is its weight."""
+    """`[objective] losses`: one more loss, or its weight (docs/models.md#losses-and-metrics)."""
 
     weight: Factor = 1.0
     """Factor in the objective; 0: computed and not trained on."""
     target: ImportPath | None = None
-    """Import path of your own `(*, output, micro, **args)`; absent: a loss of the model's output."""
+    """Your own, `(*, output, micro, **args)`; absent: a loss of the model's output."""
     by: Literal["tokens", "rows"] = "tokens"
     """With target: the mean over target tokens, or over rows."""
     args: Args = {}
     """Keyword arguments of target."""
 
-    @model_validator(mode="after")
-    def _is_of_one_kind(self) -> LossTable:
+    def check(self) -> None:
+        """Refuse keys of a target without one."""
         if self.target is None and (self.args or self.by != "tokens"):
             raise ValueError("args and by are those of a target; a model says the latter in its loss_keys")
-        return self
 
 
 def _weight_alone(value: Any) -> Any:
-    """A number is short for a table."""
+    """Read a number as short for a table."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return {"weight": float(value)} if is_number else value
 
@@ -172,7 +167,7 @@ class ObjectiveTable(Table, ObjectiveOptions):
     """`[objective]`: the loss."""
 
     target: ImportPath | None = None
-    """Import path of your own class, built with args, that replaces the cross-entropy (docs/models.md#losses-and-metrics)."""
+    """Your own class in place of the cross-entropy (docs/models.md#losses-and-metrics)."""
     args: Args = {}
     """Keyword arguments of target."""
     coord: CoordTable | None = None
@@ -181,62 +176,66 @@ class ObjectiveTable(Table, ObjectiveOptions):
     chunk_tokens: WholeNumber = 0
     """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
     losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Loss] = {}
-    """Name -> weight of a loss of the model's output (1 without an entry), or the table of one of your own."""
+    """Name -> weight of a loss of the model's output (absent: 1), or a table of your own."""
 
-    @model_validator(mode="after")
-    def _has_what_losses_need(self) -> ObjectiveTable:
+    def check(self) -> None:
+        """Refuse losses that cannot be computed, and keys without effect."""
+        super().check()
         own = [name for name, each in self.losses.items() if each.target is not None]
         if own and self.chunk_tokens:
-            raise ValueError(f"losses.{own[0]} may need logits, which never exist together: set chunk_tokens to 0")
+            problem = f"losses.{own[0]} may need logits, which never exist together"
+            raise ValueError(f"{problem}: set chunk_tokens to 0")
         _refuse_ineffective(self, {"token_ce", "z_loss", "coord"})
         if self.chunk_tokens and not self.components:
             raise ValueError("no loss of logits is left that chunk_tokens could cut: set it to 0")
-        return self
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the parts of the loss that are computed of the model's logits."""
-        own = {"own": self.target} if self.target else {"token_ce": self.token_ce}
-        return tuple(name for name, is_on in {**own, "z_loss": self.z_loss, "coord": self.coord}.items() if is_on)
+        """Names of the parts of the loss that are computed from the model's logits."""
+        if self.target:  # which replaces all of them
+            return ("own",)
+        return tuple(name for name in ("token_ce", "z_loss", "coord") if getattr(self, name))
 
 
 class OptimizerGroupTable(Table):
     """`[[optimizer.group]]`: settings of the parameters whose names match."""
 
     match: Text
-    """Pattern of the names, such as "embedding.*" or "blocks.0.*"; the first group that matches counts."""
+    """Pattern of the names, such as "embedding.*"; the first group that matches counts."""
     lr_scale: PositiveFactor = 1.0
     """Their learning rate as a multiple of the others'."""
     weight_decay: Factor | None = None
     """Theirs, for matrices and vectors alike; absent: as without the group."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for matrices between embedding and output, with adamw for the rest."""
+    """muon (Jordan et al., 2024): for matrices but embedding and output, adamw for the rest."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
     """Keyword arguments of target."""
-    lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3  # within float32: a rate may be chosen to diverge
+    # Within float32: a rate may be chosen to diverge.
+    lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3
     """Peak learning rate; one rate fits adamw and muon."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the denominator of the update."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    momentum: Decay = 0.95
     """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
     """For matrices, not vectors (norms, biases, decay rates)."""
     group: list[OptimizerGroupTable] = []
-    """Groups of parameters by name, with settings of their own."""
 
-    @model_validator(mode="after")
-    def _keys_are_those_that_count(self) -> OptimizerTable:
+    def check(self) -> None:
+        """Refuse keys without effect."""
         _refuse_ineffective(self, {"name", "betas", "eps", "momentum"})
-        return self
 
 
 def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
@@ -245,20 +244,22 @@ def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable,
     A key with its default value says nothing: a config with all defaults filled in is a config too.
     """
     if table.target is None and table.args:
-        raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+        problem = "args are those of a target of your own"
+        raise ValueError(f"{problem}: name it, or use the keys of this table")
     fields = type(table).model_fields
     others = sorted(key for key in replaced if getattr(table, key) != fields[key].default)
     if table.target is not None and others:
-        raise ValueError(f"{', '.join(others)} would have no effect beside target: give them to it as args")
+        keys = ", ".join(others)
+        raise ValueError(f"{keys} would have no effect beside target: give them to it as args")
 
 
 class SchedulerTable(Table):
     """`[scheduler]`: the learning rate over the run."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: constant; linear or cosine decay to min_lr_ratio; wsd: stable, then linear decay."""
+    """After the warm-up: constant; linear or cosine decay; wsd: stable, then linear decay."""
     target: ImportPath | None = None
-    """Import path of your own, called with a step, steps, peak (optimizer.lr) and args; replaces all other keys here."""
+    """Your own, called with step, steps, peak (optimizer.lr) and args, in place of the rest."""
     args: Args = {}
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
@@ -270,12 +271,11 @@ class SchedulerTable(Table):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """wsd: final fraction of the run over which the learning rate decays."""
 
-    @model_validator(mode="after")
-    def _keys_are_those_that_count(self) -> SchedulerTable:
+    def check(self) -> None:
+        """Refuse keys without effect."""
         if self.warmup_steps and self.warmup_tokens:
             raise ValueError("warmup_steps and warmup_tokens say the same: keep one")
         _refuse_ineffective(self, type(self).model_fields.keys() - {"target", "args"})
-        return self
 
 
 class GnsTable(Table):
@@ -283,25 +283,23 @@ class GnsTable(Table):
 
     enabled: bool = True
     """Measure it in every optimizer step."""
-    ema: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Decay of its moving averages; 0.95 averages about 40 steps."""
     components_every: WholeNumber = 0
-    """Steps between measurements of where the noise comes from (docs/gns.md), on logged steps; 0: none."""
+    """Steps between measurements of the noise's components (docs/gns.md); 0: none."""
 
 
 class WandbTable(Table):
-    """`[metrics] wandb`: Weights & Biases. Its own variables say the rest, such as WANDB_ENTITY and WANDB_BASE_URL."""
+    """`[metrics] wandb`: Weights & Biases. WANDB_ENTITY and WANDB_BASE_URL are heeded."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
     """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""
     project: Text = Field(
-        default_factory=lambda: os.environ.get("WANDB_PROJECT") or "trainer", json_schema_extra={"default": "trainer"}
+        default_factory=lambda: os.environ.get("WANDB_PROJECT") or "trainer",
+        json_schema_extra={"default": "trainer"},
     )
     """Project name; absent: WANDB_PROJECT, or "trainer"."""
 
 
-FIRST_PROFILED = 11
-"""The first step of a run that `metrics.profile` records: compilation and full caches lie before it."""
+FIRST_PROFILED = 11  # step that `metrics.profile` records: those before compile and fill caches
 
 
 class MetricsTable(Table, TrackerOptions):
@@ -314,7 +312,7 @@ class MetricsTable(Table, TrackerOptions):
     digests: Literal["off", "compare", "write"] = "compare"
     """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False
-    """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
+    """Also report gradient norm, update over weight and noise scale per layer and group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps that torch's profiler records on rank 0; 0: none. Also --profile."""
     wandb: WandbTable = WandbTable()
@@ -323,7 +321,7 @@ class MetricsTable(Table, TrackerOptions):
 
 
 class SampleTable(Table):
-    """`[sample]`: text generated during the run, recorded in events.jsonl and wandb; training is not affected."""
+    """`[sample]`: text generated during the run, in events.jsonl and wandb."""
 
     every: WholeNumber = 0
     """Steps between samples; 0: none."""
@@ -331,10 +329,6 @@ class SampleTable(Table):
     """Text to continue; empty: generate from the start of a document."""
     tokens: Size = 200
     """Tokens to generate; with the bytes tokenizer, bytes."""
-    temperature: Factor = 1.0
-    """Sampling temperature; 0: always the most likely token."""
-    top_k: WholeNumber = 0
-    """Sample from the k most likely tokens; 0: from all."""
 
 
 class CheckpointTable(Table):
@@ -351,7 +345,7 @@ class CheckpointTable(Table):
     background: bool = False
     """Write the files in a background thread while training continues."""
     remote: Text | None = None
-    """URL that checkpoints are mirrored to, such as "s3://bucket/prefix", one per run (docs/reliability.md)."""
+    """URL to mirror checkpoints to, "s3://bucket/prefix", one per run (docs/reliability.md)."""
     resume: Text = "off"
     """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path or URL."""
 
@@ -360,10 +354,10 @@ class DistributedTable(Table, StrategyOptions):
     """`[distributed]`: the ranks, and how they share the model."""
 
     shards: WholeNumber = 0
-    """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
-    (docs/scale.md)."""
+    """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all
+    ranks that divide N (docs/scale.md)."""
     timeout_sec: Seconds = 600.0
-    """Seconds until a collective or a rank without progress ends the run (docs/reliability.md); raise it for slow reads."""
+    """Seconds without progress that end the run (docs/reliability.md); raise it for slow reads."""
 
 
 class AlertTable(Table):
@@ -376,10 +370,10 @@ class AlertTable(Table):
 
 
 class ExtensionTable(Table):
-    """`[[extension]]`: a class of your own that rides on the run (docs/extensions.md)."""
+    """`[[extension]]`: a class of your own that observes the run (docs/extensions.md)."""
 
     target: ImportPath
-    """Import path `package.module:Class` of a subclass of `trainer.training.extension.Extension`."""
+    """`package.module:Class`, a subclass of `trainer.training.extension.Extension`."""
     args: Args = {}
     """Keyword arguments of the class."""
 
@@ -411,7 +405,7 @@ class RunConfig(Table):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens per row of a training batch: what the data set, the ledger and the metrics of both call a cell."""
+        """Tokens per row of a training batch, which other parts call a cell."""
         return self.data.seq_len * self.train.tbptt_cells
 
     @property

@@ -26,10 +26,23 @@ from trainer.micro_batches import ONE, MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"
 """The key of a source's part that holds those of every rank of the world that saved them."""
+MAX_SHARE_ERROR = "blend/max_share_error"
+ENDED_SOURCES = "blend/ended_sources"
+SHARE_PREFIX = "blend/share/"
+VERSION = 1
+# Rows of the catalog that sources may report; the others belong to other parts of the trainer.
+_POOL_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
+SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX, EPOCHS)
+Drained = Mapping[str, float | None]  # None: a value that could not be measured
+# Sources are merged like ranks: by the operation that the catalog has for the key.
+_MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
+    **{"min": min, "max": max, "sum": sum, "sum_and_worst": sum},
+    **dict.fromkeys(("mean", "weighted_mean", "mean_and_error"), fmean),
+}
 
 
 class UnreadSource:
-    """A source of weight 0: nothing of it is opened, and its part of the state is kept for when it has a weight again."""
+    """A source of weight 0: nothing of it is opened, and its state is kept for a later weight."""
 
     def __init__(self) -> None:
         self._state: Any = None
@@ -38,7 +51,6 @@ class UnreadSource:
         return iter(())
 
     def state_dict(self) -> Any:
-        """What was loaded."""
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
@@ -47,10 +59,10 @@ class UnreadSource:
 
 
 def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
-    """A source's parts of the blend's states of all ranks."""
     parts = [state["sources"][index] for state in states]
-    first = parts[0]
-    return list(first[ALL_RANKS]) if isinstance(first, Mapping) and ALL_RANKS in first else parts
+    if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
+        return list(parts[0][ALL_RANKS])
+    return parts
 
 
 def without_sources(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -58,29 +70,18 @@ def without_sources(state: Mapping[str, Any], names: Collection[str]) -> dict[st
     kept = [index for index, name in enumerate(state["names"]) if name not in names]
     lists = {"names", "ended", "counts", "expected", "sources", "claims"} & state.keys()
     cut = {**state, **{key: [state[key][index] for index in kept] for key in lists}}
-    if "lanes" in state:  # a place begins with its source
-        cut["lanes"] = [None if place and place[0] in names else place for place in state["lanes"]]
+    if "lanes" in state:
+        lanes = list(state["lanes"])
+        for number, place in enumerate(lanes):
+            if place and place[0] in names:  # a place begins with its source
+                lanes[number] = None
+        cut["lanes"] = lanes
     return cut
-
-
-MAX_SHARE_ERROR = "blend/max_share_error"
-ENDED_SOURCES = "blend/ended_sources"
-SHARE_PREFIX = "blend/share/"
-VERSION = 1
-# Rows of the catalog that sources report, which are merged; all others are other parts' of the trainer.
-SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/", MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX, EPOCHS)
-Drained = Mapping[str, float | None]  # None: a value that should have been reported and could not be
-# Sources are merged like ranks: by the operation that the catalog has for the key.
-_MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
-    **{"min": min, "max": max, "sum": sum, "sum_and_worst": sum},
-    **dict.fromkeys(("mean", "weighted_mean", "mean_and_error"), fmean),
-}
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """One source: its name, an iterable of micro-batch dicts (for lanes, a `ShardSource`), and its weight (weights need not sum
-    to 1)."""
+    """One source: an iterable of micro-batch dicts, and its weight; weights need not sum to 1."""
 
     name: str
     dataset: Iterable[Any]
@@ -90,28 +91,28 @@ class BlendSource:
 class BlendDataset:
     """An iterator of micro-batches, each from one source.
 
-    The source of batch i is a pure function of (seed, names, i), the weights at i, and which sources still have data;
-    all ranks choose the same. A source with weight zero is never picked. Exhausted sources are skipped; when all are
-    exhausted (or the others stay at weight zero), iteration stops.
+    The source of batch i is a pure function of (seed, names, i), the weights at i, and which sources
+    still have data; all ranks choose the same. A source with weight zero is never picked. Exhausted
+    sources are skipped; when all are exhausted (or stay at weight zero), iteration stops.
 
-    A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict`; for metrics, `drain_step_metrics` and
-    `metric_keys`, all that it can return (what is not in the catalog is a gauge). If they fail, they are absent from then on,
-    with one warning; values that are no numbers, and names of other parts of the trainer, are left out with one.
+    A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict`; for metrics,
+    `drain_step_metrics` and `metric_keys`, all that it can return (those not in the catalog are
+    gauges). If they fail, they are absent from then on, with one warning.
+
+    `changes` are, by ascending batch, constant weights of sources from there on; they may be
+    replaced ahead of a reading thread.
 
     Args:
         sources: names must be unique.
         seed: of the choices.
         micro_batches: per optimizer step.
-        per_source: also report `blend/share/<name>`.
-        times: also report what reading took since the last drain: `time/<stage>/all`, or by source with `per_source`.
-        history_every, history_tokens: batches of steps that are a multiple of `history_every` (all, where steps are not known
-            ahead) have `history_tokens` tokens before each cell, if the source has `next_with_tokens_before`; 0: none have.
+        per_source: also report `blend/share/<name>`, and times by source.
+        times: also report `time/<stage>/all`, the time of reading since the last drain.
+        history_every, history_tokens: batches of steps that are a multiple of `history_every` (all,
+            if steps are not known ahead) have `history_tokens` tokens before each cell, if the
+            source has `next_with_tokens_before`; 0: none have.
 
-    Attributes:
-        changes: by ascending batch, constant weights of sources from there on. May be replaced ahead of a thread that reads.
-
-    Raises:
-        UserError: no sources, or a name that occurs twice; while iterating: a batch at which all weights are zero.
+    Raises UserError without sources, for a name twice, and at a batch at which all weights are zero.
     """
 
     def __init__(
@@ -128,91 +129,95 @@ class BlendDataset:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
         names = [source.name for source in sources]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError("data.source", f"two sources are called {twice[0]!r}", "give each a name of its own")
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError("data.source", f"two sources are called {name!r}", "give each a name of its own")
         self.sources = list(sources)
         self.changes: Mapping[int, Mapping[str, float]] = {}
         self._micro_batches, self._is_known_ahead = micro_batches, micro_batches.is_known_ahead
-        self._per_source = per_source
         self._history_every, self._history_tokens = history_every, history_tokens
         self._begin()
         self._names = names
         self._seed = seed
-        self._uniforms = KeyedUniforms("blend", seed, *names)  # the names: a nested blend draws its own numbers
+        # With the names: a nested blend draws its own numbers.
+        self._uniforms = KeyedUniforms("blend", seed, *names)
         self._batch_index = 0
         self._now = -1  # the source that the next batch is read from
         self._ended = [False] * len(sources)
         self._counts = [0] * len(sources)
         self._first = 0  # the batch at which the table of choices begins
         self._choices: list[int] = []
-        # Before each choice and after the last: the batches that the weights call for of each source.
-        self._expected = [[0.0] * len(sources)]
-        keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
-        shares = [SHARE_PREFIX + name for name in names] if per_source else []
-        self._time_names = (names if per_source else ["all"] * len(names)) if times else []
+        # Before each choice and after the last: the batches of each source by its weights.
+        self._expected: list[list[float]] = []
+        self._due = [0.0] * len(sources)  # what the weights call for so far, and its sum over sources
+        self._total = 0
+        self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
+        self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
+        self._share_keys: list[str] = []
+        self._time_names: list[str] = []  # of each source, in `time/<stage>/<name>`
+        if per_source:
+            self._share_keys = [SHARE_PREFIX + name for name in names]
+        if times:
+            self._time_names = names if per_source else ["all"] * len(names)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
+        self._latest: dict[int, dict[str, float | None]] = {}  # the last report of each source
+        self._undrained: set[int] = set()
+        self._register_metrics()
+
+    def _register_metrics(self) -> None:
+        keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
-        streams = {source.name: source.dataset for source in sources if isinstance(source.dataset, StreamSource)}
+        streams = {each.name: each.dataset for each in self.sources if isinstance(each.dataset, StreamSource)}
         self._epochs = {EPOCHS + name: dataset.epochs for name, dataset in streams.items()}
         keys += self._epochs
-        self._drains: dict[int, Callable[[], Drained]] = {}  # of the sources that report metrics
-        for index, source in enumerate(sources):
+        # Of the sources that report metrics: all of them as unknown.
+        self._reporters: dict[int, tuple[Drained, BestEffort]] = {}
+        for index, source in enumerate(self.sources):
             guard = BestEffort(f"metrics of the source {source.name}")
-            own_keys = guard.run(_keys_of, source.dataset, frozenset(shares), guard)
+            own_keys = guard.run(_keys_of, source.dataset, frozenset(self._share_keys), guard)
             if own_keys is not None:
-                self._drains[index] = partial(_drain_source, source.dataset, dict.fromkeys(own_keys), guard)
+                self._reporters[index] = (dict.fromkeys(own_keys), guard)
                 keys += own_keys
-        self.metric_keys = tuple(dict.fromkeys([*keys, *shares]))
+        self.metric_keys = tuple(dict.fromkeys([*keys, *self._share_keys]))
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
-        self._latest: dict[int, dict[str, float | None]] = {}  # what each source reported last
-        self._undrained: set[int] = set()
-        self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
-        self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
 
     def _begin(self) -> None:
-        self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in self.sources]
-        # One that cannot give tokens before its cells may still give them by itself.
-        self._asks = [getattr(iterator, "next_with_tokens_before", None) for iterator in self._iterators]
+        # A source that cannot give tokens before its cells may still give them by itself.
+        self._asks: list[Callable[[int], Batch]] = []
+        for source in self.sources:
+            iterator = iter(source.dataset)
+            self._asks.append(getattr(iterator, "next_with_tokens_before", partial(_next_of, iterator)))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name."""
+        """The next micro-batch, with its source's name as `dataset_labels` if it has none."""
         every, plan = self._history_every, self._micro_batches
-        # A loader makes batches before it is known which step they belong to, and tokens that nobody needs do no harm.
-        is_due = every > 0 and (not self._is_known_ahead or plan.step_of(self._batch_index) % every == 0)
-        return self.next_with_tokens_before(self._history_tokens if is_due else 0)
+        # Without knowing a batch's step: tokens that nobody needs do no harm.
+        if every > 0 and (not self._is_known_ahead or plan.step_of(self._batch_index) % every == 0):
+            return self.next_with_tokens_before(self._history_tokens)
+        return self.next_with_tokens_before(0)
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
-        """The next micro-batch, with at least that many tokens before each cell if its source can give them.
-
-        Raises:
-            StopIteration: every source is exhausted, or stays at weight zero.
-            UserError: all weights are zero at this batch.
-        """
-        while True:
+        """The next micro-batch, with at least that many tokens before each cell if possible."""
+        batch = None
+        while batch is None:
             at = self._batch_index - self._first
             if at >= len(self._choices) or self._batch_index in self.changes:
-                self._choose(self._expected[at])
+                self._choose()
                 at = 0
             chosen = self._choices[at]
             if chosen < 0:
                 self._stop_or_refuse()
-            self._now = chosen
             self._unsaved.add(chosen)
             self._undrained.add(chosen)
             start = time.perf_counter()
-            try:
-                ask = self._asks[chosen]
-                batch = next(self._iterators[chosen]) if ask is None else ask(tokens_before)
-            except StopIteration:
-                self._ended[chosen] = True
-                self._choose(self._expected[at])
-                continue
-            break
+            batch = self._read(chosen, tokens_before)
+            if batch is None:
+                self._choose()
         if self._time_names:
             seconds, dataset = time.perf_counter() - start, self.sources[chosen].dataset
             stages = {"own_code": seconds}
@@ -222,46 +227,57 @@ class BlendDataset:
             for stage, part in stages.items():
                 self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
         self._counts[chosen] += 1
+        self._total += 1
         self._batch_index += 1
+        self._due = self._expected[self._batch_index - self._first]
+        return batch
+
+    def _read(self, index: int, tokens_before: int) -> Batch | None:
+        """A batch of a source that makes its own; None if it has ended."""
+        self._now = index
+        try:
+            batch = self._asks[index](tokens_before)
+        except StopIteration:
+            self._ended[index] = True
+            return None
         if "dataset_labels" not in batch:
-            batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
+            batch["dataset_labels"] = [self.sources[index].name] * len(batch["tokens"])
         return batch
 
     @property
     def now_reading(self) -> str:
-        """The source that is being read, and its file where that is known; empty before the first batch. For any thread."""
+        """The source being read, and its file if known; empty at first. For any thread."""
         if self._now < 0:
             return ""
         source = self.sources[self._now]
         where = getattr(source.dataset, "now_reading", None)
-        return f"source {source.name}" + (f": {where}" if isinstance(where, str) and where else "")
+        file = f": {where}" if isinstance(where, str) and where else ""
+        return f"source {source.name}{file}"
 
     def shares_at(self, step: int, batch: int) -> list[float]:
-        """The share of each source in an optimizer step that begins with this micro-batch; all zero where all weights are."""
+        """The share of each source in a step that begins with this batch; 0 if all weights are."""
         at = self.weights_at(step, batch)
         return [weight / (sum(at) or 1.0) for weight in at]
 
     def weights_at(self, step: int, batch: int) -> list[float]:
-        """The weight of each source in an optimizer step that begins with this micro-batch."""
-        specs = [self._weight_at(source, batch) for source in self.sources]
-        return [spec.evaluate(step if spec.unit == "step" else batch) for spec in specs]
+        """The weight of each source in an optimizer step that begins with this batch."""
+        at, specs = {"step": step, "batch": batch}, [self._weight_at(source, batch) for source in self.sources]
+        return [spec.evaluate(at[spec.unit]) for spec in specs]
 
     def _weight_at(self, source: BlendSource, batch: int) -> WeightSpec:
-        """What holds for a source at a batch: its last change, or else its weight from the beginning."""
-        changed = [at[source.name] for first, at in self.changes.items() if first <= batch and source.name in at]
-        return ConstantWeight(changed[-1]) if changed else source.weight
+        """The weight of a source at a batch: its last change, or else that of the beginning."""
+        changes = [weights for first, weights in self.changes.items() if first <= batch and source.name in weights]
+        return ConstantWeight(changes[-1][source.name]) if changes else source.weight
 
-    def _choose(self, expected: list[float]) -> None:
-        """Compute the choices from the next batch to the end of its block, -1 where all weights are 0; anew if a source ends.
-
-        `expected`: batches that the weights call for of each source so far, of ended ones too, for `blend/max_share_error`.
-        """
+    def _choose(self) -> None:
+        """Compute the choices from the next batch to the end of its block, -1: all weights are 0."""
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
         batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
         weights = np.zeros((len(batches), len(self.sources)))
         for i, source in enumerate(self.sources):
-            weights[:, i] = source.weight.evaluate_many(positions(source.weight.unit, batches, self._micro_batches))
+            x = positions(source.weight.unit, batches, self._micro_batches)
+            weights[:, i] = source.weight.evaluate_many(x)
             for first, changed in self.changes.items():
                 if source.name in changed:
                     weights[batches >= first, i] = changed[source.name]
@@ -276,11 +292,11 @@ class BlendDataset:
         chosen = np.where(chosen < len(self.sources), chosen, (ends < totals).sum(axis=1))
         chosen = np.where(totals[:, 0] > 0, chosen, -1)
         self._choices = chosen.tolist()
-        self._expected = np.cumsum(np.vstack([expected, shares]), axis=0).tolist()
+        self._expected = np.cumsum(np.vstack([self._due, shares]), axis=0).tolist()
 
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
-        alive = [source for source, ended in zip(self.sources, self._ended, strict=True) if not ended]
+        alive = [each for each, ended in zip(self.sources, self._ended, strict=True) if not ended]
         weights = [self._weight_at(source, index) for source in alive]
         places = [(positions(each.unit, index, self._micro_batches), each.zero_from()) for each in weights]
         if len(alive) < len(self.sources) and all(zero is not None and x >= zero for x, zero in places):
@@ -299,61 +315,74 @@ class BlendDataset:
         """Ids of those that wait for a row to continue on."""
         return []
 
-    def _given(self) -> tuple[int, list[float]]:
-        """What `_counts` count, of all sources, and what the weights have called for of each."""
-        return self._batch_index, self._expected[self._batch_index - self._first]
-
     def drain_step_metrics(self) -> Drained:
-        """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
-        None is what a source should have reported and could not.
+        """The sources' metrics, merged key by key, and those of the blend; before any batch, epochs.
 
-        A source contributes what it reported last, its counters only once; of one that has ended, counts (what sums over ranks)
-        are 0, and other gauges are left out. `blend/max_share_error` is the largest difference between the share of batches a
-        source gave and the one that the weights call for, whether or not sources have ended.
+        A source contributes its last report, its counters only once; after its end, values that sum
+        over ranks are 0, and other gauges are left out. `blend/max_share_error` is the largest
+        difference between the share of a source and the one that its weights call for.
         """
         read: dict[str, float | None] = {}
         for key, epochs in self._epochs.items():
-            read[key], epochs.read = epochs.read, 0.0
-        total, expected = self._given()
-        if not total:  # but documents that another shard had begun may be read
+            read[key] = epochs.read if epochs.is_known else None
+            epochs.read = 0.0
+        if not self._total:  # but documents may be read that another shard began
             return read
-        for index in self._undrained & self._drains.keys():
-            drained = self._drains[index]()
-            if self._ended[index]:
-                sums = {key for key in drained if self._merges[key] is sum}
-                drained = {
-                    k: v if k in self._counters else 0.0 for k, v in drained.items() if k in self._counters | sums
-                }
-            self._latest[index] = dict(drained)
-        by_key: defaultdict[str, list[float | None]] = defaultdict(list)
-        for drained in self._latest.values():
-            for key, value in drained.items():
-                by_key[key].append(value)
-        for index in self._undrained & self._latest.keys():
-            self._latest[index] |= dict.fromkeys(self._counters & self._latest[index].keys(), 0.0)
+        for index in self._undrained & self._reporters.keys():
+            self._latest[index] = self._report_of(index)
+        metrics = self._merged()
         self._undrained.clear()
-        metrics: dict[str, float | None] = {}
-        for key, values in by_key.items():
-            if None in values:  # of a source that failed; only a mean can do without it
-                values = [v for v in values if v is not None] if self._merges[key] is fmean else []
-            metrics[key] = self._merges[key](values) if values else None  # type: ignore[arg-type]
-        error = float(np.abs(np.subtract(self._counts, expected)).max()) / total
+        error = float(np.abs(np.subtract(self._counts, self._due)).max()) / self._total
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
-        if self._per_source:
-            for name, count in zip(self._names, self._counts, strict=True):
-                metrics[SHARE_PREFIX + name] = count / total
+        for key, count in zip(self._share_keys, self._counts, strict=False):
+            metrics[key] = count / self._total
         metrics.update(self._seconds)
         self._seconds.clear()
         metrics.update(read)
         return metrics
 
+    def _report_of(self, index: int) -> dict[str, float | None]:
+        """A source's metrics, those that it lists; once it fails, all of them are unknown."""
+        dataset: Any = self.sources[index].dataset
+        unknown, guard = self._reporters[index]
+        drained: Drained | None = guard.run(dataset.drain_step_metrics)
+        if drained is not None and not isinstance(dataset, StreamSource | BlendDataset):
+            drained = guard.run(checked, drained, guard.leave_out, as_number)
+        if drained is None:
+            drained = unknown
+        for key in drained.keys() - unknown.keys():
+            guard.leave_out(key, "it is not among the metric_keys")
+        report = {key: value for key, value in drained.items() if key in unknown}
+        if self._ended[index]:
+            for key in report.keys() - self._counters:
+                if self._merges[key] is sum:
+                    report[key] = 0.0
+                else:
+                    del report[key]
+        return report
+
+    def _merged(self) -> dict[str, float | None]:
+        by_key: defaultdict[str, list[float | None]] = defaultdict(list)
+        for index, report in self._latest.items():
+            for key, value in report.items():
+                # Events of a report that was merged before must not count twice.
+                is_counted = key in self._counters and index not in self._undrained
+                by_key[key].append(0.0 if is_counted else value)
+        metrics: dict[str, float | None] = {}
+        for key, values in by_key.items():
+            merge, known = self._merges[key], [value for value in values if value is not None]
+            # Only a mean can do without the value of a source that failed.
+            is_known = len(known) == len(values) or (merge is fmean and known)
+            metrics[key] = merge(known) if is_known else None
+        return metrics
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""
-        for index in self._unsaved:
-            state_dict = getattr(self.sources[index].dataset, "state_dict", None)
-            self._states[index] = None if state_dict is None else state_dict()
+        """Plain Python; a snapshot that later batches do not change."""
+        for index in self._unsaved:  # the states of the others are the same
+            state_dict = getattr(self.sources[index].dataset, "state_dict", lambda: None)
+            self._states[index] = state_dict()
         self._unsaved.clear()
         return {
             "version": VERSION,
@@ -362,61 +391,62 @@ class BlendDataset:
             "names": self._names,
             "ended": self._ended.copy(),
             "counts": self._counts.copy(),
-            "expected": self._given()[1].copy(),
+            "expected": self._due.copy(),
             "sources": self._states.copy(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a run stopped; weights may have changed since, and sources may have been added.
+        """Continue where a run stopped; weights may have changed, and sources may be new.
 
-        Args:
-            state: this rank's state, or those of all ranks in rank order; see `StreamSource.load_state_dict`.
-
-        Raises:
-            UserError: another seed, a source that is missing now, or one that gave batches and cannot be resumed.
+        `state` is this rank's state, or those of all ranks in rank order. Raises UserError for
+        another seed, or a source that is missing now, or gave batches and cannot be resumed.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
         if own.get("version") != VERSION or "names" not in own:
-            raise UserError("data.source", "the saved state is not one of a blend of this version", "start without it")
+            problem = "the saved state is not one of a blend of this version"
+            raise UserError("data.source", problem, "start without it")
         if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
             raise UserError("run.seed", problem, f"set it to {own['seed']}")
-        if gone := [name for name in own["names"] if name not in self._names]:
-            raise UserError(
-                "data.source", f"the saved state has a source {gone[0]!r}, which is missing now", "put it back"
-            )
-        self._batch_index = self._first = own["batch_index"]
+        for name in own["names"]:
+            if name not in self._names:
+                problem = f"the saved state has a source {name!r}, which is missing now"
+                raise UserError("data.source", problem, "put it back")
+        self._batch_index = self._first = self._total = own["batch_index"]
         self._choices = []
         self._latest.clear()
-        self._expected = [[0.0] * len(self.sources)]
+        self._due = [0.0] * len(self.sources)
         for index, name in enumerate(self._names):
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states)
         self._begin()
-        self._undrained = set(range(len(self.sources)))  # the merged metrics cover every pool's last pick
+        # All: the merged metrics cover every pool's last pick.
+        self._undrained = set(range(len(self.sources)))
         self._unsaved = set(range(len(self.sources)))
 
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:
         dataset = self.sources[index].dataset
         parts = parts_of(states, saved)
         self._counts[index] = states[0]["counts"][saved]
-        self._expected[0][index] = states[0]["expected"][saved]
+        self._due[index] = states[0]["expected"][saved]
         self._ended[index] = all(state["ended"][saved] for state in states)
         load = getattr(dataset, "load_state_dict", None)
         if parts[0] is not None and load is not None:
             load(parts[0] if len(parts) == 1 else parts)
         elif self._counts[index] and not isinstance(dataset, UnreadSource):
-            raise UserError(
-                self._names[index],
-                f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed",
-                "give its dataset state_dict and load_state_dict, or start without this checkpoint",
-            )
+            problem = f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed"
+            fix = "give its dataset state_dict and load_state_dict, or start without this checkpoint"
+            raise UserError(self._names[index], problem, fix)
+
+
+def _next_of(iterator: Iterator[Batch], _: int) -> Batch:
+    return next(iterator)
 
 
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:
-    """The names that a source may report, each once, without the blend's own (`taken`); None if it reports nothing."""
+    """The names that a source may report, each once, without the `taken` ones; None: it reports nothing."""
     keys = getattr(dataset, "metric_keys", None)
     if keys is None or getattr(dataset, "drain_step_metrics", None) is None:
         return None
@@ -427,16 +457,3 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
     for key in sorted(foreign):
         guard.leave_out(key, "the trainer reports a metric of this name itself; give it another one")
     return [key for key in dict.fromkeys(found) if key not in foreign]
-
-
-def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
-    """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
-    drained: dict[str, float | None] | None = guard.run(dataset.drain_step_metrics)
-    if drained is not None and not isinstance(dataset, StreamSource | BlendDataset):
-        drained = guard.run(checked, drained, guard.leave_out, as_number)
-    if drained is None:
-        return unknown
-    for key in drained.keys() - unknown.keys():
-        drained.pop(key)
-        guard.leave_out(key, "it is not among the metric_keys")
-    return drained

@@ -1,11 +1,12 @@
-"""The documents of a file as runs of tokens in one array, and the formats that hold token ids, all memory-mapped.
+"""The documents of a file as runs of tokens in one array, and the mapped formats of token ids.
 
-These are `.npy`, headerless `.bin`, and Megatron-LM's indexed files: `NAME.bin` holds the ids and `NAME.idx` the positions of
-the documents, all little-endian: the magic, the version (u64, 1), the dtype code (u8), the number of sequences (u64), the
-number of document indices (u64), the sizes of the sequences in tokens (i32 each), their byte offsets in the `.bin` (i64 each),
-and the document indices (i64 each): document d holds the sequences from index d up to index d + 1.
+These are `.npy`, headerless `.bin`, and Megatron-LM's indexed files: `NAME.bin` holds the ids and
+`NAME.idx` the positions of the documents, all little-endian: the magic, the version (u64, 1), the
+dtype code (u8), the number of sequences (u64), the number of document indices (u64), the sizes of
+the sequences in tokens (i32 each), their byte offsets in the `.bin` (i64 each), and the document
+indices (i64 each): document d holds the sequences from index d up to index d + 1.
 
-What is damaged, or has ids outside the vocabulary, is a UserError with the path and the place.
+Damaged files and ids outside the vocabulary are a UserError with the path and the place.
 """
 
 from __future__ import annotations
@@ -27,9 +28,20 @@ from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.options import Options, TextSplit, part_options
 
+TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
+Kind: TypeAlias = Literal["text", "ids"]  # of a file: text to be tokenized, or token ids
+Span: TypeAlias = tuple[int, int]
+"""A part of a file that is tokenized alone, from and up to; in bytes, of Parquet in row groups."""
 AGAIN = "write the file again"
 WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
-SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: this many stretches of this many tokens, both ends included
+SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: tokens per stretch, and stretches
+CHUNK = 1 << 16  # tokens checked together: checking each short document would take longer
+SPOOLED = 256_000_000  # bytes of tokens that a file of text may take in memory
+SCANNED = 1 << 22  # tokens scanned at a time
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+# The format has codes of floats too.
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def damaged(where: Path | str, problem: str, fix: str = AGAIN) -> UserError:
@@ -39,35 +51,30 @@ def damaged(where: Path | str, problem: str, fix: str = AGAIN) -> UserError:
 
 @dataclass(frozen=True)
 class IdBounds:
-    """Ids of a file must be at least 0 and less than the number of ids.
+    """Ids of a file must be 0 to num_ids - 1.
 
-    Args:
-        where: the file or the place in it, for messages.
-        num_ids: the ids are 0 to num_ids - 1. With the tokenizer `ids`, `data.vocab_size`: the id that begins documents
-            follows them and must not be in a file. With any other tokenizer, its whole vocabulary.
-        tokenizer: its name, for messages.
+    With the tokenizer `ids`, `num_ids` is `data.vocab_size`: the id that begins documents follows
+    them and must not be in a file. With any other tokenizer, it is the whole vocabulary.
     """
 
-    where: str
+    where: str  # the file or the place in it
     num_ids: int
-    tokenizer: str
+    tokenizer: str  # its name
 
     @classmethod
     def of(cls, where: Path | str, tokenizer: Tokenizer) -> IdBounds:
         """The bounds that a tokenizer sets for a file."""
-        num_ids = tokenizer.bos_id if isinstance(tokenizer, IdsTokenizer) else tokenizer.vocab_size
+        num_ids = tokenizer.vocab_size
+        if isinstance(tokenizer, IdsTokenizer):
+            num_ids = tokenizer.bos_id
         return cls(str(where), num_ids, tokenizer.name)
 
-    def refusal(self, token: int, *, at: int | None = None, dtype: np.dtype[Any] | None = None) -> UserError:
-        """The error for an id that is out of range, at this position of the file, read with this dtype."""
-        position = "" if at is None else f" at token {at}"
-        read_as = "" if dtype is None else f", read as {dtype}"
-        fix = "data.vocab_size" if self.tokenizer == IdsTokenizer.name else "the tokenizer"
-        return damaged(
-            self.where,
-            f"token id {token}{position} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer}){read_as}",
-            f"set {fix}, or the dtype of a .bin, to that of the tool that made the file",
-        )
+    def refusal(self, token: int, position: str = "", read_as: str = "") -> UserError:
+        """The error for an id that is out of range; `position` and `read_as` end its sentence."""
+        outside = f"is outside the vocabulary of {self.num_ids} ids ({self.tokenizer})"
+        setting = "data.vocab_size" if self.tokenizer == IdsTokenizer.name else "the tokenizer"
+        fix = f"set {setting}, or the dtype of a .bin, to that of the tool that made the file"
+        return damaged(self.where, f"token id {token}{position} {outside}{read_as}", fix)
 
     def check_eod(self, eod: int, key: str = "eod") -> None:
         """Refuse an end-of-document id that no file can hold."""
@@ -75,27 +82,22 @@ class IdBounds:
             problem = f"{eod} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer})"
             raise UserError(key, problem, "set it to the id that ends documents")
 
-    def is_broken_by(self, tokens: npt.NDArray[Any]) -> bool:
-        """Whether some id is out of range."""
-        if tokens.size == 0:
-            return False
-        # Viewed as unsigned, a negative id is a large one: a single maximum checks both ends.
-        seen = tokens if tokens.dtype.kind == "u" else tokens.view(f"u{tokens.dtype.itemsize}")
-        return int(np.maximum.reduce(seen, axis=None)) >= self.num_ids
-
     def check(self, tokens: npt.NDArray[Any], begin: int) -> None:
-        """Refuse the first id that is out of range; `begin` is the position of `tokens` in the file."""
-        if self.is_broken_by(tokens):
+        """Refuse the first id that is out of range; `begin`: the place of `tokens` in the file."""
+        # Viewed as unsigned, a negative id is a large one: a single maximum checks both ends.
+        unsigned = tokens.view(f"u{tokens.dtype.itemsize}")
+        if tokens.size and int(np.maximum.reduce(unsigned, axis=None)) >= self.num_ids:
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self.num_ids))[0])
-            raise self.refusal(int(tokens[at]), at=begin + at, dtype=tokens.dtype)
+            position, read_as = f" at token {begin + at}", f", read as {tokens.dtype}"
+            raise self.refusal(int(tokens[at]), position, read_as)
 
     def check_sample(self, tokens: npt.NDArray[Any]) -> IdBounds | None:
         """Check a small file completely, or a few stretches of a large one, as `check` does.
 
-        Returns:
-            None if every id is known to be in range, otherwise these bounds, for later reads.
+        Returns None if every id is known to be in range, otherwise these bounds, for later reads.
         """
-        if np.iinfo(tokens.dtype).min == 0 and np.iinfo(tokens.dtype).max < self.num_ids:
+        limits = np.iinfo(tokens.dtype)
+        if limits.min == 0 and limits.max < self.num_ids:
             return None
         if len(tokens) <= WHOLE:
             self.check(tokens, 0)
@@ -105,37 +107,22 @@ class IdBounds:
         return self
 
 
-TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
-Kind: TypeAlias = Literal["text", "ids"]  # what a file holds: text to be tokenized, or token ids
-Span: TypeAlias = tuple[int, int]
-"""A part of a file that is tokenized alone: from and up to; in bytes, or in whatever its format counts."""
-CHUNK = 1 << 16  # tokens checked together
-SPOOLED = 256_000_000  # bytes of tokens that a file of text may take in memory
-
-
 @dataclass(frozen=True)
 class TokenTable:
-    """All tokens of a file in one array (in memory or mapped), and the place of each document in it.
+    """All tokens of a file in one array (in memory or mapped), and where each document lies."""
 
-    Args:
-        tokens: any integer dtype, [N].
-        starts: where each document begins, int64 [D].
-        lengths: tokens per document, int64 [D].
-        bounds: None if every id is known to be in the vocabulary; otherwise ids are checked as they are read.
-    """
-
-    tokens: TokenArray
-    starts: Ints
-    lengths: Ints
+    tokens: TokenArray  # any integer dtype, [N]
+    starts: Ints  # where each document begins, int64 [D]
+    lengths: Ints  # tokens per document, int64 [D]
+    # None if every id is known to be in the vocabulary; otherwise reads check their ids.
     bounds: IdBounds | None = None
 
     @property
     def num_documents(self) -> int:
-        """D."""
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document, as a view. UserError: an id is outside the vocabulary, with its position."""
+        """Tokens [start, stop) of a document, as a view. UserError: an id is out of range."""
         assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
         begin = int(self.starts[document]) + start
         tokens = self.tokens[begin : begin + stop - start]
@@ -146,43 +133,34 @@ class TokenTable:
 
 @part_options
 class ReadOptions(Options):
-    """How to read a file: everything that a format may need to know."""
-
     tokenizer: Tokenizer
     """Tokenizes text, and bounds the ids in token files."""
     dtype: str | None = None
-    """Of a headerless token file (`uint16`, ...)."""
+    """The type of a headerless token file (`uint16`, ...)."""
     eod: int | None = None
     """The id that ends a document in a token file; None: the file is one document."""
     text_split: TextSplit = "file"
-    """A raw text file is one document (`file`), or one per block between blank lines (`blank_line`)."""
+    """A raw text file is one document (`file`), or one per block between blank lines."""
     format: str = "auto"
-    """`auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`."""
+    """`auto` (by file extension), a key of `FORMATS`, or an import path."""
     column: str | None = None
-    """Field of JSON lines or Parquet with the documents, strings or lists of ids; None: `text` or `tokens`."""
+    """The documents' field in JSON lines or Parquet; None: `text` or `tokens`."""
     text_eod: int | None = None
     """The id to end each document of text with; None: none."""
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
-    """Concatenate documents that are tokenized one by one, in the smallest dtype that holds the vocabulary.
+    """Concatenate documents that are tokenized one by one, in the smallest dtype for the ids.
 
-    Large ones do not stay in memory: their tokens are in a file of the directory for temporary files (`TMPDIR`), mapped.
-
-    Args:
-        pieces: the ids of each document, any integer dtype.
-        vocab_size: number of ids.
-        where: the file, for messages.
-
-    Raises:
-        UserError: an id is outside the vocabulary; in the smaller dtype it would turn into another one.
+    Large files do not stay in memory: their tokens are in a mapped temporary file (`TMPDIR`).
+    Raises UserError, naming the file `where`, at an id outside the vocabulary, which the smaller
+    dtype would turn into another one. `pieces`: the ids of each document, any integer dtype.
     """
     dtype, lengths = np.dtype(np.min_scalar_type(max(vocab_size - 1, 0))), array("q")
     bounds, num_tokens = IdBounds(where, vocab_size, "the tokenizer"), 0
     with tempfile.SpooledTemporaryFile(SPOOLED, prefix="trainer-tokens-") as store:
         waiting: list[TokenArray] = []
         size = 0
-        # Short documents together: a check of each alone would take longer than all else here.
         for piece in itertools.chain(pieces, [None]):
             if piece is not None:
                 waiting.append(piece)
@@ -196,56 +174,55 @@ def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: s
         num_bytes = store.tell()
         store.flush()
         store.seek(0)
-        # Mapped, and gone with the mapping.
-        tokens = np.memmap(store, dtype, "r") if num_bytes > SPOOLED else np.frombuffer(store.read(), dtype)
+        if num_bytes > SPOOLED:
+            tokens = np.asarray(np.memmap(store, dtype, "r"))  # the file is gone with the mapping
+        else:
+            tokens = np.frombuffer(store.read(), dtype)
     sizes = np.array(lengths, dtype=np.int64)
-    return TokenTable(np.asarray(tokens), np.cumsum(sizes) - sizes, sizes)
+    return TokenTable(tokens, np.cumsum(sizes) - sizes, sizes)
 
 
-SCANNED = 1 << 22  # tokens scanned at a time
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # the format has codes of floats too
-
-
-def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
-    """The end of each document (just past its end-of-document id), int64 [D]; checks every id along the way."""
-    ends = []
+def _document_ends(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
+    """Where each document ends, just past its end-of-document id, int64 [D]; checks every id."""
+    found = []
     for start in range(0, len(tokens), SCANNED):
         chunk = tokens[start : start + SCANNED]
         bounds.check(chunk, start)
-        ends.append(np.flatnonzero(chunk == eod) + (start + 1))
-    found = np.concatenate(ends).astype(np.int64)
-    return found if len(found) and found[-1] == len(tokens) else np.append(found, len(tokens))
+        found.append(np.flatnonzero(chunk == eod) + (start + 1))
+    ends = np.concatenate(found).astype(np.int64)
+    if len(ends) and ends[-1] == len(tokens):
+        return ends
+    return np.append(ends, len(tokens))  # the last document lacks the id
 
 
 def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
-    """Without an end-of-document id the file is one document and stays unread; with one it is scanned completely."""
+    """Without an end-of-document id the file is one document and stays unread."""
     if not len(mapped):
         raise damaged(path, "has no tokens", "remove the file")
     # A plain ndarray: slicing the memmap subclass costs several times as much.
     tokens, bounds = np.asarray(mapped), IdBounds.of(path, options.tokenizer)
+    start = np.zeros(1, np.int64)
     if options.eod is None:
-        length = np.array([len(tokens)], dtype=np.int64)
-        return TokenTable(tokens, np.zeros(1, np.int64), length, bounds.check_sample(tokens))
+        return TokenTable(tokens, start, start + len(tokens), bounds.check_sample(tokens))
     bounds.check_eod(options.eod)
-    ends = _scan(tokens, options.eod, bounds)
-    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    ends = _document_ends(tokens, options.eod, bounds)
+    starts = np.concatenate([start, ends[:-1]])
     return TokenTable(tokens, starts, ends - starts)
 
 
 def load_npy(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a 1-D integer `.npy`; a document keeps its end-of-document id as its last token."""
+    """The documents of a 1-D integer `.npy`; each keeps its end-of-document id as its last token."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
         raise damaged(path, f"is not a readable .npy array ({error})") from error
-    is_array = isinstance(tokens, np.ndarray)  # an archive (.npz) is none
-    if not is_array or tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.dtype.isnative:
-        found = f"{tokens.dtype.str} of shape {tokens.shape}" if is_array else "an archive (.npz)"
-        problem = f"must be a 1-D integer array, little-endian, got {found}"
-        raise damaged(path, problem, "save the ids of all documents concatenated")
-    return _table(path, tokens, options)
+    found = "an archive (.npz)"
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim == 1 and tokens.dtype.kind in "iu" and tokens.dtype.isnative:
+            return _table(path, tokens, options)
+        found = f"{tokens.dtype.str} of shape {tokens.shape}"
+    problem = f"must be a 1-D integer array, little-endian, got {found}"
+    raise damaged(path, problem, "save the ids of all documents concatenated")
 
 
 def load_bin(path: Path, options: ReadOptions) -> TokenTable:
@@ -258,37 +235,39 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
         problem = f"a headerless token file needs an integer dtype, little-endian; got {options.dtype!r}"
         raise UserError(f"{path}: dtype", problem, 'set dtype = "uint16", or the dtype that wrote the file')
     size = path.stat().st_size
-    if size % dtype.itemsize:
-        last = size - size % dtype.itemsize
-        problem = f"ends in the middle of a token ({dtype}): the last complete one ends at byte offset {last} of {size}"
+    rest = size % dtype.itemsize
+    if rest:
+        problem = f"ends in the middle of a token ({dtype}): the last complete one ends at byte offset {size - rest} of {size}"
         raise damaged(path, problem, "write the file again, or set the dtype that wrote it")
     return _table(path, np.memmap(path, dtype=dtype, mode="r"), options)
 
 
 def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
-    """(dtype, first token of each document, tokens of each) of the index of a `.bin` of so many bytes."""
+    """(dtype, first token of each document, tokens of each) of a `.bin` of so many bytes."""
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     head = data[: HEADER.size].tobytes()
     magic, version, code, num_sequences, num_indices = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
     if (magic, version) != (MAGIC, 1) or code not in DTYPES or len(head) < HEADER.size:
-        problem = f"is not a Megatron-LM index of version 1 and of integers: it begins with {head[:18]!r}"
-        raise damaged(path, problem)
-    ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices], dtype=object).tolist()
-    if len(data) != ends[-1]:
-        raise damaged(path, f"its tables take {ends[-1]} bytes, it has {len(data)}")
-    dtype, kinds = np.dtype(DTYPES[code]), ("<i4", "<i8", "<i8")
-    sizes, pointers, indices = (
-        data[begin:end].view(kind) for begin, end, kind in zip(ends[:-1], ends[1:], kinds, strict=True)
-    )
+        raise damaged(path, f"is not a Megatron-LM index of version 1 and of integers: it begins with {head[:18]!r}")
+    # As Python's integers: a damaged count may exceed 64 bits.
+    widths = [HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]
+    header, sizes_end, pointers_end, end = itertools.accumulate(widths)
+    if len(data) != end:
+        raise damaged(path, f"its tables take {end} bytes, it has {len(data)}")
+    dtype = np.dtype(DTYPES[code])
+    sizes = data[header:sizes_end].view("<i4").astype(np.int64)
+    pointers, indices = data[sizes_end:pointers_end].view("<i8"), data[pointers_end:].view("<i8")
     if not len(sizes) or len(indices) < 2:
         raise damaged(path, "has no documents")
     if indices[0] != 0 or indices[-1] != len(sizes) or (np.diff(indices) < 0).any():
         raise damaged(path, f"its document indices do not increase from 0 to {len(sizes)}")
-    sizes = sizes.astype(np.int64)
     stops = pointers + sizes * dtype.itemsize
-    outside = np.flatnonzero((sizes < 0) | (pointers < 0) | (pointers % dtype.itemsize != 0) | (stops > bin_size))
-    at = int(outside[0]) if len(outside) else int(stops.argmax())
-    if len(outside) or stops[at] != bin_size:  # the last one must end the file
+    is_outside = (sizes < 0) | (pointers < 0) | (stops > bin_size)
+    is_outside |= pointers % dtype.itemsize != 0
+    at = int(stops.argmax())  # the last one, which must end the file
+    if is_outside.any():
+        at = int(is_outside.argmax())
+    if is_outside[at] or stops[at] != bin_size:
         lies = f"sequence {at} lies at bytes {int(pointers[at])} to {int(stops[at])}"
         raise damaged(path, f"{lies}, which does not fit a .bin of {bin_size} bytes of {dtype}")
     starts = pointers // dtype.itemsize
@@ -298,7 +277,8 @@ def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
     is_inner[indices[:-1][indices[:-1] < len(starts)]] = False
     gaps = np.flatnonzero(is_inner[1:] & (starts[1:] != (starts + sizes)[:-1]))
     if len(gaps):
-        raise damaged(path, f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
+        sequence = f"sequence {int(gaps[0]) + 1}"
+        raise damaged(path, f"{sequence} does not directly follow the previous one of its document")
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     return dtype, starts[np.minimum(indices[:-1], len(starts) - 1)], np.diff(totals[indices])
 
@@ -312,4 +292,5 @@ def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
         raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
     dtype, starts, lengths = _read_index(index, path.stat().st_size)
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-    return TokenTable(tokens, starts, lengths, IdBounds.of(path, options.tokenizer).check_sample(tokens))
+    bounds = IdBounds.of(path, options.tokenizer).check_sample(tokens)
+    return TokenTable(tokens, starts, lengths, bounds)

@@ -1,4 +1,4 @@
-"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs), and what neither reads.
+"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs).
 
 Globs are ours: their `**` enters every directory once, so that a link to an ancestor ends.
 """
@@ -37,12 +37,13 @@ logger = logging.getLogger("trainer.data")
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a glob matches, sorted; `**` as a whole path component crosses directories, hidden ones excepted.
+    """The files that a glob matches, sorted; `**` crosses directories, hidden ones excepted.
 
-    `glob.glob` follows a link to an ancestor again and again until the path is too long. Here a directory that is
-    reached by several ways is entered once, by a link only if there is no other way.
+    `glob.glob` follows a link to an ancestor again and again until the path is too long. Here each
+    directory is entered once, by a link only if there is no other way.
     """
-    return sorted({path.removeprefix(f".{os.sep}") for path in _matches(pattern) if os.path.isfile(path)})
+    files = filter(os.path.isfile, _matches(pattern))
+    return sorted({path.removeprefix(f".{os.sep}") for path in files})
 
 
 def _matches(pattern: str) -> Iterator[str]:
@@ -52,18 +53,26 @@ def _matches(pattern: str) -> Iterator[str]:
         return
     at = parts.index("**")
     rest = [part for part in parts[at + 1 :] if part] or ["*"]
-    head = os.sep.join(parts[:at]) or (os.sep if at else os.curdir)
-    for base in glob.iglob(head):
+    for base in glob.iglob(_joined(parts[:at])):
         for directory in _directories(base):
             yield from _matches(os.path.join(glob.escape(directory), *rest))
 
 
+def _joined(parts: Sequence[str]) -> str:
+    """A directory of these parts: of none the current one, of an empty one the root."""
+    if not parts:
+        return os.curdir
+    return os.sep.join(parts) or os.sep
+
+
 def named_directory(path: str) -> str:
-    """The directory that a file lies in, or that a glob searches: what comes before its first part with a wildcard."""
-    parts = path.split(os.sep)
-    is_glob = not os.path.isfile(path)
-    fixed = next((i for i, part in enumerate(parts[:-1]) if is_glob and glob.has_magic(part)), len(parts) - 1)
-    return os.sep.join(parts[:fixed]) or (os.sep if path.startswith(os.sep) else os.curdir)
+    """The directory that a file lies in, or that a glob searches."""
+    *directories, _ = path.split(os.sep)
+    if not os.path.isfile(path):
+        for at, part in enumerate(directories):
+            if glob.has_magic(part):
+                return _joined(directories[:at])
+    return _joined(directories)
 
 
 def _directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
@@ -71,7 +80,8 @@ def _directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
     root, seen = os.path.join(os.path.realpath(base), ""), set()
     for directory, names, _ in os.walk(base, followlinks=True):
         real = os.path.realpath(directory)
-        if real in seen or (os.path.islink(directory) and directory != base and f"{real}/".startswith(root)):
+        is_link = os.path.islink(directory) and directory != base
+        if real in seen or (is_link and f"{real}/".startswith(root)):
             names.clear()
             continue
         seen.add(real)
@@ -80,7 +90,7 @@ def _directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """The files in a directory and in those below it, also behind links: each directory is entered once."""
+    """The files in a directory and in those below it, also behind links."""
     below = _directories(str(directory), enters_hidden=True)
     return [path for each in below for path in Path(each).iterdir() if path.is_file()]
 
@@ -89,12 +99,16 @@ Sort = Literal["data", "unread", "other"]
 
 
 def sort_of(path: PurePath, format: str) -> Sort:
-    """What a layout makes of a file, by its name below the root; `unread` may be meant as data, and is not read."""
-    is_index, is_hidden = path.suffix in index_suffixes(), path.name.startswith(".")
-    if path.name != "manifest.json" and not is_index and (format != "auto" or path.suffix in suffixes()):
-        return "other" if is_hidden else "unread" if path.name.startswith("_") else "data"
-    is_known = is_index or path.suffix.lower() in NO_DATA or any(part.startswith(IGNORED) for part in path.parts)
-    return "other" if is_known or _is_about_data(path) else "unread"
+    """How a layout takes a file, by its name below the root; `unread` may be meant as data."""
+    is_index = path.suffix in index_suffixes()
+    is_known = format != "auto" or path.suffix in suffixes()
+    if is_known and not is_index and path.name != "manifest.json":
+        sorts: dict[str, Sort] = {".": "other", "_": "unread"}
+        return sorts.get(path.name[0], "data")
+    is_ignored = any(part.startswith(IGNORED) for part in path.parts)
+    if is_index or is_ignored or path.suffix.lower() in NO_DATA or _is_about_data(path):
+        return "other"
+    return "unread"
 
 
 def _is_about_data(path: PurePath) -> bool:
@@ -102,31 +116,35 @@ def _is_about_data(path: PurePath) -> bool:
 
 
 def _not_read(unread: Iterable[str]) -> str:
-    """What to say of files that a layout leaves out; empty if there are none."""
+    """The part of a message about files that a layout leaves out; empty if there are none."""
     names = sorted(unread)
-    kinds = sorted(
-        {"_*" if PurePath(name).name.startswith("_") else PurePath(name).suffix or "no extension" for name in names}
-    )
-    return f"does not read {counted(len(names), 'file')} ({few(kinds)}): {few(names)}" if names else ""
+    if not names:
+        return ""
+    kinds = set()
+    for name in map(PurePath, names):
+        kinds.add("_*" if name.name.startswith("_") else name.suffix or "no extension")
+    return f"does not read {counted(len(names), 'file')} ({few(sorted(kinds))}): {few(names)}"
 
 
 def warn_unread(where: object, unread: Iterable[str]) -> None:
-    """Warn of files that a layout leaves out, if there are any."""
-    if said := _not_read(unread):
+    files = _not_read(unread)
+    if files:
         text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
-        logger.warning(text, printable(str(where)), said, " ".join(suffixes()))
+        logger.warning(text, printable(str(where)), files, " ".join(suffixes()))
 
 
 def _nothing_found(where: object, unread: Iterable[str], fix: str = "") -> UserError:
     """The error for a root, modality or glob without streams."""
-    said = _not_read(unread)
-    problem = "has no stream files" + (f" (it {said})" if said else "")
+    problem, files = "has no stream files", _not_read(unread)
+    if files:
+        problem += f" (it {files})"
     return UserError(str(where), problem, fix or f"known extensions: {' '.join(suffixes())}")
 
 
 def loose_files(root: Path, format: str) -> list[str]:
     """Names of files in the root itself that may be meant as data, which NESTED does not read."""
-    return sorted(path.name for path in root.iterdir() if path.is_file() and _may_be_data(Path(path.name), format))
+    names = sorted(path.name for path in root.iterdir() if path.is_file())
+    return [name for name in names if _may_be_data(PurePath(name), format)]
 
 
 def _may_be_data(path: PurePath, format: str) -> bool:
@@ -135,114 +153,105 @@ def _may_be_data(path: PurePath, format: str) -> bool:
 
 
 def unread_parts(root: Path, read: Collection[str] | None, format: str) -> tuple[list[str], list[str]]:
-    """The other modalities of a root besides those that are read (None: all), and the files in no modality's directory."""
-    others = {} if read is None else {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
-    modalities = [
-        name
-        for name, path in others.items()
-        if not name.startswith(IGNORED)
-        and name not in (read or ())
-        and any(_may_be_data(file.relative_to(path), format) for file in _files_below(path))
-    ]
+    """The modalities of a root that are not read (`read` None: all are), and its loose files."""
+    modalities = []
+    for name, directory in _modalities(root).items():
+        if read is not None and name not in read and not name.startswith(IGNORED):
+            files = (file.relative_to(directory) for file in _files_below(directory))
+            if any(_may_be_data(file, format) for file in files):
+                modalities.append(name)
     return modalities, loose_files(root, format)
+
+
+def _modalities(root: Path) -> dict[str, Path]:
+    """The directories in a root by printable name, hidden ones too."""
+    return {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One file of documents.
-
-    Args:
-        stream_id: its index in the sorted list.
-        path: the file, absolute.
-        relative_path: its permanent name (part of group ids): relative to the root under NESTED, to the working
-            directory under DIRECT (see `_permanent`).
-        modality: its label, printable: metric keys and tables hold it.
-        root: the directory it was looked for in: under DIRECT, the one that its path or glob names.
-        tokens: its documents, tokenized already, as `NAME.bin` with `NAME.idx`; empty if there are none.
-    """
-
-    stream_id: int
-    path: str
+    stream_id: int  # its index in the sorted list
+    path: str  # absolute
+    # Its permanent name, part of group ids: relative to the root under NESTED, to the working
+    # directory under DIRECT (see `_permanent`).
     relative_path: str
-    modality: str
-    root: str = ""
-    tokens: str = ""
+    modality: str  # its label, printable: metric keys and tables hold it
+    root: str = ""  # where it was looked for: under DIRECT, the directory that its path or glob names
+    tokens: str = ""  # `NAME.bin` with its documents, tokenized already; empty if there is none
 
 
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
-    """Refuse the empty ones of so many files. A run that opened them only to read them would end hours later."""
-    if empty:
-        is_or_are = "is" if len(empty) == 1 else "are"
-        problem = f"{len(empty):,} of {num_files:,} files {is_or_are} empty, which a run refuses"
+    if empty:  # a run that opens them only to read them would end hours later
+        verb = "is" if len(empty) == 1 else "are"
+        problem = f"{len(empty):,} of {num_files:,} files {verb} empty, which a run refuses"
         fix = "remove them, or copy the others with train data build text, which skips them"
         raise UserError(few(empty), problem, fix)
 
 
 def _permanent(directory: str, here: str) -> str:
-    """What the names of the files in a directory begin with under DIRECT, however it is spelled: its path from the working
-    directory, `here`; outside of that the absolute one, which is the same wherever a run starts."""
-    absolute, inside = os.path.normpath(os.path.join(here, directory)), os.path.join(here, "")
-    if not f"{absolute}/".startswith(inside):  # the working directory may have another name, by a link
-        real = os.path.realpath(absolute)
-        absolute = real if f"{real}/".startswith(inside) else absolute
-    return f"{absolute}/".removeprefix(inside)
+    """The directory's part of a permanent name under DIRECT, however it is spelled: its path from the
+    working directory, `here`; outside of that the absolute one."""
+    absolute, inside = f"{os.path.normpath(os.path.join(here, directory))}/", os.path.join(here, "")
+    if not absolute.startswith(inside):
+        real = f"{os.path.realpath(absolute)}/"
+        if real.startswith(inside):  # the working directory has another name, by a link
+            absolute = real
+    return absolute.removeprefix(inside)
 
 
 def renamed(streams: Sequence[Stream], names: Mapping[str, str]) -> list[Stream]:
-    """Streams of files that had other names: name -> the permanent one. Their modality is that of the directory it names."""
+    """Streams whose files had other `names`: name -> the permanent one, whose directory labels it."""
     found = []
     for stream in streams:
         name = names.get(stream.relative_path, stream.relative_path)
         folder = os.path.basename(os.path.dirname(name))
-        label = printable(folder) if folder and name != stream.relative_path else stream.modality
+        label = stream.modality
+        if folder and name != stream.relative_path:
+            label = printable(folder)
         found.append(replace(stream, relative_path=name, modality=label))
-    ordered = sorted(found, key=lambda stream: stream.relative_path)
-    return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
+    return _numbered(found)
 
 
-def _numbered(found: Iterable[tuple[str, str, str, str]]) -> list[Stream]:
-    """Streams from (relative path, path, modality, root), sorted by relative path, in the same order on every machine."""
+def _stream(path: str, relative_path: str, modality: str, root: str) -> Stream:
     here = os.getcwd()  # which the user's code may leave before a stream is opened
-    return [
-        Stream(i, os.path.join(here, path), relative, modality, os.path.join(here, root))
-        for i, (relative, path, modality, root) in enumerate(sorted(found))
-    ]
+    return Stream(0, os.path.join(here, path), relative_path, modality, os.path.join(here, root))
+
+
+def _numbered(streams: Iterable[Stream]) -> list[Stream]:
+    """The streams, sorted by relative path, in the same order on every machine."""
+    ordered = sorted(streams, key=lambda stream: stream.relative_path)
+    return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
 
 
 def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *, format: str = "auto") -> list[Stream]:
     """The streams below `root/<modality>/`, sorted by relative path.
 
-    Args:
-        root: the directory with one directory per modality.
-        modalities: use only these; None: all.
-        format: `auto` takes the files with a known extension; a named format takes every file.
-
-    Raises:
-        UserError: no such format, directory or modality, or a requested modality without streams.
+    `modalities`: use only these; None: all. `format`: `auto` takes the files with a known extension,
+    a named format every file. Raises UserError for an unknown format, directory or modality, or one
+    without streams.
     """
     check_format(format)
     base = Path(root)
     if not base.is_dir():
         fix = did_you_mean(root) or "set root to a directory with one directory per modality"
         raise UserError(str(root), "no such directory", fix)
-    directories = {printable(path.name): path for path in sorted(base.iterdir()) if path.is_dir()}
+    directories = _modalities(base)
     present = [name for name in directories if not name.startswith(IGNORED)]
-    unread = [name for name in directories if modalities is None and name.startswith("_")]
-    streams: list[tuple[str, str, str, str]] = []
-    for modality in present if modalities is None else sorted(set(modalities)):
+    wanted, unread = present, [name for name in directories if name.startswith("_")]
+    if modalities is not None:
+        wanted, unread = sorted(set(modalities)), []
+    streams: list[Stream] = []
+    for modality in wanted:
         if modality not in present:
             raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
-        sorts = [(path, sort_of(path.relative_to(base), format)) for path in _files_below(directories[modality])]
-        found = [
-            (path.relative_to(base).as_posix(), str(path), modality, str(base))
-            for path, sort in sorts
-            if sort == "data"
-        ]
-        others = [path.relative_to(base).as_posix() for path, sort in sorts if sort == "unread"]
-        if not found and modalities is not None:
-            raise _nothing_found(base / modality, others)
-        streams += found
-        unread += others
+        files: dict[Sort, list[str]] = {"data": [], "unread": [], "other": []}
+        for path in _files_below(directories[modality]):
+            name = path.relative_to(base)
+            files[sort_of(name, format)].append(name.as_posix())
+        if not files["data"] and modalities is not None:
+            raise _nothing_found(base / modality, files["unread"])
+        streams += [_stream(str(base / name), name, modality, str(base)) for name in files["data"]]
+        unread += files["unread"]
     if not streams:
         loose = loose_files(base, format)
         read = [name for name in loose if sort_of(PurePath(name), format) == "data"]
@@ -256,16 +265,14 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
-    """The streams of a list of files and globs, sorted by name; the modality is the name of the parent directory.
+    """The streams of files and globs, sorted by name; the parent directory's name is the modality.
 
-    A file that is named explicitly is used whatever its extension; one that matches a glob must have a known extension,
-    unless `format` is set.
-
-    Raises:
-        UserError: no such format; a path or glob that matches nothing.
+    A file that is named explicitly is used whatever its extension; one that matches a glob must have
+    a known extension, unless `format` is set. Raises UserError for an unknown format, or a path or
+    glob that matches nothing.
     """
     check_format(format)
-    found: dict[str, tuple[str, str, str, str]] = {}
+    found: dict[str, Stream] = {}
     unread: set[str] = set()
     start = cache(partial(_permanent, here=os.getcwd()))
 
@@ -274,10 +281,12 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
 
     for given in paths:
         text = os.path.normpath(str(given))
-        is_file = os.path.isfile(text)
-        matched = [text] if is_file else find_files(text)
-        read = [path for path in matched if is_file or sort_of(PurePath(os.path.basename(path)), format) == "data"]
-        others = {path for path in matched if sort_of(PurePath(os.path.basename(path)), format) == "unread"}
+        read, others = [text], []
+        if not os.path.isfile(text):
+            names = {path: PurePath(os.path.basename(path)) for path in find_files(text)}
+            sorts = {path: sort_of(name, format) for path, name in names.items()}
+            read = [path for path, sort in sorts.items() if sort == "data"]
+            others = [path for path, sort in sorts.items() if sort == "unread"]
         if not read:
             if os.path.isdir(text):
                 fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
@@ -285,11 +294,11 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             if not glob.has_magic(text) and not os.path.exists(text):
                 raise UserError(str(given), "no such file or directory", did_you_mean(text) or "check the path")
             raise _nothing_found(given, others)
-        unread |= others
+        unread.update(others)
         for path in read:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
             name = name_of(path)
-            found.setdefault(name, (name, path, label, named_directory(text)))
+            found.setdefault(name, _stream(path, name, label, named_directory(text)))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     warn_unread("paths", {path for path in unread if name_of(path) not in found})
@@ -298,7 +307,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
 
 @dataclass(frozen=True)
 class Discovery:
-    """The streams at a user's paths, and how a config's source names them: `root` (nested) or `paths` (direct)."""
+    """The streams at a user's paths, and how a config names them: `root` or `paths`."""
 
     layout: Literal["nested", "direct"]
     streams: list[Stream]
@@ -309,12 +318,10 @@ class Discovery:
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:
-    """Refuse `dtype`, `eod`, `text_split` and `column` where no stream is of a format that takes them.
+    """Refuse `dtype`, `eod`, `text_split` and `column` where no stream's format takes them.
 
-    Args:
-        streams, format: of the source.
-        given: option -> its value; None, and `file` as `text_split`, are not given.
-        source: how messages name it; empty: they do not.
+    `given`: option -> its value; None, and `file` as `text_split`, are not given. `source`: how
+    messages name it; empty: they do not.
     """
     if is_import_path(format):  # a custom format may take any of them
         return
@@ -324,5 +331,7 @@ def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, 
         if is_given and not any(takes_option(name, option) for name in names):
             takers = [name for name in FORMATS if takes_option(name, option)]
             problem = f"is {json.dumps(value)}, but there are no {' or '.join(takers)} files"
-            fix = "remove it" + (": the index of a .bin file defines it" if "megatron" in names else "")
-            raise UserError(f"{source}: {option}" if source else option, problem, fix)
+            fix = "remove it"
+            if "megatron" in names:
+                fix += ": the index of a .bin file defines it"
+            raise UserError(": ".join(filter(None, [source, option])), problem, fix)

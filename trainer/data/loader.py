@@ -1,11 +1,11 @@
-"""Loader: micro-batches on the device, prefetched by one thread. Reading: the windows of a run, from several loaders."""
+"""Loader: micro-batches on the device, prefetched by one thread. Reading: the windows of a run."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from trainer.data.batch import FILL, MASKED_SHARE, MicroBatch, take_apart
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.on_device import move_together
 
@@ -27,18 +28,19 @@ TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "r
 
 
 class Loader:
-    """Iterates a dataset of dicts as micro-batches, each with the dataset's state and metrics after it.
+    """Iterates a dataset of dicts as micro-batches, with the dataset's state and metrics after each.
+
+    An exception in the thread is raised from `next()`, after the batches made before it. While the
+    thread runs, nobody else may touch the dataset. `close()` ends the thread; the loader is also a
+    context manager.
 
     Args:
-        dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
-        device: where the values of `TENSOR_KEYS` go; to a CUDA device in one copy from pinned memory, which is not waited for.
+        dataset: gives dicts; `state_dict` and `drain_step_metrics` are used where it has them.
+        device: where the values of `TENSOR_KEYS` go, in one copy that is not waited for.
         accepted: see `take_apart`.
         prefetch: batches that a thread prepares in advance; 0: no thread.
         guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
         full_tokens: targets of a micro-batch whose rows are full; 0: those that it has room for.
-
-    An exception in the thread is raised from `next()`, after the batches made before it. While the thread runs, nobody
-    else may touch the dataset. `close()` ends the thread; the loader is also a context manager.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class Loader:
         self._device = torch.device(device)
         self._full_tokens = full_tokens
         self._accepted = accepted
-        self._state_dict = getattr(dataset, "state_dict", None)
-        self._drain = getattr(dataset, "drain_step_metrics", None)
+        self._state_dict = getattr(dataset, "state_dict", None) or (lambda: None)
+        self._drain = getattr(dataset, "drain_step_metrics", None) or dict
         self._guard = guard or BestEffort("data metrics")
         self._queue: queue.Queue[MicroBatch | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
@@ -73,13 +75,7 @@ class Loader:
         return self
 
     def __next__(self) -> MicroBatch:
-        """The next micro-batch.
-
-        Raises:
-            StopIteration: the dataset is exhausted, or the loader was closed.
-            UserError: the batch is not one that the model can take; see `take_apart`.
-            Exception: what the dataset raised.
-        """
+        """The next micro-batch. StopIteration: the dataset is exhausted, or the loader closed."""
         if self._stop.is_set():
             raise StopIteration
         if self._thread is None:
@@ -93,7 +89,7 @@ class Loader:
 
     @property
     def reading(self) -> str:
-        """What is being loaded: another text for every batch. For any thread."""
+        """The batch being loaded, and from where. For any thread."""
         where = getattr(self._dataset, "now_reading", None)
         number = f"micro-batch {self._num_loaded + 1:,}"
         return f"{number} from {where}" if isinstance(where, str) and where else number
@@ -104,11 +100,18 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def epochs_without_batch(self) -> dict[str, float | None]:
+        """The epochs that a dataset without any batch has read: files with no token to train on."""
+        drained: Mapping[str, float | None] | None = self._guard.run(self._drain)
+        drained = drained or dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
+        return {key: drained[key] for key in drained if key.startswith(EPOCHS)}
+
     def close(self) -> None:
-        """End the thread and drop prefetched batches; may be called twice. A read that hangs ends with the process."""
+        """End the thread and drop prefetched batches. A read that hangs ends with the process."""
         self._stop.set()
         end = time.monotonic() + CLOSE_SEC
         while self._thread is not None and self._thread.is_alive() and time.monotonic() < end:
+            # The thread may be waiting for room in the queue.
             try:
                 self._queue.get(timeout=0.01)
             except queue.Empty:
@@ -127,15 +130,17 @@ class Loader:
     def _load(self) -> MicroBatch:
         batch = dict(next(self._iterator))
         self._num_loaded += 1
-        state = None if self._state_dict is None else self._state_dict()
-        metrics = {} if self._drain is None else self._guard.run(self._drain)
-        if metrics is None:
+        state = self._state_dict()
+        metrics = self._guard.run(self._drain)
+        if metrics is None:  # not known, which is not 0
             metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
         targets = batch.get("targets")
-        # Not of a tensor on a device, which must not be waited for.
-        if targets is not None and not (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
-            num_targets = np.count_nonzero(np.asarray(targets) != IGNORED)
-            fill = num_targets / (self._full_tokens or np.asarray(targets).size)
+        is_on_device = isinstance(targets, torch.Tensor) and targets.device.type != "cpu"
+        # A tensor on a device must not be waited for.
+        if targets is not None and not is_on_device:
+            is_target = np.asarray(targets) != IGNORED
+            num_targets = np.count_nonzero(is_target)
+            fill = num_targets / (self._full_tokens or is_target.size)
             metrics = {**metrics, MASKED_SHARE: float(num_targets == 0), FILL: fill}
         move_together(batch, TENSOR_KEYS, self._device)
         return replace(take_apart(batch, self._accepted), state=state, metrics=metrics)
@@ -144,14 +149,9 @@ class Loader:
 class Reading:
     """Reads from the loaders of this rank's data shards.
 
-    A shard whose data are exhausted continues with masked rows: the others still need it in every collective, and the run
-    ends at the first step in which none has a batch of its own. Batches without a target do not end it: the next ones may
-    have some.
-
-    Args:
-        loaders: of this rank's shards.
-        states: of their data sets, for a shard that has nothing to read.
-        is_resumed: the run continues from a checkpoint, so its data may be exhausted.
+    A shard whose data are exhausted continues with masked rows: the others still need it in every
+    collective, and the run ends at the first step in which none has a batch of its own. `states`
+    are those of the data sets; the data of a run that `is_resumed` may be exhausted.
     """
 
     def __init__(
@@ -169,11 +169,9 @@ class Reading:
         self._states, self._info, self._device, self._is_resumed = states, info, device, is_resumed
 
     def window(self, num_micros: int) -> list[MicroBatch] | None:
-        """`num_micros` micro-batches of each shard, in turn. None, instead of the first ones, if a resumed run has nothing left
-        to read on any rank. The first call communicates.
+        """`num_micros` micro-batches of each shard, in turn. The first call communicates.
 
-        Raises:
-            UserError: no rank of a new run has anything to read; or see `trainer.data.batch.take_apart`.
+        If no rank has anything to read, None in a resumed run, a UserError in a new one.
         """
         if not self.last and not self._begin():
             return None
@@ -181,13 +179,19 @@ class Reading:
         for _ in range(num_micros):
             for shard, batches in enumerate(self._batches):
                 micro = next(batches, None)
-                self.last[shard] = self.last[shard].masked() if micro is None else replace(micro, shard=shard)
+                if micro is None:
+                    self.last[shard] = self.last[shard].masked()
+                else:
+                    self.last[shard] = replace(micro, shard=shard)
                 window.append(self.last[shard])
         return window
 
     def _begin(self) -> bool:
-        """Read the first batches. A shard that has nothing to read from the start (resumed after it had read everything, or
-        with fewer documents than shards) gets a row to mask from one that has some. False: none has anything."""
+        """Read the first batches; False if no rank has any.
+
+        A shard that has nothing to read from the start (resumed after it had read everything, or
+        with fewer documents than shards) gets a row to mask from one that has some.
+        """
         world_size = self._info.world_size
         with raise_on_all_ranks(world_size=world_size):
             firsts = [next(batches, None) for batches in self._batches]
@@ -197,21 +201,25 @@ class Reading:
         has_data = gather_from_ranks([first is not None for first in firsts], world_size=world_size)
         flat = [has for own in has_data for has in own]
         if not any(flat):
-            if not self._is_resumed:
-                raise UserError("data", "there is nothing to read", "check the paths of the sources")
-            return False
-        given = next((first for first in firsts if first is not None), None)
+            if self._is_resumed:
+                return False
+            raise UserError("data", "there is nothing to read", "check the paths of the sources")
+        given = next(filter(None, firsts), None)
         if not all(flat):
-            what = "data shard" if len(firsts) > 1 else "rank"
+            shards = "data shard" if len(firsts) > 1 else "rank"
             empty = ", ".join(str(number) for number, has in enumerate(flat) if not has)
-            logger.warning("%s %s of %d has nothing to read, and runs fully masked batches", what, empty, len(flat))
-            giver = list(map(any, has_data)).index(True)
-            own = None
+            text = "%s %s of %d has nothing to read, and runs fully masked batches"
+            logger.warning(text, shards, empty, len(flat))
+            giver, own = list(map(any, has_data)).index(True), None
             if given is not None and self._info.rank == giver:
                 own = replace(given.masked().to(torch.device("cpu")), state=None)
             (given,) = gather_from_ranks((own,), world_size=world_size)[giver]
         assert given is not None
         filler = given.to(self._device)
         for shard, (first, state) in enumerate(zip(firsts, self._states, strict=True)):
-            self.last.append(replace(filler, shard=shard, state=state) if first is None else first)
+            self.last.append(first or replace(filler, shard=shard, state=state))
+            if first is None:
+                only = self.last[shard].masked()
+                metrics = {**only.metrics, **self.loaders[shard].epochs_without_batch()}
+                self._batches[shard] = iter([replace(only, metrics=metrics)])
         return True

@@ -25,33 +25,32 @@ PICK_SURPRISE_MAX = "stream_mixing/active/pick_surprise_max"
 MODALITY_PREFIX = "stream_mixing/active/modalities/"
 EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 
-# Rows of the pool's statistics. Quantities whose minimum is wanted are negated, so that one maximum over the readers
-# answers all; so is the pick at which a reader was last picked, since the longest wait belongs to the smallest of those.
+# Rows of the pool's statistics. Quantities whose minimum is wanted are negated, so that one maximum
+# over the readers answers all; so is the pick at which a reader was last picked, since the longest
+# wait belongs to the smallest of those.
 _NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(6)
+Floats = npt.NDArray[np.float64]
 
 
 def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
-    """Every key of `ActivePool.seen`."""
-    peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX)
-    return (*peaks, *(MODALITY_PREFIX + modality for modality in sorted(modalities)))
+    peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX)
+    others = (MODALITY_PREFIX + modality for modality in sorted(modalities))
+    return (*peaks, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX, *others)
 
 
 class ActivePool:
-    """The active readers, one per slot: anything with `stream`, `remaining_picks` and `remaining_fraction`.
+    """The active readers, one per slot: with `stream`, `remaining_picks`, `remaining_fraction`.
 
-    `seen` holds the metrics of the last pick: what remained before it, and waits with it counted; empty before the first.
-
-    Args:
-        modalities: all that can occur; each is reported at every pick, zeros included.
-        pick_mode: `weighted` is in proportion to remaining picks.
-        guard: of the metrics: if they fail, `seen` is empty and picks are the same.
+    `seen` holds the metrics of the last pick: what remained before it, and waits with it counted;
+    empty before the first, or if the `guard` of the metrics has seen them fail. All `modalities` are
+    reported, zeros included.
     """
 
     def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:
         self.readers: list[Any] = []
-        self._seen: dict[str, float] | None = {}  # None: to be computed from what the last pick found
-        self._found: tuple[Any, ...] = ()
         self.turn = 0  # the slot that round_robin picks next
+        self._seen: dict[str, float] | None = {}  # None: not computed yet from the last pick
+        self._last_pick: tuple[Any, ...] = ()  # the arguments of `snapshot`
         self._pick_mode = pick_mode
         self._stats = np.zeros((6, 0))
         self._counts = {MODALITY_PREFIX + modality: 0.0 for modality in sorted(modalities)}
@@ -59,26 +58,25 @@ class ActivePool:
         self._guard = guard or BestEffort("pool metrics")
 
     def add(self, reader: Any) -> None:
-        """Append a slot with this reader."""
         self.readers.append(reader)
-        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
         self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
         self._begin(len(self.readers) - 1)
 
     def replace(self, slot: int, reader: Any | None) -> None:
         """Put a reader into a slot, or, without one, remove the slot."""
         self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] -= 1.0
-        if reader is None:
-            del self.readers[slot]
-            self._stats = np.delete(self._stats, slot, axis=1)
-            self.turn -= self.turn > slot
-            self.turn %= max(len(self.readers), 1)
+        if reader is not None:
+            self.readers[slot] = reader
+            self._begin(slot)
             return
-        self.readers[slot] = reader
-        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
-        self._begin(slot)
+        del self.readers[slot]
+        self._stats = np.delete(self._stats, slot, axis=1)
+        if self.turn > slot:
+            self.turn -= 1
+        self.turn %= max(len(self.readers), 1)
 
     def _begin(self, slot: int) -> None:
+        self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] += 1.0
         self.note(slot)
         self._stats[_NEG_LAST_PICK:, slot] = (-self._num_picks, 0.0)
 
@@ -89,28 +87,32 @@ class ActivePool:
         self._stats[:_NEG_LAST_PICK, slot] = (-remaining, remaining, -fraction, fraction)
 
     def choose(self, uniforms: Iterable[float]) -> list[int]:
-        """The slots of the next picks, up to one that exhausts a reader. Numbers in [0, 1) decide, except with round_robin."""
+        """The slots of the next picks, up to one that exhausts a reader. Numbers in [0, 1) decide,
+        except with round_robin."""
         left = self._stats[_REMAINING].tolist()
-        slots, turn, num_readers, total = [], self.turn, len(left), sum(left)
+        slots, turn, num_readers = [], self.turn, len(left)
+        # Integers below 2^53 are exact as floats. uniform * total may round up to total, so nobody
+        # looks at the last end.
+        ends, total = list(accumulate(left)), sum(left)
+        behind = [range(slot, num_readers) for slot in range(num_readers)]
         for uniform in uniforms:
-            if num_readers == 1:
-                slot = 0
-            elif self._pick_mode == "weighted":
-                # Integers below 2^53 are exact as floats. uniform * total may round up to total itself.
-                slot = min(bisect_right(list(accumulate(left)), uniform * total), num_readers - 1)
+            if self._pick_mode == "weighted":
+                slot = bisect_right(ends, uniform * total, 0, num_readers - 1)
+                for other in behind[slot]:
+                    ends[other] -= 1
+                total -= 1
             elif self._pick_mode == "uniform":
                 slot = int(uniform * num_readers)
             else:
                 slot, turn = turn, (turn + 1) % num_readers
             slots.append(slot)
             left[slot] -= 1
-            total -= 1
             if left[slot] < 1:
                 break
         return slots
 
     def pick(self, uniform: float) -> int:
-        """Choose a slot. Whoever then reads from its reader must call `note` or `replace`."""
+        """Choose a slot. Whoever reads from its reader must then call `note` or `replace`."""
         (slot,) = self.choose([uniform])
         self.record(slot)
         return slot
@@ -124,7 +126,8 @@ class ActivePool:
             self.turn = (slot + 1) % len(self.readers)
         stats[_NEG_LAST_PICK, slot] = -self._num_picks
         stats[_SURPRISE, slot] = 0.0
-        self._seen, self._found = None, (stats.copy(), self._num_picks, self._counts.copy())
+        self._last_pick = (stats.copy(), self._num_picks, self._counts.copy())
+        self._seen = None
 
     def skip(self, slots: Sequence[int]) -> None:
         """Count picks, after which another is recorded. Their readers have moved."""
@@ -135,32 +138,34 @@ class ActivePool:
         left, counts = self._stats[_REMAINING] - before, picks.sum(0)
         # A pick surprises those that have waited since: with none of theirs from it on.
         surprises = self._surprises(left) * (before == counts)
-        self._stats[_SURPRISE] = np.subtract.reduce(np.vstack([self._stats[_SURPRISE] * (counts == 0), surprises]))
+        earlier = self._stats[_SURPRISE] * (counts == 0)
+        self._stats[_SURPRISE] = np.subtract.reduce(np.vstack([earlier, surprises]))
         lasts = -self._num_picks - (before < counts).sum(0)
         self._stats[_NEG_LAST_PICK] = np.where(counts > 0, lasts, self._stats[_NEG_LAST_PICK])
         self._num_picks += len(slots)
         for slot in set(slots):
             self.note(slot)
 
-    def _surprises(self, left: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """What a pick adds to the surprise of each reader, negated; `left`: picks left of each before it, [..., K]."""
-        if len(self.readers) == 1 or self._pick_mode == "round_robin":  # there is nothing to choose, and no surprise
-            return np.zeros_like(left)
+    def _surprises(self, left: Floats) -> Floats:
+        """The logarithm of the chance that a pick is not of each reader, [..., K].
+
+        `left`: picks left of each before it, [..., K].
+        """
+        if len(self.readers) == 1 or self._pick_mode == "round_robin":
+            return np.zeros_like(left)  # there is nothing to choose, and no surprise
         if self._pick_mode == "uniform":
             return np.full_like(left, math.log1p(-1.0 / len(self.readers)))
-        found: npt.NDArray[np.float64] = np.log1p(left / -left.sum(-1, keepdims=True))
+        found: Floats = np.log1p(left / -left.sum(-1, keepdims=True))
         return found
 
     @property
     def seen(self) -> dict[str, float]:
-        """The metrics of the last pick."""
         if self._seen is None:
-            self._seen = self._guard.run(self.snapshot, *self._found) or {}
+            self._seen = self._guard.run(self.snapshot, *self._last_pick) or {}
         return self._seen
 
     @staticmethod
-    def snapshot(stats: npt.NDArray[np.float64], num_picks: int, counts: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a pool with these statistics."""
+    def snapshot(stats: Floats, num_picks: int, counts: Mapping[str, float]) -> dict[str, float]:
         peaks: list[float] = np.maximum.reduce(stats, axis=1).tolist()
         return {
             REMAINING_MIN: -peaks[_NEG_REMAINING],
@@ -173,14 +178,15 @@ class ActivePool:
         }
 
     def observed(self) -> dict[str, Any]:
-        """What was observed so far, as plain Python: for `restore`, so that waits continue after a resume.
+        """The pool's observations as plain Python, for `restore`: waits continue after a resume.
 
-        `waits` has, for each slot, minus the pick at which its reader was last picked, and its surprise since then.
+        `waits`: by slot, minus the pick at which its reader was last picked, and its surprise since.
         """
-        return {"num_picks": self._num_picks, "waits": self._stats[_NEG_LAST_PICK:].T.tolist(), "seen": self.seen}
+        waits = self._stats[_NEG_LAST_PICK:].T.tolist()
+        return {"num_picks": self._num_picks, "waits": waits, "seen": self.seen}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what another pool observed, once the same readers are in the same slots."""
+        """Continue from what a pool observed, once the same readers are in the same slots."""
         self._num_picks, self._seen = state["num_picks"], dict(state["seen"])
         if state["waits"]:
             self._stats[_NEG_LAST_PICK:] = np.transpose(state["waits"])

@@ -1,8 +1,8 @@
-"""What one data shard reads of one source: its part of the files, from a pool of open streams, and how that is saved.
+"""One data shard's part of a source: read from a pool of open streams, saved, and resumed.
 
-In full rows files are laid end to end in a keyed order and cut into stretches of equal size, one per data shard, the same in
-all epochs: a large file is divided between shards at group boundaries, and no shard waits for another. Within an epoch each
-group is handed out exactly once over all shards.
+In full rows files are laid end to end in a keyed order and cut into stretches of equal size, one
+per data shard, the same in all epochs: a large file is divided between shards at group boundaries,
+and no shard waits for another. Within an epoch each group is handed out exactly once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -23,7 +21,7 @@ from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import Point, check_states, fingerprint, resharded
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, EpochCount, Handed, OpenStream, StreamOpener, file_bytes
+from trainer.data.groups import NOTHING, CutOptions, EpochCount, Handed, OpenStream, StreamOpener, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
@@ -35,8 +33,6 @@ from trainer.wording import printable
 if TYPE_CHECKING:
     from trainer.data.mixing import MixOptions
 
-BLOCK = 2048  # groups that are picked ahead at most
-
 
 class Part(NamedTuple):
     """The groups of a stream that begin in [low, high) of its `size` bytes."""
@@ -47,9 +43,10 @@ class Part(NamedTuple):
     size: int
 
     def of(self, source: OpenStream, left: Ints) -> Flags:
-        """Which groups these are, bool [G], whatever is left of them; bytes are mapped to tokens in proportion."""
+        """Which groups these are, bool [G], whatever is left of them."""
         table, tokens = source.groups, len(source.documents.tokens)
         begins = source.documents.starts[table.documents] + table.first_cells * source.seq_len
+        # Bytes are mapped to tokens in proportion, rounded up.
         low, high = (-(-edge * tokens // self.size) for edge in (self.low, self.high))
         found: Flags = (begins >= low) & (begins < high)
         return found
@@ -57,7 +54,7 @@ class Part(NamedTuple):
 
 @lru_cache(32)
 def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) -> list[list[Part]]:
-    """The parts that each shard reads: streams of these sizes, end to end in this order, cut into stretches of equal size."""
+    """The parts that each shard reads of streams of these sizes, laid end to end in this order."""
     bounds = [sum(sizes) * shard // num_shards for shard in range(num_shards + 1)]
     parts: list[list[Part]] = [[] for _ in range(num_shards)]
     begin = shard = 0
@@ -67,7 +64,7 @@ def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) 
             low, high = max(begin, bounds[shard]), min(end, bounds[shard + 1])
             if low < high:
                 parts[shard].append(Part(stream, low - begin, high - begin, sizes[stream]))
-            if bounds[shard + 1] > end:
+            if bounds[shard + 1] > end:  # the shard goes on in the next stream
                 break
             shard += 1
         begin = end
@@ -75,52 +72,44 @@ def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) 
 
 
 class Reader:
-    """An open part of a stream: its groups in reading order, and how many were taken."""
+    """An open part of a stream: its groups in reading order, int64 [n], and how many were taken."""
 
     def __init__(self, source: OpenStream, order: Ints, epoch: int, taken: int = 0) -> None:
         self.source, self.stream, self.epoch = source, source.stream, epoch
         self.taken = taken
-        self._order = order  # the stream's groups, int64 [n]
+        self._order = order
 
     @property
     def cursor(self) -> tuple[int, ...]:
-        """How far it was read."""
+        """The number of groups taken, for a state."""
         return (self.taken,)
 
     @property
     def remaining_picks(self) -> int:
-        """Groups left."""
         return len(self._order) - self.taken
 
     @property
     def remaining_fraction(self) -> float:
-        """Of the reader's groups."""
+        """Share of the reader's groups that is left."""
         return self.remaining_picks / max(len(self._order), 1)
 
     def ahead(self, num: int) -> list[Handed]:
-        """The next groups, which are not taken yet."""
         return self.source.hand(self._order[self.taken : self.taken + num], self.epoch)
 
 
 class StreamSource(ABC):
-    """Opens the streams of a source one after another into a pool, epoch by epoch, and reports the pool's metrics.
+    """Opens the streams of a source one after another into a pool, epoch by epoch.
 
-    An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a pure function of (name, seed,
-    epoch, shard, number of shards, pick), so the state is cursors (and the pool's observations, for its metrics).
-
-    Args:
-        streams, cut, read, mix: what is read, and how. The namespace of `cut`, the source's name, must be unique in a blend.
-        shard, num_shards: which part of the files is read.
-        in_memory: see `StreamOpener`.
-
-    Raises:
-        UserError: no streams, or one twice.
+    An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a pure
+    function of (name, seed, epoch, shard, number of shards, pick), so the state is cursors, and the
+    pool's observations for its metrics. The namespace of `cut`, the source's name, is unique in a
+    blend; `in_memory`: see `StreamOpener`. Raises UserError for no streams, or one twice.
     """
 
     version: ClassVar[int]  # of the saved state
     mode: str = "per_row"  # the batching mode, which a state belongs to
+    # Keys of a state of which another value means that the rest of the epoch is dealt anew.
     layout: Sequence[str] = ("rank", "world_size")
-    """Keys of a state of which another value means that the rest of the epoch is dealt anew."""
 
     def __init__(
         self,
@@ -131,21 +120,24 @@ class StreamSource(ABC):
         *,
         shard: int = 0,
         num_shards: int = 1,
-        in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
+        in_memory: Mapping[str, OpenStream] = NOTHING,
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
         self.name = cut.namespace
-        twice = [path for path, times in Counter(stream.relative_path for stream in streams).items() if times > 1]
-        if twice or not streams:
-            problem = f"lists the stream {twice[0]} twice" if twice else "has no streams"
+        paths = Counter(stream.relative_path for stream in streams)
+        problems = [f"lists the stream {path} twice" for path, times in paths.items() if times > 1]
+        if problems or not streams:
+            problem = next(iter(problems), "has no streams")
             raise UserError(self.name, problem, "name each of its files once")
         # Renumbered: they may be only a part of those discovered.
         self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
         self.modalities = sorted({stream.modality for stream in streams})
-        self.is_ended = False  # without `repeat`: everything was handed out. Or this shard has no group at all
+        # Everything was handed out, without `repeat`; or this shard has no group at all.
+        self.is_ended = False
         self.epoch = 0
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
-        self.fixed_state: dict[str, Any] = {  # the part of a state that is constant throughout a run
+        # The part of a state that is constant throughout a run.
+        self.fixed_state: dict[str, Any] = {
             "version": self.version,
             "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=self.mode),
             "rank": shard,
@@ -155,11 +147,11 @@ class StreamSource(ABC):
         self._opening = "own_code" if is_import_path(read.format) else "open"
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of each of the `STAGES`
         options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
-        # What is held out is read from the files that the training data have, which warn of themselves.
         self._in_memory = in_memory
+        # Held-out documents lie in the files of the training data, which warn of themselves.
         self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self._open = lru_cache(2 * mix.num_streams_mixed)(self._open_and_weigh)
+        self._open = lru_cache(2 * mix.num_streams_mixed)(self._open_weighted)
         self.epochs = EpochCount()
         self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
@@ -174,7 +166,7 @@ class StreamSource(ABC):
 
     @abstractmethod
     def _parts(self, shard: int, num_shards: int) -> Sequence[Any]:
-        """What a shard of so many reads in an epoch."""
+        """The parts that a shard of so many reads in an epoch."""
 
     @abstractmethod
     def _reader(self, part: Any, cursor: Sequence[int] = ...) -> Any:
@@ -182,18 +174,22 @@ class StreamSource(ABC):
 
     @abstractmethod
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
-        """Cells that a reader had read of each of its groups, int64 [n]. `cells`: what was left of them before."""
+        """Cells that a reader had read of each of its groups, of which `cells` were left, int64 [n]."""
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
         held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
         return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
 
-    _total_size = cached_property(lambda self: sum(self._sizes))
+    @cached_property
+    def _total_size(self) -> int:
+        return sum(self._sizes)
 
-    def _open_and_weigh(self, stream: Stream) -> OpenStream:
-        share = self._sizes[stream.stream_id] / self._total_size
-        return replace(self._opener(stream), file_share=share, epochs=self.epochs)
+    def _open_weighted(self, stream: Stream) -> OpenStream:
+        """Files that were never opened have no number of tokens: an epoch is divided by bytes."""
+        opened, share = self._opener(stream), self._sizes[stream.stream_id] / self._total_size
+        num_tokens = max(int(opened.num_tokens().sum()), 1)
+        return replace(opened, epochs=self.epochs, epochs_per_token=share / num_tokens)
 
     def open(self, stream: Stream) -> OpenStream:
         """One of its streams, with its groups. UserError: the file is unreadable or damaged."""
@@ -209,25 +205,15 @@ class StreamSource(ABC):
         """The file that was opened or read last; empty before the first. For any thread."""
         return "" if self._opener.current is None else printable(self._opener.current.path)
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Note the time that opening takes, tokenizing apart."""
-        start, before = time.perf_counter(), self._tokenizer.seconds
-        yield
-        tokenizing = self._tokenizer.seconds - before
-        self._seconds["tokenize"] += tokenizing
-        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
-
     def drain_seconds(self) -> dict[str, float]:
-        """What opening and tokenizing took since the last call."""
         found = dict(self._seconds)
         self._seconds.clear()
         return found
 
     def drain_step_metrics(self) -> dict[str, float | None]:
-        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
+        """The pool's metrics at the last pick, and the exhausted readers since the last drain.
 
-        Once all data are read, only the counts: no reader is active, of any modality. None is what could not be measured.
+        {} before any pick. Once all data are read, only the counts: no reader is active.
         """
         self._note()
         gauges: Mapping[str, float | None] = self._pool.seen
@@ -250,13 +236,13 @@ class StreamSource(ABC):
     def _begin(self, epoch: int, points: Mapping[int, list[Point]], index: int = 0) -> None:
         """Go to an epoch of which `index` parts were taken; points of earlier ones are dropped."""
         self.epoch, self._index = epoch, index
-        # Of full rows: groups that were picked ahead, the next one last, and the picks that are not noted yet, in order.
+        # Of full rows: groups picked ahead, the next one last, and the slots of picks not noted yet.
         self._ahead: list[Handed] = []
         self._slots: list[int] = []
         self._points = {at: parts for at, parts in points.items() if at >= epoch}
         before = self._points.get(epoch, [])
         self._queue = self._queue_of(epoch, before, self._shard, self._num_shards)
-        # By point: stream -> (its part, its reader's cursor; None: all was read), for what some shard had begun.
+        # By point: stream -> (its part, its reader's cursor; None: all was read), if it was begun.
         self._past: list[dict[int, list[tuple[Any, list[int] | None]]]] = []
         for number, point in enumerate(before):
             begun: defaultdict[int, list[tuple[Any, list[int] | None]]] = defaultdict(list)
@@ -264,12 +250,12 @@ class StreamSource(ABC):
                 cursors = {stream: cursor for stream, *cursor in active}
                 for part in self._queue_of(epoch, before[:number], shard, len(point))[:taken]:
                     begun[part.stream].append((part, cursors.get(part.stream)))
-            self._past.append(dict(begun))
+            self._past.append(begun)
         self._has_groups = bool(before) or index > 0
 
     def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Any, Ints], Ints]]:
-        """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function that gives the unfinished
-        groups of a part in reading order, those first that were begun."""
+        """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function for
+        the unfinished groups of a part in reading order, those first that were begun."""
         source = self._open(self.streams[stream])
         key = ("groups", self.name, self._mix.seed, self.epoch, source.stream.relative_path)
         cells = source.groups.num_cells
@@ -281,40 +267,55 @@ class StreamSource(ABC):
 
         for point in self._past:
             begun = left.copy()  # before it; parts of one point have no group in common
-            for before, cursor in point.get(stream, []):
+            for before, cursor in point.get(stream, ()):
                 own = in_order(before, begun)
-                left[own] -= left[own] if cursor is None else self._cells_read(left[own], cursor)
+                if cursor is None:
+                    left[own] = 0
+                else:
+                    left[own] -= self._cells_read(left[own], cursor)
         return source, left, in_order
 
     def _next_reader(self) -> Any:
-        """The next with anything to read; None at the end of the epoch."""
-        with self._timed():
-            while self._index < len(self._queue):
-                part = self._queue[self._index]
-                reader = self._reader(part)
-                self._index += 1
-                if reader.remaining_picks:
-                    return reader
-                # A file without a token to train on counts as read with its first part, or an epoch would end below 1.
-                firsts = [part, *(begun for at in self._past for begun, _ in at.get(part.stream, []))]
-                if part[1] == 0 and [each[1] for each in firsts].count(0) == 1 and not reader.source.groups.num_groups:
-                    self.epochs.read += reader.source.file_share
-        return None
+        """The next with anything to read, None at the end of the epoch; notes the time it takes."""
+        start, before, found = time.perf_counter(), self._tokenizer.seconds, None
+        while found is None and self._index < len(self._queue):
+            part = self._queue[self._index]
+            reader = self._reader(part)
+            self._index += 1
+            if reader.remaining_picks:
+                found = reader
+            elif not reader.source.groups.num_groups and self._is_first(part):
+                # Its share of the bytes counts as read, or an epoch would end below 1.
+                self.epochs.read += reader.source.epochs_per_token
+        tokenizing = self._tokenizer.seconds - before
+        self._seconds["tokenize"] += tokenizing
+        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
+        return found
+
+    def _is_first(self, part: Any) -> bool:
+        """Whether it is the part of its file, one in each epoch, that counts for the whole."""
+        before = [begun for point in self._past for begun, _ in point.get(part.stream, ())]
+        return part[1] == 0 and all(begun[1] for begun in before)
 
     def _fill(self) -> None:
-        while len(self._pool.readers) < self._mix.num_streams_mixed and (reader := self._next_reader()) is not None:
+        while len(self._pool.readers) < self._mix.num_streams_mixed:
+            reader = self._next_reader()
+            if reader is None:
+                return
             self._pool.add(reader)
 
     def _is_ready(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> bool:
-        """Whether a reader is open; otherwise this is the end (`is_ended`), or that of an epoch if no other may begin yet."""
+        """Whether a reader is open; if not, `is_ended`, or the next epoch may not begin yet."""
         pool = self._pool
         while not pool.readers and not self.is_ended:
             self._fill()
             if pool.readers:
                 self._has_groups = True
-                self._opener.say_cuts()
+                self._opener.report_cuts()
             elif not self._has_groups or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
+                # Other shards go on, and nobody will count its files without a token again.
+                self.epochs.is_known = not (self._mix.repeat and self.epochs.read)
             elif may_begin_epoch():
                 self._begin(self.epoch + 1, self._points)
             else:
@@ -322,8 +323,9 @@ class StreamSource(ABC):
         return not self.is_ended
 
     def _note(self) -> None:
-        """Let the pool and its readers know of what was handed out since the last time: picks are made ahead."""
-        if not (num := len(self._slots) - len(self._ahead)):
+        """Tell the pool and its readers what was handed out since the last time."""
+        num = len(self._slots) - len(self._ahead)
+        if not num:
             return
         *others, last = self._slots[:num]
         self._slots, self._num_picks = self._slots[num:], self._num_picks + num
@@ -339,14 +341,17 @@ class StreamSource(ABC):
         pool = self._pool
         if pool.readers[slot].remaining_picks:
             pool.note(slot)
-        else:
-            self._exhaust_events += 1
-            # After a resume more may be open than now should be.
-            pool.replace(slot, self._next_reader() if len(pool.readers) <= self._mix.num_streams_mixed else None)
-            self.is_ended = not (pool.readers or self._mix.repeat)
+            return
+        self._exhaust_events += 1
+        successor = None
+        # After a resume more may be open than now should be.
+        if len(pool.readers) <= self._mix.num_streams_mixed:
+            successor = self._next_reader()
+        pool.replace(slot, successor)
+        self.is_ended = not (pool.readers or self._mix.repeat)
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""
+        """Plain Python; a snapshot that later picks do not change."""
         self._note()
         return {
             **self.fixed_state,
@@ -361,32 +366,29 @@ class StreamSource(ABC):
         }
 
     def restarted(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The states of all saving shards for files that changed since: the next epoch begins, of the files as they are.
-
-        States of groups that are no longer read age out of the ledger.
-        """
+        """The states of all saving shards for files that changed since: the next epoch begins."""
         fresh, epoch = self.state_dict(), max(state["epoch"] for state in states) + 1
         kept = {"rank", "world_size", "num_picks", *self.layout}
         return [{**fresh, "epoch": epoch, **{key: state[key] for key in kept}} for state in states]
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a run stopped.
+        """Continue where a run stopped: within the epoch nothing is read twice and nothing is lost.
 
-        Args:
-            state: this shard's state, or those of all shards in order, which a change of what is in `layout` needs (not with
-                `per_stream`, where all are alike). Within the epoch nothing is read twice and nothing is lost.
-
-        Raises:
-            UserError: naming the differences, if the state does not fit.
+        `state` is this shard's, or those of all shards in order, which a change of what is in
+        `layout` needs (not with `per_stream`, where all are alike). Raises UserError, naming the
+        differences, if it does not fit.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         check_states(states, self.fixed_state)
-        own = states[self._shard] if len(states) == self._num_shards else states[0]
+        own = states[0]
+        if len(states) == self._num_shards:
+            own = states[self._shard]
         self._pool = ActivePool(self.modalities, self._mix.pick_mode, self._guard)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)
             return
-        self._begin(own["epoch"], {epoch: list(points) for epoch, points in own["points"]}, own["index"])
+        points = {epoch: list(points) for epoch, points in own["points"]}
+        self._begin(own["epoch"], points, own["index"])
         parts = {part.stream: part for part in self._queue[: own["index"]]}
         for stream, *cursor in own["pool"]:
             self._pool.add(self._reader(parts[stream], cursor))
@@ -396,7 +398,7 @@ class StreamSource(ABC):
         self.is_ended = own["is_ended"] and not self._may_repeat()
         self._has_groups = self._has_groups or own["epoch"] > 0
         if own["pool"]:
-            self._opener.say_cuts()
+            self._opener.report_cuts()
             self._fill()  # more may be open at once than before
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -405,18 +407,18 @@ class StreamSource(ABC):
         if len(states) != first["world_size"]:
             problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
             raise UserError(self.name, problem, "give the states of all of them, in order")
-        self._begin(*resharded(states, [len(self._parts(shard, len(states))) for shard in range(len(states))]))
+        num_parts = [len(self._parts(shard, len(states))) for shard in range(len(states))]
+        self._begin(*resharded(states, num_parts))
         self._num_picks = max(each["num_picks"] for each in states)
         self.is_ended = all(each["is_ended"] for each in states) and not self._may_repeat()
 
     def _may_repeat(self) -> bool:
-        """Whether another epoch may follow data that ended in a run without `repeat`. A shard that never picked has none."""
+        # After data that ended in a run without `repeat`; a shard that never picked has no groups.
         return self._mix.repeat and self._num_picks > 0
 
 
 class ShardSource(StreamSource):
-    """Hands out the groups that a data shard reads, shuffled anew in every epoch, for lanes of full rows; with
-    `pick_mode = "weighted"`, what is left of the open streams is drawn uniformly."""
+    """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
     version = 5
 
@@ -435,18 +437,19 @@ class ShardSource(StreamSource):
         return iter(self.hand, [])
 
     def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
-        """The next groups, of `room` tokens or all that were picked ahead; none at the end (`is_ended`), or at an epoch's if no
-        other may begin. UserError: a damaged file."""
+        """The next groups, of `room` tokens or all that were picked ahead; none at the end
+        (`is_ended`), or if the next epoch may not begin. UserError: a damaged file."""
         if not self._ahead:
             if not self._is_ready(may_begin_epoch):
                 return []
-            readers, first = self._pool.readers, self._num_picks
-            self._slots = self._pool.choose(map(self._uniforms, range(first, first + BLOCK)))
+            readers = self._pool.readers
+            self._slots = self._pool.choose(self._uniforms.ahead(self._num_picks))
             of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
             self._ahead = [next(of_slot[slot]) for slot in self._slots][::-1]
-        found = [self._ahead.pop()]
-        while self._ahead and (room := room - found[-1].num_tokens) > 0:
+        found: list[Handed] = []
+        while self._ahead and room > 0:
             found.append(self._ahead.pop())
+            room -= found[-1].num_tokens
         if not self._ahead:
             self._note()
         return found

@@ -1,7 +1,7 @@
 """Formats that hold text: raw text files, JSON lines, and Parquet (extra `parquet`, pyarrow).
 
-JSON lines and Parquet hold one document per line or row, as `text` (tokenized here) or as `tokens` (ids), or as either in a
-column that is named. What is damaged is a UserError with the path and the place.
+JSON lines and Parquet hold one document per line or row, as `text` or as `tokens` (ids), or as
+either in a column that is named. Damaged files are a UserError with the path and the place.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ COLUMNS = ("text", "tokens")
 
 
 def _bounds(data: TokenArray, text_split: str) -> Ints:
-    """Where documents begin, in bytes, and the end of the last; a byte-order mark is part of none."""
-    begin = len(BOM_UTF8) if data[: len(BOM_UTF8)].tobytes() == BOM_UTF8 else 0
-    starts = [begin]
+    """Where documents begin, in bytes, and the end of the last; no byte-order mark is part of one."""
+    starts = [0]
+    if data[: len(BOM_UTF8)].tobytes() == BOM_UTF8:
+        starts = [len(BOM_UTF8)]
     if text_split == "blank_line":
         view = memoryview(data)  # type: ignore[arg-type]
-        first = NO_SPACE.search(view, begin)
-        ends = (match.end() for match in BLANK_LINES.finditer(view))
-        starts += [end for end in ends if end < len(data) and first is not None and end > first.start()]
+        first = NO_SPACE.search(view, starts[0])  # blank lines before it separate nothing
+        if first is not None:
+            ends = (match.end() for match in BLANK_LINES.finditer(view, first.start()))
+            starts += [end for end in ends if end < len(data)]
     return np.array([*starts, len(data)], dtype=np.int64)
 
 
@@ -44,31 +46,29 @@ def text_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> I
     """The ids of each document, tokenized while they are read. A span is all of the file."""
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     for start, stop in itertools.pairwise(_bounds(data, options.text_split).tolist()):
-        if isinstance(options.tokenizer, BytesTokenizer):  # any bytes will do
-            yield from _ended([data[start:stop]], options)
-            continue
-        try:
-            text = data[start:stop].tobytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            problem = f"is not UTF-8 text (byte offset {start + error.start})"
-            raise damaged(path, problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
-        yield from _ended([options.tokenizer.encode(text)], options)
+        ids: TokenArray = data[start:stop]
+        if not isinstance(options.tokenizer, BytesTokenizer):  # for which any bytes will do
+            try:
+                text = ids.tobytes().decode("utf-8")
+            except UnicodeDecodeError as error:
+                problem = f"is not UTF-8 text (byte offset {start + error.start})"
+                raise damaged(path, problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
+            ids = options.tokenizer.encode(text)
+        yield from _ended([ids], options)
 
 
 def _ended(texts: Sequence[TokenArray], options: ReadOptions) -> list[TokenArray]:
     """The ids of texts, each but an empty one with the id that ends documents, if there is one."""
-    if (eod := options.text_eod) is None:
-        return [*texts]
-    return [np.append(ids.astype(np.int64, copy=False), eod) if len(ids) and ids[-1] != eod else ids for ids in texts]
-
-
-def text_spans(path: Path, size: int) -> list[Span]:
-    """One: documents may be as long as the file."""
-    return [(0, path.stat().st_size)]
+    found, eod = list(texts), options.text_eod
+    if eod is not None:
+        for number, ids in enumerate(texts):
+            if len(ids) and ids[-1] != eod:
+                found[number] = np.append(ids.astype(np.int64, copy=False), eod)
+    return found
 
 
 def load_text(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a text file. With the bytes tokenizer the file itself is mapped, whatever its bytes."""
+    """The documents of a text file. With the bytes tokenizer the file itself is mapped."""
     if isinstance(options.tokenizer, BytesTokenizer) and options.text_eod is None:
         mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         bounds = _bounds(mapped, options.text_split)
@@ -84,27 +84,30 @@ def document_of(line: bytes, where: str, column: str | None = None) -> str | lis
         raise damaged(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"is not JSON ({error})", "write one JSON object per line") from error
-    names = COLUMNS if column is None else (column,)
-    found = [(name, record[name]) for name in names if name in record] if isinstance(record, dict) else []
+    problem = "is not an object with either text (a string) or tokens (a list of integers)"
+    names: tuple[str, ...] = COLUMNS
+    fix = 'write {"text": "..."} or {"tokens": [...]}, or name the field: column'
+    if column is not None:
+        problem = f"is not an object with {column}, a string or a list of integers"
+        names, fix = (column,), "name the field of the documents: column"
+    found = []
+    if isinstance(record, dict):
+        found = [(name, record[name]) for name in names if name in record]
     match found:
         case [(name, str() as text)] if name in (column, "text"):
             return text
-        case [(name, list() as ids)] if name in (column, "tokens") and all(type(i) is int for i in ids):
-            return ids
-    if column is not None:
-        problem = f"is not an object with {column}, a string or a list of integers"
-        raise damaged(where, problem, "name the field of the documents: column")
-    problem = "is not an object with either text (a string) or tokens (a list of integers)"
-    raise damaged(where, problem, 'write {"text": "..."} or {"tokens": [...]}, or name the field: column')
+        case [(name, list() as ids)] if name in (column, "tokens"):
+            if all(type(id) is int for id in ids):
+                return ids
+    raise damaged(where, problem, fix)
 
 
 def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while they are read; blank lines are skipped.
 
-    Args:
-        span: bytes; the lines that begin in them. None: all lines.
+    `span`: bytes; the lines that begin in them. None: all lines.
     """
-    start, stop = span if span is not None else (0, path.stat().st_size)
+    start, stop = span or (0, path.stat().st_size)
     batch: list[tuple[str, str | TokenArray]] = []
     size = 0
     with path.open("rb") as lines:
@@ -116,11 +119,13 @@ def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> 
             if at >= stop:
                 break
             if line.strip():
-                where = f"{path}: line {number}" if span is None else f"{path}: line at byte offset {at}"
-                document = document_of(line, where, options.column)
-                batch.append(
-                    (where, document if isinstance(document, str) else _checked(document, options.tokenizer, where))
-                )
+                where = f"{path}: line {number}"
+                if span is not None:  # lines before it were not counted
+                    where = f"{path}: line at byte offset {at}"
+                document: Any = document_of(line, where, options.column)
+                if isinstance(document, list):
+                    document = _checked(document, options.tokenizer, where)
+                batch.append((where, document))
             at += len(line)
             size += len(line)
             if size >= BATCH:
@@ -131,37 +136,38 @@ def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> 
 
 def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
     bounds = IdBounds.of(where, tokenizer)
-    if (wrong := next((i for i in ids if not 0 <= i < bounds.num_ids), None)) is not None:
-        raise bounds.refusal(wrong)
+    for id in ids:  # as Python's integers: one may exceed 64 bits
+        if not 0 <= id < bounds.num_ids:
+            raise bounds.refusal(id)
     return np.array(ids, dtype=np.int64)
 
 
 def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) -> Iterator[TokenArray]:
-    texts = [document for _, document in batch if isinstance(document, str)]
+    """The ids of documents: texts are tokenized together."""
+    texts = {where: document for where, document in batch if isinstance(document, str)}
     try:
-        encoded = iter(_ended(encode_all(options.tokenizer, texts), options))
+        encoded = iter(_ended(encode_all(options.tokenizer, list(texts.values())), options))
     except UnicodeEncodeError as error:
-        where = next(place for place, text in batch if isinstance(text, str) and text == error.object)
+        where = next(place for place, text in texts.items() if text == error.object)
         raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
-    return (next(encoded) if isinstance(document, str) else document for _, document in batch)
-
-
-def jsonl_spans(path: Path, size: int) -> list[Span]:
-    """Spans of about `size` bytes."""
-    total = path.stat().st_size
-    return [(start, min(start + size, total)) for start in range(0, total, size)]
+    for _, document in batch:
+        if isinstance(document, str):
+            yield next(encoded)
+        else:
+            yield document
 
 
 def jsonl_kind(path: Path, column: str | None) -> Kind:
-    """What the first record holds; `text` where it cannot be read, since reading the file gives the better message."""
+    """The kind of the first record; `text` where it cannot be read, of which reading will tell."""
     try:
         with path.open("rb") as lines:
             first = json.loads(next((line for line in lines if line.strip()), b"{}"))
     except (OSError, ValueError, RecursionError):
         return "text"
-    if column is None:
-        return "ids" if isinstance(first, dict) and "tokens" in first else "text"
-    return "ids" if isinstance(first, dict) and isinstance(first.get(column), list) else "text"
+    if not isinstance(first, dict):
+        return "text"
+    is_ids = "tokens" in first if column is None else isinstance(first.get(column), list)
+    return "ids" if is_ids else "text"
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:
@@ -174,20 +180,22 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
 
 
 def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[str, Kind, Any]:
-    """The column of documents, what it holds once its type is checked, and the one type of strings or lists to read it as."""
-    found = [name for name in (COLUMNS if column is None else (column,)) if name in schema.names]
-    kind = schema.field(found[0]).type if len(found) == 1 else pyarrow.null()
-    is_dictionary, values = pyarrow.types.is_dictionary(kind), getattr(kind, "value_type", None)
-    is_text = str(values if is_dictionary else kind) in ("string", "large_string", "string_view")
-    if is_text and found[0] in (column, "text"):
-        return found[0], "text", pyarrow.large_string()
-    is_ids = values is not None and not is_dictionary and pyarrow.types.is_integer(values)
-    if is_ids and found[0] in (column, "tokens"):
-        return found[0], "ids", pyarrow.large_list(values)
-    columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
+    """The column of documents, its kind, and the one type of strings or lists to read it as."""
+    names: tuple[str, ...] = COLUMNS
     needed = "either a column text of strings or a column tokens of lists of integers"
     if column is not None:
-        needed = f"a column {column} of strings or lists of integers"
+        names, needed = (column,), f"a column {column} of strings or lists of integers"
+    found = [name for name in names if name in schema.names]
+    if len(found) == 1:
+        name, kind = found[0], schema.field(found[0]).type
+        values = getattr(kind, "value_type", None)
+        if pyarrow.types.is_dictionary(kind):  # of strings, each written once
+            kind, values = values, None
+        if str(kind) in ("string", "large_string", "string_view") and name in (column, "text"):
+            return name, "text", pyarrow.large_string()
+        if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
+            return name, "ids", pyarrow.large_list(values)
+    columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
     raise damaged(path, f"needs {needed} (its columns: {columns})", "name the one of the documents: column")
 
 
@@ -195,8 +203,8 @@ def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list
     try:
         return _ended(encode_all(options.tokenizer, array.to_pylist()), options)
     except UnicodeDecodeError as error:
-        problem = f"a text in rows {first_row} to {first_row + len(array) - 1} is not UTF-8 ({error.reason})"
-        raise damaged(path, problem) from error
+        rows = f"rows {first_row} to {first_row + len(array) - 1}"
+        raise damaged(path, f"a text in {rows} is not UTF-8 ({error.reason})") from error
 
 
 def _tokens(path: Path, array: Any, first_row: int, tokenizer: Tokenizer) -> list[TokenArray]:
@@ -211,18 +219,15 @@ def _tokens(path: Path, array: Any, first_row: int, tokenizer: Tokenizer) -> lis
 
 
 def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
-    """The ids of each document, tokenized while row groups are read.
-
-    Args:
-        span: row groups, from and up to; None: all.
-    """
+    """The ids of each document, tokenized while row groups are read. `span`: of row groups."""
     pyarrow, parquet = _pyarrow(path)
     try:
         with parquet.ParquetFile(path) as file:
             column, kind, plain = _column(path, file.schema_arrow, pyarrow, options.column)
-            groups = range(*span) if span is not None else range(file.num_row_groups)
-            row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[column]):
+            first, stop = span or (0, file.num_row_groups)
+            row = sum(file.metadata.row_group(group).num_rows for group in range(first))
+            groups = list(range(first, stop))
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[column]):
                 array = batch.column(0).cast(plain)
                 if array.null_count:
                     place = row + array.is_null().to_pylist().index(True)
@@ -238,24 +243,18 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
         raise damaged(path, f"is not a readable Parquet file ({error})") from error
 
 
-def parquet_spans(path: Path, size: int) -> list[Span]:
-    """Row groups of together about `size` bytes, uncompressed."""
+def row_group_bytes(path: Path) -> list[int]:
+    """The uncompressed size of each row group of a Parquet file."""
     _, parquet = _pyarrow(path)
     try:
         metadata = parquet.read_metadata(path)
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise damaged(path, f"is not a readable Parquet file ({error})") from error
-    cuts, held = [0], 0
-    for group in range(metadata.num_row_groups):
-        held += metadata.row_group(group).total_byte_size
-        if held >= size:
-            cuts.append(group + 1)
-            held = 0
-    return list(itertools.pairwise(dict.fromkeys([*cuts, metadata.num_row_groups])))
+    return [metadata.row_group(at).total_byte_size for at in range(metadata.num_row_groups)]
 
 
 def parquet_kind(path: Path, column: str | None) -> Kind:
-    """What the columns hold; `text` where they cannot be read, since reading the file gives the better message."""
+    """The kind of the documents' column; `text` where it cannot be read, as `jsonl_kind`."""
     pyarrow, parquet = _pyarrow(path)
     try:
         return _column(path, parquet.read_schema(path), pyarrow, column)[1]

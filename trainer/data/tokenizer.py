@@ -1,4 +1,4 @@
-"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids."""
+"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for ids."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ logger = logging.getLogger("trainer.data")
 
 
 class Tokenizer(Protocol):
-    """What trainer.data needs of a tokenizer."""
+    """The part of a tokenizer that trainer.data needs."""
 
-    name: str
-    """For messages and fingerprints."""
-    vocab_size: int
-    """Number of ids, including `bos_id`."""
-    bos_id: int
-    """The input before a document's first token."""
-    token_type_names: tuple[str, ...]
-    """Names of the token types; empty if the tokenizer has none."""
+    name: str  # for messages and fingerprints
+    vocab_size: int  # number of ids, including `bos_id`
+    bos_id: int  # the input before a document's first token
+    token_type_names: tuple[str, ...]  # empty if the tokenizer has no token types
+    # The type of each id as an index of the names, [vocab_size]; None without types.
     token_type_table: npt.NDArray[np.int8] | None
-    """int8 [vocab_size], the type of each id as an index of `token_type_names`; None if the tokenizer has none."""
 
     def encode(self, text: str) -> Ints:
         """The ids of a text, without any beginning or end mark, int64 [n]."""
@@ -46,15 +42,14 @@ class Tokenizer(Protocol):
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
     """`encode` of each text; together where the tokenizer can do that faster.
 
-    Raises:
-        UnicodeEncodeError: a text has an unpaired surrogate.
+    Raises UnicodeEncodeError if a text has an unpaired surrogate.
     """
     together = getattr(tokenizer, "encode_together", None)
-    return together(texts) if together is not None else [tokenizer.encode(text) for text in texts]
+    return [tokenizer.encode(text) for text in texts] if together is None else together(texts)
 
 
 class TimedTokenizer:
-    """A tokenizer, of the same class for `isinstance`, that counts the seconds that its encoding takes."""
+    """Counts the seconds that a tokenizer's encoding takes; `isinstance` sees the inner class."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,7 +61,9 @@ class TimedTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._tokenizer, name)
-        return partial(self._timed, value) if name in ("encode", "encode_together") else value
+        if name in ("encode", "encode_together"):
+            return partial(self._timed, value)
+        return value
 
     def _timed(self, encode: Callable[[Any], Any], text: Any) -> Any:
         start = time.perf_counter()
@@ -75,22 +72,19 @@ class TimedTokenizer:
         return ids
 
 
-def _byte_types(names: tuple[str, ...]) -> npt.NDArray[np.int8]:
-    def kind(byte: int) -> str:
-        character = chr(byte)
-        if byte >= 128:
-            return "other"
-        if character.isalpha():
-            return "letter"
-        if character.isdigit():
-            return "digit"
-        if character in "\n\r":
-            return "newline"
-        if character in " \t":
-            return "space"
-        return "punctuation" if character.isprintable() else "other"
-
-    return np.array([names.index(kind(byte)) for byte in range(256)] + [names.index("other")], dtype=np.int8)
+def _byte_type(byte: int) -> str:
+    character = chr(byte)
+    if byte >= 128:
+        return "other"
+    if character.isalpha():
+        return "letter"
+    if character.isdigit():
+        return "digit"
+    if character in "\n\r":
+        return "newline"
+    if character in " \t":
+        return "space"
+    return "punctuation" if character.isprintable() else "other"
 
 
 class BytesTokenizer:
@@ -102,10 +96,11 @@ class BytesTokenizer:
     token_type_names: tuple[str, ...] = ("letter", "digit", "space", "newline", "punctuation", "other")
 
     def __init__(self) -> None:
-        self.token_type_table: npt.NDArray[np.int8] | None = _byte_types(self.token_type_names)
+        kinds = [*map(_byte_type, range(256)), "other"]
+        types = [self.token_type_names.index(kind) for kind in kinds]
+        self.token_type_table: npt.NDArray[np.int8] | None = np.array(types, dtype=np.int8)
 
     def encode(self, text: str) -> Ints:
-        """The UTF-8 bytes, int64 [n]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Ints) -> str:
@@ -116,11 +111,9 @@ class BytesTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`. One id beyond its largest is added to begin documents.
 
-    Truncation and padding that were saved in the file are switched off: a document is never cut or filled up. Its
-    post-processor is not applied, so it adds no special tokens.
-
-    Raises:
-        UserError: the package is not installed, or the file cannot be read as a tokenizer.
+    Saved truncation and padding are switched off: a document is never cut or filled up. Its
+    post-processor is not applied, so it adds no special tokens. Raises UserError if the package is
+    not installed, or the file cannot be read as a tokenizer.
     """
 
     token_type_names: tuple[str, ...] = ()
@@ -137,55 +130,54 @@ class HuggingFaceTokenizer:
             if not ids:
                 raise ValueError("its vocabulary is empty")
         except Exception as error:  # the package raises one type for all
-            fix = "run: pip install tokenizers" if isinstance(error, ImportError) else "set data.tokenizer to another"
+            fix = "set data.tokenizer to another"
+            if isinstance(error, ImportError):
+                fix = "run: pip install tokenizers"
             raise UserError(path, f"is not a readable tokenizer.json ({error})", fix) from error
         self.name = Path(path).name
         self.bos_id = int(max(ids)) + 1  # not their number: ids may have gaps
         self.vocab_size = self.bos_id + 1
         # What prepares batches of fixed length would drop or invent tokens.
         saved = {"truncation": self._tokenizer.truncation, "padding": self._tokenizer.padding}
-        if found := [name for name, settings in saved.items() if settings is not None]:
+        found = [name for name, settings in saved.items() if settings is not None]
+        if found:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            logger.warning("%s: switched off the %s saved in it: documents stay whole", path, " and ".join(found))
+            text = "%s: switched off the %s saved in it: documents stay whole"
+            logger.warning(text, path, " and ".join(found))
 
     def encode(self, text: str) -> Ints:
-        """The ids, without the special tokens of the post-processor.
-
-        A document already begins with `bos_id`, and a mark of the tokenizer's own would be one more target in each.
-        """
+        """The ids, without the special tokens of the post-processor."""
+        # A document already begins with `bos_id`: another mark would be one more target in each.
         try:
-            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:
-            text.encode("utf-8")  # where the package says nothing of an unpaired surrogate, this says it
+            text.encode("utf-8")  # raises what the package does not say: an unpaired surrogate
             raise
+        return np.asarray(ids, dtype=np.int64)
 
     def encode_together(self, texts: Sequence[str]) -> list[Ints]:
-        """`encode` of each text, on all cores unless the environment says TOKENIZERS_PARALLELISM=false."""
+        """`encode` of each text, on all cores unless TOKENIZERS_PARALLELISM=false is set."""
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception:  # noqa: BLE001 - the package raises one type for all; `encode` says which text it is, and why
+        except Exception:  # noqa: BLE001 - one type for all; `encode` raises a precise error
             return [self.encode(text) for text in texts]
         return [np.asarray(each.ids, dtype=np.int64) for each in found]
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What the file says."""
         found: dict[str, Any] = json.loads(self._tokenizer.to_str())
         return found
 
     def decode(self, ids: Ints) -> str:
         """The text of the ids below the vocabulary."""
-        text: str = self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.bos_id], skip_special_tokens=False)
+        known = [int(i) for i in ids if 0 <= i < self.bos_id]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=False)
         return text
 
 
 class IdsTokenizer:
-    """No tokenizer, for files of token ids: the vocabulary size is given, and one id is added to begin documents.
-
-    Raises:
-        UserError: from `encode`: always.
-    """
+    """No tokenizer, for files of token ids: one id is added to begin documents."""
 
     name = "ids"
     token_type_names: tuple[str, ...] = ()
@@ -196,52 +188,52 @@ class IdsTokenizer:
         self.vocab_size = vocab_size + 1
 
     def encode(self, text: str) -> Ints:
-        """Reject: there is nothing to tokenize text with."""
-        problem = '"ids" cannot tokenize text'
-        raise UserError("data.tokenizer", problem, 'use "bytes" or a tokenizer.json for text files')
+        """Raises UserError: there is nothing to tokenize text with."""
+        raise UserError(
+            "data.tokenizer", '"ids" cannot tokenize text', 'use "bytes" or a tokenizer.json for text files'
+        )
 
     def decode(self, ids: Ints) -> str:
-        """The ids themselves, separated by spaces."""
         return " ".join(str(int(i)) for i in ids if i != self.bos_id)
 
 
 def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     """`bytes`, `ids` (with the number of ids), or the path of a tokenizer.json.
 
-    Raises:
-        UserError: none of them; or `vocab_size` is given to a tokenizer that defines its own.
+    Raises UserError for none of them, or a `vocab_size` where the tokenizer defines its own.
     """
     if (name == "ids") != (vocab_size > 0):
         raise UserError("data.vocab_size", f'must be set with tokenizer = "ids", and with no other; got {vocab_size}')
-    if name not in ("ids", "bytes") and not name.endswith(".json"):
-        raise UserError("data.tokenizer", f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}')
     if name == "ids":
         return IdsTokenizer(vocab_size)
-    return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+    if name == "bytes":
+        return BytesTokenizer()
+    if name.endswith(".json"):
+        return HuggingFaceTokenizer(name)
+    raise UserError("data.tokenizer", f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}')
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
-    """The ids to continue: the one that begins a document, then the prompt's. With `ids` a prompt is ids and spaces.
+    """The ids to continue: the one that begins a document, then the prompt's (with `ids`, of words).
 
-    Raises:
-        UserError: the prompt cannot be tokenized.
+    Raises UserError if the prompt cannot be tokenized.
     """
-    words, problem, fix = prompt.split(), "is not UTF-8", "write it as UTF-8"
     if tokenizer.name == "ids":
-        problem, fix = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}', 'write "17 4 99"'
+        words = prompt.split()
         if all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
             return [tokenizer.bos_id, *map(int, words)]
-    elif not re.search("[\ud800-\udfff]", prompt):  # as which Python has bytes of a command line that are not UTF-8
-        return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-    raise UserError(key, problem, fix)
+        problem = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}'
+        raise UserError(key, problem, 'write "17 4 99"')
+    # Python reads bytes of a command line that are not UTF-8 as lone surrogates.
+    if re.search("[\ud800-\udfff]", prompt):
+        raise UserError(key, "is not UTF-8", "write it as UTF-8")
+    return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
 
 
 def token_bytes(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32] | None, str]:
-    """Bytes of UTF-8 text that each id stands for, int32 [vocab_size]: 0 for marks such as `bos_id` and special tokens.
+    """Bytes of UTF-8 text that each id stands for, int32 [vocab_size], 0 for special tokens; and "".
 
-    Returns:
-        The table, and ""; or None, and why the bytes of a token are not known exactly: those of a text must always add up to
-        its length.
+    Or None, and why the bytes are not known exactly: those of a text must add up to its length.
     """
     sizes = np.zeros(tokenizer.vocab_size, dtype=np.int32)
     if isinstance(tokenizer, BytesTokenizer):
@@ -250,12 +242,15 @@ def token_bytes(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32] | None, str
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None, "ids without a tokenizer stand for no text"
     spec = tokenizer.spec
-    if problem := _why_inexact(spec):
+    problem = _why_inexact(spec)
+    if problem:
         return None, f"{tokenizer.name}: the bytes of a token are not known exactly ({problem})"
     for token, id in _tokens_of(spec["model"]):
         sizes[id] = len(token)  # each character stands for a byte
     for added in spec["added_tokens"]:
-        sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode("utf-8"))
+        sizes[added["id"]] = len(added["content"].encode("utf-8"))
+        if added["special"]:
+            sizes[added["id"]] = 0
     return sizes, ""
 
 
@@ -266,32 +261,35 @@ def _tokens_of(model: dict[str, Any]) -> list[tuple[str, int]]:
     return [(token, id) for id, (token, _) in enumerate(vocabulary)]  # Unigram: tokens with scores
 
 
-def _why_inexact(spec: dict[str, Any]) -> str:
-    """Why the tokens of a byte-level tokenizer.json do not cut a text into bytes without a rest; empty if they do.
+def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
+    if not step:
+        return []
+    return list(step[parts]) if step.get("type") == "Sequence" else [step]
 
-    NFC is let pass: the tokens stand for the text in this form, which nearly all text has.
-    """
+
+def _why_inexact(spec: dict[str, Any]) -> str:
+    """Why a tokenizer.json does not cut a text into bytes without a rest; empty if it does."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    def steps(name: str, parts: str) -> list[dict[str, Any]]:
-        step = spec[name] or {}
-        return list(step[parts] if step.get("type") == "Sequence" else filter(None, [step]))
-
-    model, before = spec["model"], steps("pre_tokenizer", "pretokenizers")
-    tokens = {token for token, _ in _tokens_of(model)}
-    if not any(step["type"] == "ByteLevel" for step in before) or model.get("type") not in ("BPE", "Unigram"):
+    model, before = spec["model"], _steps(spec["pre_tokenizer"], "pretokenizers")
+    is_byte_level = any(step["type"] == "ByteLevel" for step in before)
+    if not is_byte_level or model.get("type") not in ("BPE", "Unigram"):
         return "it is not byte-level"
-    if missing := set(ByteLevel.alphabet()) - tokens:
+    missing = set(ByteLevel.alphabet()) - {token for token, _ in _tokens_of(model)}
+    if missing:
         return f"{len(missing)} of the 256 bytes have no token"
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return "its tokens have prefixes or suffixes"
-    if changes := [step["type"] for step in steps("normalizer", "normalizers") if step["type"] != "NFC"]:
-        return f"its normalizer {changes[0]} changes the text"
+    for step in _steps(spec["normalizer"], "normalizers"):
+        if step["type"] != "NFC":  # a form that nearly all text has
+            return f"its normalizer {step['type']} changes the text"
     for step in before:
         kind = step["type"]
         is_removing = kind not in ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
         if is_removing or step.get("behavior") == "Removed" or step.get("add_prefix_space"):
             return f"its pre-tokenizer {kind} adds or removes spaces"
-    if any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"] if not added["special"]):
-        return "an added token takes the spaces around it"
+    for added in spec["added_tokens"]:
+        if not added["special"] and (added["lstrip"] or added["rstrip"]):
+            return "an added token takes the spaces around it"
     return ""

@@ -39,17 +39,13 @@ class RankInfo:
         return self.rank == 0
 
     def data_shards(self, num_shards: int) -> list[RankInfo]:
-        """The data shards that this rank runs, neighbours: each reads and carries what a rank of `num_shards` would."""
+        """The neighbouring data shards that this rank runs, each as a rank of its own."""
         each = num_shards // self.world_size
         return [RankInfo(self.rank * each + i, self.local_rank, num_shards) for i in range(each)]
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """The identity from torchrun's environment variables; a single process without them.
-
-    Raises:
-        UserError: the variables are set but are not numbers, or contradict each other.
-    """
+    """The identity by torchrun's variables, which a UserError refuses; without: a single process."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankInfo()
     values = {}
@@ -67,15 +63,13 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
     """How many machines the ranks are on, by what torchrun says; 1 where it says nothing."""
     local = environ.get("LOCAL_WORLD_SIZE", "")
-    return max(info.world_size // int(local), 1) if local.isascii() and local.isdigit() and int(local) else 1
+    if not (local.isascii() and local.isdigit() and int(local)):
+        return 1
+    return max(info.world_size // int(local), 1)
 
 
 def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:
-    """The device of this rank: `auto` is CUDA if available. Messages name the `key`.
-
-    Raises:
-        UserError: CUDA is requested but absent, or the node has fewer devices than ranks.
-    """
+    """The device of this rank, or a UserError of `key`. `auto` is CUDA if available."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -89,20 +83,18 @@ def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--devic
 
 
 def pick_backend(device: torch.device) -> str:
-    """Of a process group whose tensors are on `device`."""
+    """The backend of a process group whose tensors are on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """The key-value store for the rendezvous of the ranks, fresh for every torchrun restart.
-
-    torchrun keeps one store for all its restarts (torch 2.13), so after a restart a rank may read an address that a rank of
-    the previous attempt left there, and fail to connect. On one node the restart count is the same for all ranks and
-    separates the attempts. On several nodes it is not; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the launcher's
-    environment gives each attempt a new store (scripts/slurm sets it).
-    """
+    """The key-value store for the rendezvous of the ranks, fresh for every torchrun restart."""
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
     assert isinstance(store, dist.Store)
+    # torchrun keeps one store for all its restarts (torch 2.13): a rank may read an address of the
+    # previous attempt there, and fail to connect. On one node all ranks have the same restart count,
+    # which separates the attempts. On several nodes they have not; there scripts/slurm sets
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launcher, which gives each attempt a new store.
     if environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store
     return dist.PrefixStore(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -112,15 +104,7 @@ def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str
 def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: torch.device) -> Iterator[None]:
     """The process group of the run, from rendezvous to teardown; a no-op for a single process.
 
-    On normal exit all ranks meet in a barrier before any destroys the group: a rank that closes its connections while
-    another still waits on them aborts the other (gloo, four ranks or more). After an error the other ranks may be gone, so
-    there is no barrier.
-
-    The group and its threads must also be gone before the interpreter exits: a gloo thread that releases a tensor during
-    interpreter shutdown aborts the process (torch 2.13; about one in several dozen short runs). Two things keep a destroyed
-    group alive: reference cycles that include it (DDP's reducer), which are collected here, and `torch._dynamo`, which
-    keeps a reference to the group if it is imported while one exists. DDP imports it, so it is imported here before the
-    group exists. References outside of cycles are the caller's to drop.
+    References to the group outside of cycles are the caller's to drop.
 
     Raises:
         GroupError: another rank has ended while they start, or does not answer in time.
@@ -128,6 +112,9 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     if info.world_size == 1:
         yield
         return
+    # The group must be gone before the interpreter exits: a gloo thread that releases a tensor then
+    # aborts the process (torch 2.13; one in several dozen short runs). Imported while a group exists,
+    # as DDP does, this would keep a reference to it.
     importlib.import_module("torch._dynamo")
     try:
         store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
@@ -145,13 +132,16 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     try:
         yield
         gc.collect()
+        # A rank that closes its connections while another still waits on them aborts the other
+        # (gloo, four ranks or more). After an error the others may be gone: no barrier then.
         dist.barrier()
     except UserError as error:
-        if error.speaker is None:  # found by this rank in the middle of the run, not by all of them together
+        # Found by this rank in the middle of the run, not by all of them together.
+        if error.speaker is None:
             error.speaker = claim_message(store, error.message, rank=info.rank)
         raise
     finally:
-        gc.collect()
+        gc.collect()  # reference cycles with the group: DDP's reducer
         dist.destroy_process_group()
 
 
@@ -167,12 +157,7 @@ CHECK_EVERY_SEC = 0.1
 
 
 def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: float) -> None:
-    """Wait until all ranks are ready.
-
-    Raises:
-        UserError: a rank refuses to start; that rank prints why.
-        GroupError: a rank did not answer in time, and none refuses.
-    """
+    """Wait until all ranks are ready. UserError: one refuses; GroupError: one does not answer."""
     end = time.monotonic() + timeout_sec
     speaker = _answer(store, "ready", rank=rank, world_size=world_size, gives_up=lambda: time.monotonic() > end)
     if speaker is not None:
@@ -182,10 +167,10 @@ def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: 
 
 
 def answer_refusal(store: dist.Store, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int:
-    """Refuse to start. Returns the rank that prints its message: the lowest that refuses.
+    """Refuse to start. Returns the rank that prints: the lowest that refuses.
 
     Args:
-        gives_up: asked again and again; when true, ranks that have not answered are not waited for.
+        gives_up: polled; when true, ranks that have not answered are not waited for.
     """
     speaker = _answer(store, "refused", rank=rank, world_size=world_size, gives_up=gives_up)
     assert speaker is not None
@@ -193,7 +178,7 @@ def answer_refusal(store: dist.Store, *, rank: int, world_size: int, gives_up: C
 
 
 def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
-    """The rank that prints a message found while the ranks run: the first that claims it. Does not wait for others."""
+    """The rank that prints a message found during the run: the first that claims it."""
     digest = hashlib.sha256(message.encode()).hexdigest()
     try:
         return int(dist.PrefixStore("messages", store).compare_set(digest, "", str(rank)))
@@ -202,10 +187,10 @@ def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
 
 
 def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int | None:
-    """Answer, and wait for the others. Returns the rank that prints its message; None: all are ready."""
+    """Answer, and wait for the others. The rank that prints; None: all are ready."""
     store = dist.PrefixStore("startup", store)
     store.set(f"{answer}_{rank}", "")
-    is_last = store.add("answers", 1) == world_size
+    is_last = store.add("answers", 1) == world_size  # atomically, so exactly one rank is
     while not (is_last or store.check(["speaker"]) or gives_up()):
         time.sleep(CHECK_EVERY_SEC)
     _decide(store, world_size)
@@ -220,21 +205,21 @@ def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives
 
 
 def _decide(store: dist.Store, world_size: int) -> None:
-    """Choose the rank that prints, atomically and once; the choice also holds for ranks that arrive later."""
+    """Choose the rank that prints, atomically and once, also for ranks that come later."""
     if store.check(["speaker"]):
         return
     refusing = [rank for rank in range(world_size) if store.check([f"refused_{rank}"])]
-    missing = [rank for rank in range(world_size) if rank not in refusing and not store.check([f"ready_{rank}"])]
+    missing = [rank for rank in range(world_size) if not store.check([f"ready_{rank}"])]
     if missing and not refusing:
         raise GroupError(f"rank {', '.join(map(str, missing))} did not start in time")
-    store.compare_set("speaker", "", str(refusing[0]) if refusing else NOBODY)
+    store.compare_set("speaker", "", next(map(str, refusing), NOBODY))
 
 
 def gather_from_ranks(value: T, *, world_size: int) -> list[T]:
-    """`value` of every rank, in rank order, on every rank. For small plain objects, outside the step."""
+    """`value` of every rank, in rank order, on every rank. For small objects."""
     if world_size == 1:
         return [value]
-    values: list[T | None] = [None] * world_size
+    values: list[T | None] = [None for _ in range(world_size)]
     dist.all_gather_object(values, value)
     return [found for found in values if found is not None]
 
@@ -250,24 +235,23 @@ def from_main_rank(value: T, *, world_size: int) -> T:
 
 @contextmanager
 def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
-    """Run a block in which some ranks may find a user's mistake: all ranks leave it with that mistake, or none does.
+    """Raise a UserError that any rank finds in the block, the lowest rank's, on all ranks.
 
     The block must hold no collective of its own.
-
-    Raises:
-        UserError: the mistake of the lowest rank that found one.
     """
     found: UserError | None = None
+    own: tuple[str, ...] = ()
     try:
         yield
     except UserError as error:
-        found = error
-    summary = None if found is None else (found.key, found.problem, found.fix, found.where)
-    summaries = gather_from_ranks((summary,), world_size=world_size)
-    speaker, first = next(((rank, each) for rank, (each,) in enumerate(summaries) if each is not None), (0, None))
-    if first is None:
+        found, own = error, (error.key, error.problem, error.fix, error.where)
+    summaries = gather_from_ranks(own, world_size=world_size)
+    told = [(rank, each) for rank, each in enumerate(summaries) if each]
+    if not told:
         return
-    key, problem, fix, where = first
-    agreed = found if found is not None and summary == first else UserError(key, problem, fix, where=where)
-    agreed.speaker = speaker
-    raise agreed from None
+    speaker, first = told[0]
+    if found is None or own != first:
+        key, problem, fix, where = first
+        found = UserError(key, problem, fix, where=where)
+    found.speaker = speaker
+    raise found from None

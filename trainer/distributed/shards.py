@@ -1,10 +1,8 @@
-"""Tensors of which each rank holds some rows, as FSDP2 keeps parameters, gradients and optimizer state (a DTensor).
-
-Each function also takes a whole tensor, which is its own and only part.
-"""
+"""Tensors of which each rank holds some rows, as FSDP2's DTensor; or whole, as their only part."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """How parameters are laid out over the ranks: `replicas` copies of `shards` parts, one part per rank."""
+    """How parameters are laid out: `replicas` copies of `shards` parts, one part per rank."""
 
     replicas: int
     shards: int
@@ -30,29 +28,30 @@ class Layout(NamedTuple):
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """As `isinstance`, without an import that takes a quarter of a run's start: who has a DTensor has imported it."""
+    """As `isinstance`, without an import that takes a quarter of a run's start."""
+    # Whoever has made a DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
-    """How a model's parameters are laid out, by the first that is in shards; None if each rank holds them whole."""
+    """How a model's parameters are laid out; None if each rank holds them whole."""
     mesh = next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
-    return None if mesh is None else Layout(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1))
+    if mesh is None:
+        return None
+    *replicas, shards = mesh.shape
+    return Layout(math.prod(replicas), shards)
 
 
 def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
-    """How `fully_shard` has laid out all of the parameters, and the ranks that average gradients; None if they have no group.
-
-    Raises:
-        ValueError: naming a layout of another kind.
-    """
+    """The layout by `fully_shard`, or a ValueError, and the group that averages gradients, if any."""
     meshes = []
     for parameter in parameters:
         if not is_dtensor(parameter):
             raise ValueError("sharded next to unsharded parameters")
         *over_replicas, over_shards = parameter.placements
-        if len(over_replicas) > 1 or not all(p.is_replicate() for p in over_replicas) or not over_shards.is_shard():
+        is_replicated = len(over_replicas) <= 1 and all(p.is_replicate() for p in over_replicas)
+        if not is_replicated or not over_shards.is_shard():
             raise ValueError("parameters that are sharded otherwise than by fully_shard alone")
         meshes.append(parameter.device_mesh)
     mesh = meshes[0]
@@ -60,18 +59,14 @@ def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.Process
         raise ValueError("parameters sharded over several meshes")
     layout, world = layout_of(parameters), dist.group.WORLD
     assert layout is not None
-    if mesh.ndim == 1:
+    if mesh.ndim == 1:  # no replicas: the ranks that share a parameter average its gradient
         return layout, mesh.get_group()
-    return layout, world if world is not None and mesh.size() == world.size() else None
+    has_all = world is not None and mesh.size() == world.size()
+    return layout, world if has_all else None
 
 
 def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters to which autograd adds gradients while they are whole, of those that are trained. This all-gathers each
-    once, so all ranks must call it.
-
-    Raises:
-        ValueError: parameters stay sharded.
-    """
+    """The trained parameters as autograd sees them, or a ValueError. All ranks must call it."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -91,7 +86,7 @@ def own_range(tensor: Tensor) -> tuple[int, int]:
     if not is_dtensor(tensor):
         return 0, rows
     mesh = tensor.device_mesh
-    most = -(-rows // mesh.size(mesh.ndim - 1))
+    most = -(-rows // mesh.size(mesh.ndim - 1))  # torch gives the last ranks fewer, or none
     start = min(mesh.get_local_rank(mesh.ndim - 1) * most, rows)
     return start, min(start + most, rows)
 
@@ -105,35 +100,37 @@ def own_rows(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """The part of a tensor that this rank holds, in the same memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def as_shard(own: Tensor, like: Tensor) -> Tensor:
-    """The tensor, laid out as `like` is, of which this rank holds `own`; in the same memory, with the type of `own`."""
+    """The tensor, laid out as `like`, of which this rank holds `own`; in the same memory."""
     if not is_dtensor(like):
         return own
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    mesh, size = like.device_mesh, like.size()
+    return DTensor.from_local(own, mesh, like.placements, run_check=False, shape=size, stride=like.stride())
 
 
 def gathered(own: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor of which this rank holds the part that it holds of `like`. Every rank must call it."""
+    """The whole tensor of which this rank holds a part as of `like`. Every rank must call it."""
     shard = as_shard(own, like)
     return shard.full_tensor() if is_dtensor(shard) else shard
 
 
 def saving_ranks(model: nn.Module) -> list[int]:
     """The ranks that save a part of the model: 0, or those of the first replica."""
-    layout = layout_of(model.parameters())
-    return list(range(1 if layout is None else layout.shards))
+    layout = layout_of(model.parameters()) or Layout(1, 1)
+    return list(range(layout.shards))
 
 
 def part_to_save(tensor: Tensor, rank: int) -> tuple[Tensor, int] | None:
-    """The rows that this rank saves of a tensor, and the first one's place; None: nothing. Rank 0 saves what is whole."""
+    """The rows that this rank saves, and the first one's index; None if it saves none."""
+    if not is_dtensor(tensor) and rank > 0:  # whole: rank 0 saves it
+        return None
     start, stop = own_range(tensor)
-    saves = start < stop if is_dtensor(tensor) else rank == 0
-    return (own_part(tensor), start) if saves else None
+    if is_dtensor(tensor) and start == stop:
+        return None
+    return own_part(tensor), start

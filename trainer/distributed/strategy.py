@@ -1,10 +1,10 @@
-"""How the ranks share a model: with DDP each has all of it; with FSDP2 or HSDP each has shards of its parameters."""
+"""How ranks share a model: each has all of it (DDP), or shards of it (FSDP2, HSDP)."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,12 +21,18 @@ from trainer.wording import counted, few
 
 logger = logging.getLogger(__name__)
 DDP = StrategyOptions()
+KEY = "distributed.strategy"
+FREEZE = "freeze them with requires_grad_(False)"
 
 
 def strategy_for(
-    options: StrategyOptions, info: RankInfo, device: torch.device, *, param_dtype: torch.dtype | None = None
+    options: StrategyOptions,
+    info: RankInfo,
+    device: torch.device,
+    *,
+    param_dtype: torch.dtype | None = None,
 ) -> Strategy:
-    """The strategy of a run; `param_dtype` and errors as of `Sharded` and `layout_for`. Every rank must call it."""
+    """The strategy of a run; see `Sharded` and `layout_for`. Every rank must call it."""
     name = options.strategy
     if info.world_size == 1:
         if name != "ddp":
@@ -41,11 +47,7 @@ def strategy_for(
 
 
 def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
-    """How a run lays out its parameters; None if every rank holds the whole model.
-
-    Raises:
-        UserError: replicas do not fit the nodes.
-    """
+    """How a run lays out its parameters; None if every rank holds the whole model."""
     if options.strategy == "ddp" or info.world_size == 1:
         return None
     replicas = 1
@@ -58,53 +60,38 @@ def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
 
 
 class Strategy:
-    """How the ranks of a run share its model and average its gradients; this one is that of a single rank."""
+    """How ranks share a model and average gradients; this one is that of a single rank."""
 
-    copies = 1
-    """How many ranks hold the same part of the averaged gradient."""
-    groups: Sequence[dist.ProcessGroup] = ()
-    """Process groups of a part of the ranks, of which each rank is in as many."""
-    stream: torch.cuda.Stream | None = None
-    """Where DDP was made on CUDA: a graph of its backward has to be captured there. None: there is no DDP."""
+    is_sharded = False  # a forward needs all ranks, since none holds the whole model
+    copies = 1  # how many ranks hold the same part of the averaged gradient
+    groups: Sequence[dist.ProcessGroup] = ()  # of a part of the ranks; all are in equally many
+    stream: torch.cuda.Stream | None = None  # where a graph of DDP's backward has to be captured
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
-        """Leave this rank its part of the model's parameters, in place.
-
-        Args:
-            units: gives the modules whose parameters are gathered one module at a time; asked only if there are shards.
-        """
+        """Leave this rank its part of the parameters, which `units()` gather one at a time."""
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
-        """What the training step calls. Every rank must call it.
-
-        Args:
-            row_model: what a row is run through.
-            model: the model itself, inside of it.
-        """
+        """The module for the training step: `row_model`, which runs rows through `model`."""
         return row_model
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The context of all backwards of a window but the last. Averaged gradients are the mean of the ranks' own."""
+        """The context of all backwards of a window but the last, which averages."""
         return nullcontext()
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
-        """This rank's part of the gradients that a window's last backward has averaged.
-
-        Raises:
-            UserError: naming the parameters that were left out of the average.
-        """
+        """This rank's part of the averaged gradients. UserError: a parameter was left out."""
         return gradients
 
     def whole(self, model: nn.Module) -> nn.Module | None:
         """The model, if this rank can run it without the others."""
-        return model
+        return None if self.is_sharded else model
 
     def runs_on(self, rank: int) -> bool:
-        """Whether a forward whose result rank 0 alone needs runs on this rank, too: one in shards needs all ranks."""
-        return rank == 0
+        """Whether this rank runs a forward whose result rank 0 alone needs."""
+        return rank == 0 or self.is_sharded
 
     def most(self, number: int) -> int:
-        """The largest of the ranks' numbers if they must run as many forwards; otherwise the number itself."""
+        """The largest of the ranks' numbers, if all must run as many forwards."""
         return number
 
     def reshard(self, model: nn.Module) -> None:
@@ -117,15 +104,20 @@ class Replicated(Strategy):
     def __init__(self, options: StrategyOptions = DDP, *, world_size: int, device: torch.device) -> None:
         self.copies = world_size
         self._options, self._device = options, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """DDP around it."""
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+        context: AbstractContextManager[object] = nullcontext()
+        device_ids = None
+        if self.stream is not None:
+            context, device_ids = torch.cuda.stream(self.stream), [self._device]
+        with context:
             self._ddp = DistributedDataParallel(
                 row_model,
-                device_ids=[self._device] if self._device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
+                device_ids=device_ids,
+                gradient_as_bucket_view=True,  # otherwise every gradient is held twice
                 find_unused_parameters=self._options.find_unused_parameters,
             )
         return self._ddp
@@ -135,31 +127,30 @@ class Replicated(Strategy):
         return self._ddp.no_sync()
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
-        """DDP waits for the gradient of a parameter that was left out for ever: it averages none of the same bucket, says
-        nothing until its next forward, and the ranks' weights drift apart meanwhile."""
+        """The gradients, unless DDP still waits for that of a parameter that was left out."""
+        # It averages none of the same bucket then, and says nothing until its next forward, while
+        # the ranks' weights drift apart.
         try:
             self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
             own = [name for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad]
             names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
-            fix = "use them in every micro-batch, freeze them with requires_grad_(False), or set "
-            raise _unused(names, f"{fix}distributed.find_unused_parameters = true", str(error)) from None
+            fix = f"{FREEZE}, or set distributed.find_unused_parameters = true"
+            raise _unused(names, f"use them in every micro-batch, {fix}", str(error)) from None
         return gradients
 
 
 class Sharded(Strategy):
-    """FSDP2 over all ranks, or within each of several replicas: each rank holds some rows of each parameter.
+    """FSDP2 over all ranks, or within each of several replicas of neighbouring ranks.
 
-    Every rank must make it: it makes process groups.
+    Each rank holds some rows of each parameter. Every rank must make it: it makes process groups.
 
     Args:
-        layout: replicas are of neighbouring ranks.
-        options: with `reshard_after_forward`, a unit's parameters are gathered again in the backward. With `accumulate`
-            "whole", the sum of a window's gradients is kept whole on each rank until its last backward, which averages them
-            once; with "shards", every backward averages, and only shards are kept.
-        param_dtype: in which parameters are gathered and used; gradients are averaged in float32. None: as they are.
+        param_dtype: in which parameters are gathered and used; gradients are averaged in float32.
     """
+
+    is_sharded = True
 
     def __init__(
         self,
@@ -172,11 +163,13 @@ class Sharded(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        shape, names = ((layout.shards,), ("shard",)) if layout.replicas == 1 else (layout, ("replicate", "shard"))
-        mesh = init_device_mesh(device.type, tuple(shape), mesh_dim_names=names)
+        first = int(layout.replicas == 1)  # without replicas, a mesh of shards alone
+        names = ("replicate", "shard")[first:]
+        mesh = init_device_mesh(device.type, tuple(layout)[first:], mesh_dim_names=names)
         self.copies, self.groups = layout.replicas, mesh.get_all_groups()
         self._device = device
-        self._reshard_after_forward, self._keeps_whole = options.reshard_after_forward, options.accumulate == "whole"
+        self._reshard_after_forward = options.reshard_after_forward
+        self._keeps_whole = options.accumulate == "whole"
         self._sharding: dict[str, Any] = {"mesh": mesh}
         if param_dtype is not None:
             # Inputs are not cast: a carried state stays in float32.
@@ -185,21 +178,19 @@ class Sharded(Strategy):
             )
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
-        """Replace the parameters by shards of their rows (`fully_shard`).
-
-        A unit's parameters are whole while it runs, forward and backward; those of no unit are whole throughout both.
-        """
+        """Replace the parameters by shards of their rows (`fully_shard`)."""
+        # A unit's parameters are whole while it runs; those of no unit throughout a step.
         from torch.distributed.fsdp import fully_shard
 
         for unit in units():
             fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._sharding)
-        fully_shard(model, **self._sharding)
+        fully_shard(model, **self._sharding)  # last: the parameters of no unit
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """As it is: FSDP2 has put its hooks into the model."""
         self.reshard(model)  # some tokens may have been run through it
         self._root: Any = model
-        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         return row_model
 
     @contextmanager
@@ -208,8 +199,9 @@ class Sharded(Strategy):
         if not self._keeps_whole and self.copies == 1:
             yield
             return
-        root = self._root
-        defer = root.set_requires_gradient_sync if self._keeps_whole else root.set_requires_all_reduce
+        defer = self._root.set_requires_all_reduce
+        if self._keeps_whole:
+            defer = self._root.set_requires_gradient_sync
         defer(False)
         try:
             yield
@@ -218,16 +210,10 @@ class Sharded(Strategy):
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
         """Shards; refuses a parameter without a gradient."""
-        refuse_unused(self._trained)
+        unused = [name for name, parameter in self._trained.items() if parameter.grad is None]
+        if unused:
+            raise _unused(unused, f"use them in every micro-batch, or {FREEZE}")
         return [own_part(gradient) for gradient in gradients]
-
-    def whole(self, model: nn.Module) -> nn.Module | None:
-        """No rank has it whole."""
-        return None
-
-    def runs_on(self, rank: int) -> bool:
-        """On every rank."""
-        return True
 
     def most(self, number: int) -> int:
         """Every rank must call it. Waits for the device."""
@@ -236,7 +222,7 @@ class Sharded(Strategy):
         return int(most)
 
     def reshard(self, model: nn.Module) -> None:
-        """The model then has its shards alone."""
+        """Leave the model its shards alone."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in model.modules():
@@ -245,47 +231,52 @@ class Sharded(Strategy):
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are gathered one module at a time: what `model.shard_units()` returns; or `blocks_of` it; or
-    else its children.
+    """The modules whose parameters are gathered one module at a time.
 
-    A module that shares a parameter with another part of the model is left out, since FSDP would break the tie.
+    They are what `model.shard_units()` returns, or `blocks_of` it, or else its children, without
+    those that share a parameter with another part of the model: FSDP would break the tie.
 
     Raises:
-        UserError: a parameter has no rows to be sharded; or `shard_units` is no method, or returns something else than modules
-            inside the model that can be gathered one at a time.
+        UserError: a parameter has no rows; or `shard_units` does not give such modules.
     """
-    if scalars := [name for name, parameter in model.named_parameters() if parameter.ndim == 0]:
-        raise UserError("distributed.strategy", f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
+    # Shards are rows, which a scalar has none of.
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise UserError(KEY, f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
     own = getattr(model, "shard_units", None)
     if own is not None:
         units = list(own()) if callable(own) else []
         if not _fit(model, units):
-            name = f"{type(model).__name__}.shard_units"
-            fix = "name each module once, with a forward of its own and no parameter that another part of the model has"
-            raise UserError("distributed.strategy", f"{name}() must give modules inside the model", fix)
+            problem = f"{type(model).__name__}.shard_units() must give modules inside the model"
+            fix = "name each module once, with a forward of its own and no parameter of another part of the model"
+            raise UserError(KEY, problem, fix)
         return units
-    if blocks := blocks_of(model):
+    blocks = blocks_of(model)
+    if blocks:
         return _apart(model, blocks)
     children = [child for child in model.children() if num_parameters(child) and _has_forward(child)]
     units = _apart(model, children)
     names = [name for name, child in model.named_children() if child in units]
     text = "%s has no blocks to be sharded one by one (shard_units(), or an nn.ModuleList): using %s"
-    logger.info(text, type(model).__name__, few(names) if names else "the whole model as one")
+    logger.info(text, type(model).__name__, few(names) or "the whole model as one")
     return units
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What a model repeats: its `blocks`, or the modules of the `nn.ModuleList` that holds most parameters; maybe none."""
+    """The model's `blocks`, or the modules of its largest `nn.ModuleList`; maybe none."""
     blocks = getattr(model, "blocks", None)
-    lists = [blocks] if isinstance(blocks, nn.ModuleList) and len(blocks) else model.modules()
-    found = [[part for part in each if _has_forward(part)] for each in lists if isinstance(each, nn.ModuleList)]
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    if isinstance(blocks, nn.ModuleList) and len(blocks):
+        lists = [blocks]
+    found = [[part for part in each if _has_forward(part)] for each in lists]
     return max(found, key=lambda parts: sum(map(num_parameters, parts)), default=[])
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Have a model compiled block by block: as fast as in one piece, and what blocks share is compiled once."""
-    # A sharded root has hooks of its own.
-    whole = [model] if layout_of(model.parameters()) is None else model.children()
+    """Have a model compiled block by block: what blocks share is compiled once."""
+    whole = [model]
+    if layout_of(model.parameters()) is not None:  # a sharded root has hooks of its own
+        whole = list(model.children())
     for block in blocks_of(model) or whole:
         block.compile(**options)
 
@@ -298,7 +289,7 @@ def _fit(model: nn.Module, units: Sequence[object]) -> bool:
 
 
 def _apart(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Those that share no parameter with another part of the model."""
+    """The units that share no parameter with another part of the model."""
     uses = _uses(model)
     return [unit for unit in units if all(uses[parameter] == n for parameter, n in _uses(unit).items())]
 
@@ -313,32 +304,21 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Numbers in its parameters, over all ranks."""
+    """Number of elements of its parameters, over all ranks."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def bypassed(error: Exception) -> UserError | None:
-    """What to say of an error that a parameter in shards has caused; None for any other."""
+    """The message about an error that a parameter in shards has caused; None for any other."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
-    problem = "the model uses a part of a block without calling the block, so that its parameters are not gathered"
+    problem = "the model uses a part of a block without calling the block, so its parameters are not gathered"
     fix = "call blocks through their forward, or return other modules from shard_units()"
-    return UserError("distributed.strategy", problem, fix)
-
-
-def refuse_unused(trained: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a window that gave a parameter no gradient.
-
-    Raises:
-        UserError: naming the parameters.
-    """
-    if names := [name for name, parameter in trained.items() if parameter.grad is None]:
-        raise _unused(names, "use them in every micro-batch, or freeze them with requires_grad_(False)")
+    return UserError(KEY, problem, fix)
 
 
 def _unused(names: Sequence[str], fix: str, otherwise: str = "") -> UserError:
     which = counted(len(names), "parameter") if names else "a parameter"
-    problem = (
-        f"{which} took no part in a step's last micro-batch, so that the gradients of the ranks cannot be averaged: "
-    )
-    return UserError("model.target", problem + (few(names) if names else otherwise), fix)
+    problem = f"{which} took no part in a step's last micro-batch, so that the gradients of the "
+    problem += f"ranks cannot be averaged: {few(names) or otherwise}"
+    return UserError("model.target", problem, fix)

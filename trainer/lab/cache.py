@@ -1,4 +1,4 @@
-"""The directory of local files that the ranks of a node share: copies of what URLs name, and text that was tokenized once.
+"""Local files that the ranks of a node share: copies of what URLs name, and tokenized text.
 
     CACHE/<key>/entry.json      what it is a copy of; written last, and what makes it whole
     CACHE/<key>/files/          the files
@@ -41,15 +41,19 @@ class Snapshot:
 
 
 class Cache:
-    """The copies below the directory that `[data] cache_dir` names (None: the user's own), at most
-    `cache_gb` of them (0: any). Raises UserError: it can be no directory."""
+    """The copies below the directory that `[data] cache_dir` names (None: the user's own).
 
-    def __init__(self, directory: str | Path | None, limit_gb: float) -> None:
-        self.limit = round(limit_gb * 1e9)  # bytes
-        place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
-        with suppress(OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
+    Raises UserError: it cannot be a directory.
+    """
+
+    def __init__(self, directory: str | Path | None) -> None:
+        own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
+        place = Path(directory or own)
+        # A name that is too long, a circle of links, no such user's home.
+        with suppress(OSError, RuntimeError):
             place = place.expanduser().resolve()
-            if not place.exists() or place.is_dir():  # in this order: another process may make it in between
+            # In this order: another process may make it in between.
+            if not place.exists() or place.is_dir():
                 self.directory = place
                 return
         raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
@@ -57,42 +61,37 @@ class Cache:
     def hold(
         self,
         key: str,
-        target: Path,
+        target: Path,  # below the directory of the key
         *,
         is_whole: Callable[[], bool],
         make: Callable[[], None],
-        waiting: str,
-        is_first: bool = True,
-        on_wait: Callable[[], None] = lambda: None,
+        waiting: str,  # what to say when it is waited for
+        is_first: bool = True,  # False: leave it to another process to begin, for some seconds
+        on_wait: Callable[[], None] = lambda: None,  # called now and then
     ) -> Snapshot:
-        """The copy under a key, made unless it is whole: one process makes it, others wait for that.
-
-        Args:
-            target: the directory, below that of the key.
-            waiting: what to say when it is waited for.
-            is_first: False: leave it to another process to begin, for some seconds.
-            on_wait: called now and then.
-        """
-        place = self.directory / key
-        others_until = time.monotonic() + (0.0 if is_first else HEAD_START_SEC)
+        """The copy under a key, made by one process unless it is whole; others wait for that."""
+        others_until = time.monotonic()
+        if not is_first:
+            others_until += HEAD_START_SEC
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = open_plain(self.directory / f"{key}.lock", "ab")
             is_new = has_said = False
-            # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost.
+            # Shared by those that use the copy, alone by the one that makes it; a lock that is
+            # changed may be lost.
             while not (_try(lock, fcntl.LOCK_SH) and is_whole()):
                 if time.monotonic() >= others_until and _try(lock, fcntl.LOCK_EX):
                     if not is_whole():
                         make()
                         is_new = True
                     continue
-                fcntl.flock(lock, fcntl.LOCK_UN)  # two that both have it shared would wait for each other
+                fcntl.flock(lock, fcntl.LOCK_UN)  # two that share it would wait for each other
                 if not has_said:
                     logger.info("%s", waiting)
                 has_said = True
                 on_wait()
                 time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
-            os.utime(place / ENTRY)  # used now: the last one to be deleted
+            os.utime(self.directory / key / ENTRY)  # used now: the last one to be deleted
         except OSError as error:
             where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
             raise UserError(where, problem, "name another directory: data.cache_dir") from None
@@ -100,48 +99,39 @@ class Cache:
 
     def make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
         """Delete the least recently used copies that nobody uses, as far as needed."""
-        others = {other: int(read_entry(other / "plan.json").get("bytes", 0)) for other in self.others(place)}
-        used = sum(others.values())
-
-        def lack() -> str:
-            if self.limit and used + size > self.limit:
-                return f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
-            free = shutil.disk_usage(self.directory).free
-            return f"{free / 1e9:.3g} GB are free in {self.directory}" if free < to_download else ""
-
-        for other, num_bytes in others.items():
-            # Nothing is deleted for what can never fit.
-            if not lack() or 0 < self.limit < size:
+        for other in self.others(place):
+            if self._free() >= to_download:
                 break
-            if self._delete(other):
-                used -= num_bytes
-        problem = lack()
-        if problem:
+            self._delete(other)
+        free = self._free()
+        if free < to_download:
             shutil.rmtree(place)
-            fix = "raise data.cache_gb, name another data.cache_dir, or read fewer modalities"
-            raise UserError(url, f"takes {size / 1e9:.3g} GB as a local copy; {problem}", fix)
+            problem = f"takes {size / 1e9:.3g} GB as a local copy; {free / 1e9:.3g} GB are free in {self.directory}"
+            raise UserError(url, problem, "name another data.cache_dir, or read fewer modalities")
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.directory).free
 
     def others(self, place: Path) -> list[Path]:
         """The other copies, the least recently used first."""
-        others = [path.parent for path in self.directory.glob("*/plan.json") if path.parent != place]
 
         def used_at(path: Path) -> float:
             with suppress(OSError):
                 return (path / ENTRY).stat().st_mtime
             return 0.0
 
-        return sorted(others, key=used_at)
+        plans = self.directory.glob("*/plan.json")
+        return sorted((path.parent for path in plans if path.parent != place), key=used_at)
 
-    def _delete(self, place: Path) -> bool:
+    def _delete(self, place: Path) -> None:
         """Delete a copy, unless a process uses it."""
         with open_plain(self.directory / f"{place.name}.lock", "ab") as lock:
             if not _try(lock, fcntl.LOCK_EX):  # a process reads it
-                return False
+                return
             url = read_entry(place / "plan.json").get("url")
             (place / ENTRY).unlink(missing_ok=True)
             shutil.rmtree(place)
         logger.info("deleted the local copy of %s to make room", url)
-        return True
 
     @contextmanager
     def alone(self) -> Iterator[None]:

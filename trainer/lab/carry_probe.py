@@ -1,17 +1,19 @@
-"""`CarryProbe` measures the gain of carrying states and the cost of their age, on cells that are about to be read.
+"""`CarryProbe` measures the gain of carrying states and the cost of their age.
 
     probe = CarryProbe(model, token_loss=token_loss, cells=8, cell_tokens=seq_len)
     ...
     state = ledger.lookup(batch.group_ids, batch.cell_index)
-    groups = {"group_ids": batch.group_ids, "cell_index": batch.cell_index, "tokens_before": batch.tokens_before}
-    probe.measure({"tokens": batch.tokens}, batch.targets, **groups, state=state, age=ledger.lookup_age())
+    groups = {"group_ids": batch.group_ids, "cell_index": batch.cell_index}
+    probe.measure({"tokens": batch.tokens}, batch.targets, **groups, tokens_before=batch.tokens_before,
+                  state=state, age=ledger.lookup_age())
     ...forward, backward, store...
     numbers = reduce_over_ranks(probe.drain_metrics(), probe.metric_keys, device="cpu", world_size=1)
 
-A stored state was made by the weights of earlier steps. The probe recomputes it from the group's first token with the
-current weights, and evaluates the cell from zero, from the stored state and from the fresh one. It has no gradient, runs
-in evaluation mode, leaves mode and generators as they were, changes no state, and communicates only as a model in shards
-does. It could go once stale states are shown to cost nothing.
+A stored state was made by the weights of earlier steps. The probe recomputes it from the group's
+first token with the current weights, and evaluates the cell from zero, from the stored state and
+from the fresh one. It has no gradient, runs in evaluation mode, leaves mode and generators as they
+were, changes no state, and communicates only as a model in shards does.
+It could go once stale states are shown to cost nothing.
 """
 
 from __future__ import annotations
@@ -38,96 +40,77 @@ if TYPE_CHECKING:
     from trainer.data.batch import Carry, MicroBatch
     from trainer.training.run import Run
 
+# Means over the probed cells, each with its standard error as `<key>_se`.
 SAMPLED_KEYS = ("ledger/state_age", "ledger/state_drift", "ledger/carry_gain", "ledger/stale_gap")
-"""Means over the probed cells, each with its standard error as `<key>_se`."""
-SHARE_KEY = "ledger/probe_share"
-_LOSSES = 3
-"""Forwards that compare losses, beside those that read cells again."""
-_SKIP = 1_000_000
-"""The answer of a rank that cannot measure a micro-batch: no rank then does."""
-TIME_KEY = "time/probe_sec"
-_KNOWN_INPUTS = {"tokens", "resets"}
-"""Inputs of a model that the probe can give for earlier cells too."""
+SHARE_KEY, TIME_KEY = "ledger/probe_share", "time/probe_sec"
+_LOSSES = 3  # forwards that compare losses, besides those that read cells again
+_SKIP = 1_000_000  # the answer of a rank that cannot measure a micro-batch: no rank then does
+_KNOWN_INPUTS = {"tokens", "resets"}  # those that the probe can give for earlier cells too
 
 
 class CarryProbe:
     """Measures one micro-batch between two drains.
 
-    Cells that measure are those whose group began at most `cells` cells ago, all of which are read again, and for which a
-    state was held. The rows keep their places and earlier cells the shape [B, T]: with a learning rate of 0, and cells that
-    were read in batches of that shape, the same kernels give the same bits, and drift and gap are exactly 0. With dropout they
-    are not, since stored states were made with it.
+    Cells that measure are those whose group began at most `cells` cells ago, all of which are read
+    again, and for which a state was held. The rows keep their places and earlier cells the shape
+    [B, T]: with a learning rate of 0, and cells that were read in batches of that shape, the same
+    kernels give the same bits, and drift and gap are exactly 0. With dropout they are not, since
+    stored states were made with it; under torch.compile, whose uncompiled form is run, a drift of
+    the size of rounding remains.
 
-    Args:
-        model: the one that is trained, without DDP. Under torch.compile its uncompiled form is run: other kernels, so that even
-            at a learning rate of 0 a drift of the size of rounding remains.
-        token_loss: logits [B, T, V] and targets [B, T] -> loss of each target, [B, T], 0 where masked; None: not
-            known, and neither are gain and gap.
-        cells: most cells that are read again before a probed one.
-        cell_tokens: T, which every cell before a probed one has.
-        agree: the largest of the ranks' numbers, for a model of which every rank must run as many forwards; every rank must
-            then call `measure` with every micro-batch of a probed step. None: ranks run as many as they need.
-        autocast: makes the context in which the model runs. Call `measure` outside of autocast: weights that it converts
-            without a gradient must not be kept for the training step.
+    With `agree`, every rank must call `measure` with every micro-batch of a probed step. Call it
+    outside of autocast: weights converted without a gradient must not be kept for the step.
     """
 
     metric_keys = (*SAMPLED_KEYS, SHARE_KEY)
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module,  # that is trained, without DDP
         *,
+        # logits [B, T, V], targets [B, T] -> losses [B, T], 0 where masked; None: not known, so
+        # that neither gain nor gap is
         token_loss: Callable[[Tensor, Tensor], Tensor | None],
-        cells: int,
-        cell_tokens: int,
+        cells: int,  # most that are read again before a probed one
+        cell_tokens: int,  # T, which every cell before a probed one has
+        # the largest of the ranks' numbers, if every rank must run as many forwards
         agree: Callable[[int], int] | None = None,
-        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,  # of the forwards
     ) -> None:
         assert min(cells, cell_tokens) >= 1, (cells, cell_tokens)
-        self._model = model
-        self._token_loss = token_loss
-        self._cells = cells
-        self._length = cell_tokens
-        self._agree = agree
-        self._autocast = autocast
+        self._model, self._token_loss = model, token_loss
+        self._cells, self._length = cells, cell_tokens
+        self._agree, self._autocast = agree, autocast
         self._sampled: dict[str, Reported] = {}
         self._num_probed: float | Tensor = 0.0
         self._num_continuing = 0
 
     def measure(
         self,
-        inputs: Mapping[str, Any],
-        targets: Tensor,
+        inputs: Mapping[str, Any],  # of the model besides the state: `tokens` int64 [B, T] and others
+        targets: Tensor,  # int64 [B, T]
         *,
-        group_ids: Ints,
+        group_ids: Ints,  # int64 [B], as the ledger gets them, like `cell_index`
         cell_index: Ints,
-        tokens_before: Tensor | None,
-        resets_before: Tensor | None = None,
-        state: Tensor,
-        age: Tensor,
+        tokens_before: Tensor | None,  # int64 [B, n] of the row's earlier cells, right-aligned
+        resets_before: Tensor | None = None,  # bool [B, n], where the state resets among them
+        state: Tensor,  # [B, state_width], from the ledger
+        age: Tensor,  # int64 [B] steps since it was stored; negative where no state was held
     ) -> None:
-        """Measure a micro-batch that is about to be trained on; nothing if one was measured since the last
-        drain. Raises SkipBatch: the batch does not have what is needed.
+        """Measure a micro-batch that is about to be trained on; nothing if one was measured since
+        the last drain. Raises SkipBatch: the batch does not have what is needed.
 
-        Args:
-            inputs: of the model, beside the state: `tokens` int64 [B, T] and what else it takes.
-            targets: int64 [B, T].
-            group_ids, cell_index: int64 [B], as the ledger gets them.
-            tokens_before: int64 [B, n]: the tokens of the row's earlier cells, right-aligned. All of them are full cells, T
-                tokens; cells further back than n // T are not read again.
-            resets_before: bool [B, n]: where the state resets among them.
-            state: what the ledger returned, [B, state_width].
-            age: steps since it was stored, int64 [B]; negative where no state was held.
+        Cells before are full, T tokens; those further back than n // T are not read again.
         """
         cells_before: Ints = np.where(np.asarray(group_ids) >= 0, np.asarray(cell_index), 0)
-        try:
-            is_exact = self._exact_rows(inputs, targets, tokens_before, cells_before)  # reads nothing from the device
+        try:  # reads nothing from the device
+            is_exact = self._exact_rows(inputs, targets, tokens_before, cells_before)
         except SkipBatch:
             if self._agree is not None:
                 self._agree(_SKIP)
             raise
-        depth = int(np.where(is_exact, cells_before, 0).max(initial=0))
-        own = depth
+        cells_read = np.where(is_exact, cells_before, 0)
+        depth = own = int(cells_read.max(initial=0))
         if self._agree is not None:
             depth = self._agree(own)
         if depth == 0 or depth >= _SKIP:
@@ -139,7 +122,11 @@ class CarryProbe:
                 return
             assert tokens_before is not None
             past = _Past(inputs, tokens_before, resets_before, self._length)
-            fresh = self._fresh_state(past, np.where(is_exact, cells_before, 0), state, depth)
+            fresh = torch.zeros_like(state)  # of rows that are not exact anything
+            for back in range(depth, 0, -1):
+                begun = to_device(cells_read > back, state.device)[:, None]  # the others begin later
+                output = self._model(**past.inputs(back), state=torch.where(begun, fresh, 0.0))
+                fresh = output.state.to(state.dtype)  # as the ledger would hand it on
             from_zero = self._loss(inputs, targets, torch.zeros_like(state))
             stored_loss = self._loss(inputs, targets, state)
             fresh_loss = self._loss(inputs, targets, fresh)
@@ -147,15 +134,15 @@ class CarryProbe:
         tokens = (targets != IGNORED).sum(dim=1) * is_probed  # [B]
         norm_of = partial(torch.linalg.vector_norm, dim=1, dtype=torch.float64)
         distance, norm = norm_of(state.double() - fresh.double()), norm_of(fresh)
-        # A model may return zeros for a state: equal ones have not drifted, and of others no ratio is known.
+        # A model may return zeros for a state: equal ones have not drifted, and of others no ratio
+        # is known.
         has_drift = is_probed & ((norm > 0) | (distance == 0))
-        self._sampled = {
-            "ledger/state_age": Moments.of(age, is_probed),
-            "ledger/state_drift": Moments.of(distance / torch.where(norm > 0, norm, 1.0), has_drift),
-        }
+        drift = distance / torch.where(norm > 0, norm, 1.0)
+        age_key, drift_key, gain_key, gap_key = SAMPLED_KEYS
+        self._sampled = {age_key: Moments.of(age, is_probed), drift_key: Moments.of(drift, has_drift)}
         if from_zero is not None and stored_loss is not None and fresh_loss is not None:
-            self._sampled["ledger/carry_gain"] = Moments.of((from_zero - stored_loss).sum(dim=1), tokens)
-            self._sampled["ledger/stale_gap"] = Moments.of((stored_loss - fresh_loss).sum(dim=1), tokens)
+            self._sampled[gain_key] = Moments.of((from_zero - stored_loss).sum(dim=1), tokens)
+            self._sampled[gap_key] = Moments.of((stored_loss - fresh_loss).sum(dim=1), tokens)
         self._num_probed = self._num_probed + is_probed.sum()
 
     def drain_metrics(self) -> dict[str, Reported]:
@@ -169,25 +156,26 @@ class CarryProbe:
     def _exact_rows(
         self, inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, cells_before: Ints
     ) -> Flags:
-        """Which rows can be read again from their group's beginning, bool [B]; none if some were since the last drain.
-        Raises SkipBatch: the batch does not have what is needed."""
-        nothing = np.zeros(cells_before.shape, dtype=np.bool_)
+        """Which rows can be read again from their group's beginning, bool [B]; none if some were
+        since the last drain. Raises SkipBatch: the batch does not have what is needed."""
         if self._sampled or not cells_before.any():  # one micro-batch between two drains is enough
-            return nothing
-        _check(inputs, targets, tokens_before, self._length)
-        assert tokens_before is not None
+            return np.zeros(cells_before.shape, dtype=np.bool_)
+        length = self._length
+        # The cells before rows of another length would be cut in the wrong places, and the numbers
+        # would still look right.
+        if targets.shape[1] != length:
+            raise SkipBatch(f"rows of {length} tokens are needed, got {targets.shape[1]}")
+        if tokens_before is None:
+            raise SkipBatch("the data set gives no tokens_before (docs/ledger.md)")
+        given = tokens_before.shape[1]
+        if given < length:
+            raise SkipBatch(f"tokens_before has {given} tokens, less than a cell of {length}")
+        unknown = sorted(inputs.keys() - _KNOWN_INPUTS)
+        if unknown:
+            raise SkipBatch(f"the model's input {', '.join(unknown)} is not known for earlier cells")
         self._num_continuing += int((cells_before > 0).sum())
-        exact: Flags = (cells_before > 0) & (cells_before <= min(self._cells, tokens_before.shape[1] // self._length))
+        exact: Flags = (cells_before > 0) & (cells_before <= min(self._cells, given // length))
         return exact
-
-    def _fresh_state(self, past: _Past, cells_before: Ints, stored: Tensor, depth: int) -> Tensor:
-        """The states before the cell, [B, state_width], where `cells_before` is above 0; elsewhere anything."""
-        state = torch.zeros_like(stored)
-        for back in range(depth, 0, -1):
-            begun = to_device(cells_before > back, stored.device)[:, None]  # the others begin here, or later
-            # As the ledger would hand it on.
-            state = self._model(**past.inputs(back), state=torch.where(begun, state, 0.0)).state.to(stored.dtype)
-        return state
 
     def _loss(self, inputs: Mapping[str, Any], targets: Tensor, state: Tensor) -> Tensor | None:
         found = self._token_loss(self._model(**inputs, state=state).logits, targets)
@@ -197,13 +185,8 @@ class CarryProbe:
     def _in_evaluation(self, device: torch.device) -> Iterator[None]:
         # Module by module: some may be in evaluation mode while the others train.
         modes = [(module, module.training) for module in self._model.modules()]
-        devices = [device] if device.type == "cuda" else []
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager"),
-            self._autocast(),
-        ):
+        fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with torch.no_grad(), fork, torch.compiler.set_stance("force_eager"), self._autocast():
             try:
                 with evaluating(self._model):
                     yield
@@ -213,25 +196,20 @@ class CarryProbe:
 
 
 class _Past:
-    """The model's inputs for the cells before a row.
-
-    Args:
-        inputs: those of the row itself; earlier cells get the same ones.
-        tokens, resets: of the tokens before the row, [B, n].
-        length: tokens per cell, T.
-    """
+    """The model's inputs for the cells of `length` tokens before a row, where earlier cells get the
+    same ones as the row itself (`inputs`). `tokens`, `resets`: [B, n] before the row."""
 
     def __init__(self, inputs: Mapping[str, Any], tokens: Tensor, resets: Tensor | None, length: int) -> None:
-        self._names = inputs.keys()
-        self._tokens, self._length = tokens, length
-        if resets is None and "resets" in inputs:
-            resets = torch.zeros_like(tokens, dtype=torch.bool)
-        self._resets = resets
+        self._tokens, self._length, self._resets = tokens, length, None
+        if "resets" in inputs:
+            self._resets = resets
+            if resets is None:
+                self._resets = torch.zeros_like(tokens, dtype=torch.bool)
 
     def inputs(self, back: int) -> dict[str, Any]:
         """Those of the cell that is `back` cells before the row's."""
         given: dict[str, Any] = {"tokens": self._cell(self._tokens, back)}
-        if "resets" in self._names and self._resets is not None:
+        if self._resets is not None:
             given["resets"] = self._cell(self._resets, back)
         return given
 
@@ -240,20 +218,6 @@ class _Past:
         cell = values[:, max(stop - self._length, 0) : stop]
         # Before the first cell that is known no row has begun: nothing of the padding is read.
         return nn.functional.pad(cell, (self._length - cell.shape[1], 0))
-
-
-def _check(inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, length: int) -> None:
-    """Raise `SkipBatch` for a batch whose cells cannot be read again."""
-    if targets.shape[1] != length:  # rows of another length
-        # The cells before it would be cut in the wrong places, and the numbers would still look right.
-        raise SkipBatch(f"rows of {length} tokens are needed, got {targets.shape[1]}")
-    if tokens_before is None:
-        raise SkipBatch("the data set gives no tokens_before (docs/ledger.md)")
-    if tokens_before.shape[1] < length:
-        raise SkipBatch(f"tokens_before has {tokens_before.shape[1]} tokens, less than a cell of {length}")
-    unknown = sorted(inputs.keys() - _KNOWN_INPUTS)
-    if unknown:
-        raise SkipBatch(f"the model's input {', '.join(unknown)} is not known for earlier cells")
 
 
 class StepProbe(Extension):
@@ -278,7 +242,6 @@ class StepProbe(Extension):
         self._seconds = 0.0
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
-        """Measure a micro-batch, outside of the step's times."""
         ledger = self.run.ledger_of(micro)
         assert ledger is not None
         with self.run.tracker.outside():
@@ -298,7 +261,7 @@ class StepProbe(Extension):
                 self._seconds += self._clock() - began
 
     def drain_metrics(self) -> Mapping[str, Reported]:
-        """The time of what was measured since the last drain, which each data shard counts; {} if nothing was."""
+        """The time of what was measured, which each data shard counts; {} if nothing was."""
         found = [probe.drain_metrics() for probe in self._probes]
         for shard, drained in enumerate(found):
             self.run.position.unlogged[shard].add(drained)
@@ -306,7 +269,7 @@ class StepProbe(Extension):
         return {TIME_KEY: seconds} if any(found) else {}
 
     def _clock(self) -> float:
-        """Seconds, once the device has done what was queued: on the few steps that probe, which log, waiting costs little."""
+        """Seconds, once the device has done what was queued: the few steps that probe also log."""
         if self.run.device.type == "cuda":
             torch.cuda.synchronize(self.run.device)
         return time.perf_counter()

@@ -1,12 +1,14 @@
-"""The model of a config against the contract of `SequenceModel`: `train check` reports, a run refuses breaches.
+"""Checks a config's model against the contract: `train check` reports, a run refuses breaches.
 
 It could go once every model is one of this package, which the tests prove.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,36 +18,37 @@ from trainer.arrays import IGNORED
 from trainer.config.rules import largest_batch
 from trainer.config.schema import ModelTable
 from trainer.data.batch import accepted_inputs, check_inputs
+from trainer.distributed.strategy import Strategy, bypassed
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, users_code
 from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import evaluating
-from trainer.model.wrappers import run_few_tokens
+from trainer.model.protocol import evaluating, run_few_tokens
 from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, resolve_builder, weightless
 from trainer.training.setup.sources import runs_on
 
 logger = get_logger(__name__)
 
-MAX_PARAMETERS = 8_000_000  # two seconds of one core: about 70 forwards, which are bound by reading the weights
+MAX_PARAMETERS = 8_000_000  # two seconds of one core: 70 forwards, bound by reading the weights
 MAX_LAYERS = 16  # the same of small layers, whose forwards are bound by their number
 SMALL_PARAMETERS = 5_000_000  # of the smaller model that is checked in place of a larger one
 LEAST_DIM = 32
 MAX_PARAMETERS_ONCE = 200_000_000  # of a model that has no smaller size
-# Parameters times tokens: under a second of one core. One row is as long as in training, since a model may need that length.
+# Parameters times tokens: under a second of one core. One row is as long as in training, since a
+# model may need that length.
 MAX_WORK = 20_000_000_000
 MAX_LOGITS = 100_000_000
 MAX_SECONDS = 60.0
 
+# Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in
+# silence. Causes first: states hidden in modules and mixed rows break carry too.
 REFUSED = ("forward", "purity", "isolation", "causality", "carry", "resets", "soak")
-"""Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in silence. Causes first: a
-state that is hidden in the module, and rows that are mixed, break carry too."""
-
 OFF = "model.contract is false"
 _FORWARD = (
-    "make it forward(tokens [B, T], state [B, state_width]) -> ModelOutput(logits [B, T, V], state [B, state_width]), "
-    "as trainer.model.protocol.SequenceModel describes it, and losses as its loss_keys say (docs/models.md)"
+    "make it forward(tokens [B, T], state [B, state_width]) -> ModelOutput(logits [B, T, V], "
+    "state [B, state_width]), as trainer.model.protocol.SequenceModel describes it, and losses "
+    "as its loss_keys say (docs/models.md)"
 )
 
 
@@ -58,17 +61,12 @@ class Size(NamedTuple):
 
 
 def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None = None) -> Report | str:
-    """Check a model of this config; a smaller one of the same make if it is large.
+    """Check a model of this config; a smaller one of the same make if it is large. Returns the
+    report, or why nothing was checked. `model`: at its full size, which is copied; None: one is
+    built.
 
-    Args:
-        model: the model at its full size, which is copied; None: one is built, with other weights than a run's.
-
-    Returns:
-        The report, or why nothing was checked.
-
-    Raises:
-        UserError: the model cannot be built, needs inputs that the data do not have, or resets that it does not take; or a
-            loss of the user's own cannot be computed of its output.
+    Raises UserError: the model cannot be built, needs inputs that the data do not have, or resets
+    that it does not take; or a loss of the user's own cannot be computed of its output.
     """
     table, tokens = plan.config.model, plan.config.data.seq_len
     if not table.contract:
@@ -81,9 +79,10 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if model is None or not is_full:
             reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
             model = make_model(plan, reduced).to(device)
-            model_and_loss(model, plan.config, device)
+            model_and_loss(model, plan, device)
         accepted = accepted_inputs(model)
-        if accepted is not None and not any(source.table.target is not None for source in plan.sources):
+        is_read_here = all(source.table.target is None for source in plan.sources)
+        if accepted is not None and is_read_here:
             refuse_align(plan, model, accepted)
             check_inputs({"tokens"}, accepted)
         report = check_model(
@@ -95,20 +94,20 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             max_seconds=MAX_SECONDS,
         )
         if plan.config.objective.target is not None and report["forward"].status == "held":
-            run, loss = model_and_loss(model, plan.config, device)
+            run, loss = model_and_loss(model, plan, device)
             with evaluating(model):
                 output = run_few_tokens(run, device, seq_len=tokens, below=plan.vocab_size).logits
             targets = torch.arange(output.shape[1], device=device)[None] % plan.vocab_size
             targets[:, 0] = IGNORED
             with users_code("objective.target"):
                 if loss(output, targets).loss_sum.isnan():
-                    raise ValueError(
-                        "the loss of a few tokens is NaN: with a sum, return the number of unmasked targets"
-                    )
+                    fix = "with a sum, return the number of unmasked targets"
+                    raise ValueError(f"the loss of a few tokens is NaN: {fix}")
     if is_full:  # nothing to add to what was checked
         return report
-    reduction = f"at dim {size.dim} and {size.num_layers} layers instead of {table.dim} and {table.num_layers}"
-    return Report(report.verdicts, f"{report.how}, {reduction}", report.seconds)
+    reduction = f"at dim {size.dim} and {size.num_layers} layers"
+    how = f"{report.how}, {reduction} instead of {table.dim} and {table.num_layers}"
+    return replace(report, how=how)
 
 
 def check_here(plan: Plan) -> Report | str:
@@ -123,13 +122,10 @@ def check_here(plan: Plan) -> Report | str:
 
 
 def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, *, step: int) -> dict[str, Any]:
-    """Check the model of a run that begins, or resumes, at `step`. Returns the event for its record.
-
-    Raises:
-        UserError: the model breaks a part of the contract that `[model] trust` does not name.
-    """
-    found = check_contract(plan, device, model=model)
-    event: dict[str, Any] = {"event": "contract", "global_step": step, "trusted": list(plan.config.model.trust)}
+    """Check the model of a run that begins, or resumes, at `step`; the event for its record. Raises
+    UserError: it breaks a part of the contract that `[model] trust` does not name."""
+    found, trust = check_contract(plan, device, model=model), list(plan.config.model.trust)
+    event: dict[str, Any] = {"event": "contract", "global_step": step, "trusted": trust}
     if isinstance(found, str):
         if found != OFF:  # chosen; diagnosis says it
             logger.warning("the model was not checked against its contract: %s", found)
@@ -137,32 +133,33 @@ def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, 
     refuse_breaches(plan, found)
     for line in remarks(found):
         logger.warning("model: %s", line)
-    for check in plan.config.model.trust:
+    for check in trust:
         if found[check].status == "held":
             logger.info('model.trust names "%s", which the model keeps: it can be removed', check)
     return {**event, **found.to_json()}
 
 
 def remarks(report: Report) -> list[str]:
-    """Warnings: breaches that are not refused, warnings, and what of causality and carry could not be checked."""
+    """Warnings: breaches that are not refused, warnings, and what could not be checked."""
     found = [f"{verdict.check}: {verdict.text}" for verdict in [*report.breaches, *report.warnings]]
     if not report.breaches:  # which are why
-        found += [f"{verdict.check} could not be checked: {verdict.text}" for verdict in report.unchecked[:1]]
+        found += [f"{each.check} could not be checked: {each.text}" for each in report.unchecked[:1]]
     return found
 
 
 def refuse_breaches(plan: Plan, report: Report) -> None:
-    """Refuse the first breach that spoils training and is not trusted. Raises UserError: one
-    sentence, and how to override it."""
-    broken = {verdict.check: verdict for verdict in report.breaches}
-    refused = [broken[check] for check in REFUSED if check in broken and check not in plan.config.model.trust]
+    """Refuse the first breach that spoils training and is not trusted. Raises UserError."""
+    trust = plan.config.model.trust
+    broken = {each.check: each for each in report.breaches if each.check not in trust}
     if not runs_on(plan, None):  # each row is one document
-        refused = [verdict for verdict in refused if verdict.check != "resets"]
+        broken.pop("resets", None)
+    refused = [broken[check] for check in REFUSED if check in broken]
     if not refused:
         return
     key, name, *_ = resolve_builder(plan.config.model, plan.parts)
     first, *others = refused
-    names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, *(v.check for v in refused)]))
+    trusted = dict.fromkeys([*trust, *(each.check for each in refused)])
+    names = ", ".join(f'"{check}"' for check in trusted)
     problem = f"breaks {first.check}: {first.text}"
     if others:
         problem += f" (and breaks {' and '.join(verdict.check for verdict in others)})"
@@ -173,18 +170,20 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
 
 
 def find_size(table: ModelTable, vocab_size: int, tokens: int, parts: Parts = NO_PARTS) -> Size | str:
-    """The real size, or a smaller one if that would take long; why nothing can be checked, if there is none."""
+    """The real size, or a smaller one that is checked faster; why none can be checked."""
     if tokens * vocab_size > MAX_LOGITS:
         return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
     real = Size(table.dim, table.num_layers, _count(table, vocab_size, tokens, parts))
-    if real.parameters <= MAX_PARAMETERS and real.parameters * tokens <= MAX_WORK and real.num_layers <= MAX_LAYERS:
+    work = real.parameters * tokens
+    if real.parameters <= MAX_PARAMETERS and real.num_layers <= MAX_LAYERS and work <= MAX_WORK:
         return real
-    for size in _smaller(table, vocab_size, tokens, parts):
-        if size.parameters <= SMALL_PARAMETERS and size.parameters * tokens <= MAX_WORK:
-            return size
-    if real.parameters <= MAX_PARAMETERS_ONCE and real.parameters * tokens <= 10 * MAX_WORK:
+    for smaller in _smaller(table, vocab_size, tokens, parts):
+        if smaller.parameters <= SMALL_PARAMETERS and smaller.parameters * tokens <= MAX_WORK:
+            return smaller
+    if real.parameters <= MAX_PARAMETERS_ONCE and work <= 10 * MAX_WORK:
         return real
-    return f"{real.parameters:,} parameters and rows of {tokens:,} tokens would take long, and no smaller model can be built"
+    size = f"{real.parameters:,} parameters and rows of {tokens:,} tokens"
+    return f"{size} would take long, and no smaller model can be built"
 
 
 def _smaller(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> Iterator[Size]:
@@ -200,19 +199,14 @@ def _smaller(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> I
 
 
 def _count(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> int:
-    """Parameters of a model of this size."""
-    return sum(parameter.numel() for parameter in weightless(table, vocab_size, tokens, parts).parameters())
+    model = weightless(table, vocab_size, tokens, parts)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
-    """Refuse rows of several documents for a model that would run from one into the next.
-
-    Args:
-        accepted: the inputs that the model takes.
-
-    Raises:
-        UserError: documents share rows, and the model takes no resets, or runs so often that ranks which share its parameters
-            would wait for each other.
+    """Refuse rows of several documents for a model (with these inputs) that would run from one into
+    the next, or so often that ranks which share its parameters would wait for each other. Raises
+    UserError.
     """
     if not runs_on(plan, model):
         return
@@ -221,7 +215,29 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
     if "resets" not in accepted:
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
     elif plan.layout is not None and getattr(model, "runs_documents", False):
-        problem = f"{name} runs each document on its own, and ranks that shard a model must run it equally often"
+        problem = f"{name} runs each document on its own"
+        problem += ", and ranks that shard a model must run it equally often"
         fix = 'set it to "document", or distributed.strategy to "ddp"'
     if problem:
         raise UserError("data.align", problem, fix)
+
+
+def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, seq_len: int) -> None:
+    """Refuse a sharded model that uses parts of a module without calling it, and so without their parameters.
+
+    Runs a few tokens to find out. Every rank must call it.
+    """
+    if strategy.whole(model) is not None:
+        return
+    try:
+        inspect.signature(model.forward).bind(tokens=None, state=None)
+    except TypeError:  # it takes inputs that only the data have
+        return
+    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    try:
+        with evaluating(model), torch.no_grad(), fork:
+            run_few_tokens(model, device, seq_len=seq_len)
+    except RuntimeError as error:
+        raise bypassed(error) or error from None
+    finally:
+        strategy.reshard(model)

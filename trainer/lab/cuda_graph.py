@@ -1,13 +1,15 @@
-"""Forward, loss and backward of a micro-batch as CUDA graphs: the host launches one of them instead of thousands of kernels.
+"""Forward, loss and backward of a micro-batch as one CUDA graph instead of many launches.
 
-There is a graph for each kind of micro-batch: the first of a step, whose gradients are new, those that add to them, the last
-one where DDP averages gradients, and all of them again where the noise scale measures more. They read their inputs, and leave
-gradients and results, in the same places. What a first graph leaves as gradients stays in its memory, so that nothing is
-zeroed, and a parameter that had no part in a step has no gradient.
+There is a graph for each kind of micro-batch: the first of a step, whose gradients are new, those
+that add to them, the last one where DDP averages gradients, and all of them again where the noise
+scale measures more. They read their inputs, and leave gradients and results, in the same places.
+What a first graph leaves as gradients stays in its memory, so that nothing is zeroed, and a
+parameter that had no part in a step has no gradient.
 
-The first step runs without graphs: it compiles, and lets libraries set themselves up. Python runs while a graph is captured,
-not when it is replayed: a model whose Python chooses what to compute, or draws random numbers of its own, must not be captured.
-It could go once a step launches few kernels, such as one that is compiled whole.
+The first step runs without graphs: it compiles, and lets libraries set themselves up. Python runs
+while a graph is captured, not when it is replayed: a model whose Python chooses what to compute, or
+draws random numbers of its own, must not be captured. It could go once a step launches few kernels,
+such as one that is compiled whole.
 """
 
 from __future__ import annotations
@@ -36,15 +38,13 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-STEPS_WITHOUT = 1
-STEPS_WITHOUT_OF_DDP = 11  # which measures itself in its first ten
+STEPS_WITHOUT, STEPS_WITHOUT_OF_DDP = 1, 11  # DDP measures itself in its first ten
 
 
 def make(
     plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary
 ) -> MicroGraphs | None:
-    """The graphs of a run on a CUDA device; None if it runs without. Raises UserError: graphs are
-    asked for and impossible."""
+    """The graphs of a run on CUDA, or None. Raises UserError: asked for and impossible."""
     config, is_asked, stream = plan.config, plan.config.train.cuda_graph is True, strategy.stream
     # What their Python does is not known.
     if not is_asked and (not plan.has_built_in_model or config.objective.target is not None):
@@ -70,29 +70,23 @@ class Graph(NamedTuple):
     """One kind of micro-batch, captured."""
 
     graph: torch.cuda.CUDAGraph
-    end: Tensor | None
-    """The state after its rows."""
+    end: Tensor | None  # the state after its rows
     result: ObjectiveOutput
-    gradients: Sequence[Tensor | None]
-    """The gradients of all parameters, after it."""
+    gradients: Sequence[Tensor | None]  # of all parameters, after it
     trace: Trace | None
 
 
 class MicroGraphs:
-    """Stands for `TrainStep.run_micro`, of the micro-batches that have the shapes of the first one captured.
-
-    Args:
-        is_asked: what cannot be captured is refused; otherwise the run continues without graphs, with a warning.
-        stream: on which DDP was made; None: nothing averages gradients.
-    """
+    """Stands for `TrainStep.run_micro` where micro-batches have the captured shapes."""
 
     def __init__(self, device: torch.device, *, is_asked: bool, stream: torch.cuda.Stream | None = None) -> None:
-        self._is_asked, self._stream = is_asked, stream
+        self._is_asked = is_asked  # what cannot be captured is refused; otherwise a warning
+        self._stream = stream  # on which DDP was made; None: nothing averages gradients
         self._steps_without = STEPS_WITHOUT if stream is None else STEPS_WITHOUT_OF_DDP
         self._num_steps, self._is_off = 0, False
         self._graphs: dict[Any, Graph] = {}
         self._inputs: dict[str, Tensor] = {}
-        self._sums: Sequence[Tensor | None] = ()  # the gradients to which a step's later micro-batches add
+        self._sums: Sequence[Tensor | None] = ()  # gradients to which later micro-batches add
         self._kappa = torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(
@@ -121,7 +115,7 @@ class MicroGraphs:
             _set_gradients(step, found.gradients)
         if step.gns is not None and found.trace is not None:
             step.gns.repeat(found.trace)
-        if step.extensions.on_micro:  # an extension may keep it: the next replay writes to the same places
+        if step.extensions.on_micro:  # it may keep what the next replay overwrites
             return found.end, _copied(found.result)
         return found.end, found.result
 
@@ -143,15 +137,17 @@ class MicroGraphs:
             self._inputs[name].copy_(value)
 
     def _adds(self, step: TrainStep) -> bool:
-        """Whether the step's gradients are where the graphs add to them: not after a first micro-batch without a graph."""
-        return bool(self._sums) and all(p.grad is own for p, own in zip(step.parameters, self._sums, strict=True))
+        """Whether the gradients are where graphs add to them: not after a first one without."""
+        own = zip(step.parameters, self._sums, strict=False)
+        return bool(self._sums) and all(parameter.grad is grad for parameter, grad in own)
 
     def _run_without(
         self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float
     ) -> tuple[Tensor | None, ObjectiveOutput]:
         if self._stream is None:
             return step.run_micro(micro, state, kappa)
-        # The nodes in which gradients are added up belong to the stream on which they are first used.
+        # The nodes in which gradients are added up belong to the stream on which they are first
+        # used.
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -162,9 +158,11 @@ class MicroGraphs:
     def _capture(self, step: TrainStep, micro: MicroBatch, *, is_first: bool, averages: bool) -> Graph:
         inputs, graph = dict(self._inputs), torch.cuda.CUDAGraph()
         targets, state = inputs.pop("targets"), inputs.pop("state", None)
-        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            end, result = step.run_micro(replace(micro, inputs=inputs, targets=targets), state, self._kappa)
+        pool = next((each.graph.pool() for each in self._graphs.values()), None)  # one for all
+        micro = replace(micro, inputs=inputs, targets=targets)
+        how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, pool=pool, **how):
+            end, result = step.run_micro(micro, state, self._kappa)
             gradients: Sequence[Tensor | None] = [parameter.grad for parameter in step.parameters]
             if not averages:  # those averaged are in DDP's buckets
                 gradients = self._at_one_place(gradients)
@@ -178,7 +176,8 @@ class MicroGraphs:
     def _at_one_place(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The sums, to which another kind of first micro-batch copies its gradients."""
         self._sums = self._sums or gradients
-        moved = [(own, each) for own, each in zip(self._sums, gradients, strict=True) if own is not each]
+        pairs = zip(self._sums, gradients, strict=True)
+        moved = [(own, each) for own, each in pairs if own is not each]
         if any(own is None or each is None for own, each in moved):
             raise ValueError("its micro-batches do not use the same parameters")
         if moved:
@@ -191,7 +190,8 @@ class MicroGraphs:
         if self._is_asked:
             problem = f"the step cannot be captured: {error_text(error)}"
             raise UserError("train.cuda_graph", problem, 'set it to false, or to "auto"') from error
-        logger.warning("the step runs without CUDA graphs, since it cannot be captured: %s", error_text(error))
+        text = "the step runs without CUDA graphs, since it cannot be captured: %s"
+        logger.warning(text, error_text(error))
         self._is_off = True  # a second try would fail alike
         self._graphs.clear()
         if is_first:  # what the capture left is no gradient
@@ -210,7 +210,7 @@ def _set_gradients(step: TrainStep, gradients: Sequence[Tensor | None]) -> None:
 
 def _copied(result: ObjectiveOutput) -> ObjectiveOutput:
     """The result with tensors of its own."""
-    tensors = {each.name: getattr(result, each.name) for each in fields(result)}
-    clones: dict[str, Any] = {name: value.clone() for name, value in tensors.items() if isinstance(value, Tensor)}
-    parts = {name: type(term)(*(part.clone() for part in term)) for name, term in result.parts.items()}
+    values = {each.name: getattr(result, each.name) for each in fields(result)}
+    clones: Any = {name: each.clone() for name, each in values.items() if isinstance(each, Tensor)}
+    parts = {name: type(term)(*map(torch.clone, term)) for name, term in result.parts.items()}
     return replace(result, **clones, parts=parts)

@@ -1,18 +1,21 @@
-"""Loss against depth: what the carried state is worth, by the number of tokens that a document's state has seen.
+"""Loss against depth: the worth of the carried state by the tokens that it has seen.
 
-The depth of a target is the number of tokens of its document before it, counted from where the state was zero: the beginning of
-the document, or of its part where `max_group_cells` cuts it. Each cell that continues a document is run a second time, from a
-zero state: the target at place t of the cell then has a context of t tokens, as if the state were reset at each cell. Those of
-a first cell have the same loss in both.
+The depth of a target is the number of tokens of its document before it, counted from where the
+state was zero: the beginning of the document, or of its part where `max_group_cells` cuts it. Each
+cell that continues a document is run a second time, from a zero state: the target at place t of the
+cell then has a context of t tokens, as if the state were reset at each cell. Those of a first cell
+have the same loss in both.
 
-Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference, are over documents as
-independent draws: the `Moments.wide_error` of a ratio of sums, with the weights 1 / probability of sampled documents (1 where
-the set is read whole). Parts of one document are one unit, as are documents of a drawn file, and those of a packed row.
-It could go if the worth of context were measured by a run with resets.
+Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference,
+are over documents as independent draws: the `Moments.wide_error` of a ratio of sums, with the
+weights 1 / probability of sampled documents (1 where the set is read whole). Parts of one document
+are one unit, as are documents of a drawn file, and those of a packed row. It could go if the worth
+of context were measured by a run with resets.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,17 +31,14 @@ from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
 
-NUM_BUCKETS = 40
-"""[0, 1), [1, 2), [2, 4), ...: more than any document has."""
+NUM_BUCKETS = 40  # [0, 1), [1, 2), [2, 4), ...: more than any document has
 HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
 Floats = NDArray[np.float64]
-Unit = tuple[str | int, ...]
-"""Groups of one unit count as one draw: a document in parts, or a drawn file."""
+Unit = tuple[str | int, ...]  # its groups count as one draw: a document in parts, or a drawn file
 Part = tuple[int, Floats, dict[Unit, Floats]]
 
 
 def bucket_start(index: int) -> int:
-    """The first depth of a bucket."""
     return 1 << index >> 1
 
 
@@ -59,24 +59,19 @@ def buckets(micro: MicroBatch) -> Tensor:
     num_tokens = micro.targets.shape[1]
     before = torch.from_numpy(micro.carry.tokens_before(num_tokens)).to(micro.targets.device)
     depth = depths(before, num_tokens, micro.inputs.get("resets"))
-    return torch.frexp(depth.double()).exponent.long()  # the depth is at least 2 ** (exponent - 1), or 0
+    return torch.frexp(depth.double()).exponent.long()  # at least 2 ** (exponent - 1), or 0
 
 
 class Depth(EvalRider):
-    """Measures one set.
-
-    Args:
-        sample: an `evaluation_sample.Sample`; None: the set is read whole.
-        guard: of the sums; a failure on any rank turns it off on all.
-        is_cut: groups may be parts of documents.
-    """
+    """Measures one set."""
 
     def __init__(self, sample: Any, guard: BestEffort, *, is_cut: bool) -> None:
-        self._sample, self._guard, self._is_cut = sample, guard, is_cut
+        self._sample = sample  # an `evaluation_sample.Sample`; None: the set is read whole
+        self._guard = guard  # of the sums; a failure on any rank turns it off on all
+        self._is_cut = is_cut  # groups may be parts of documents
         self._is_off = False  # the same on all ranks
 
     def begin(self, evaluator: Evaluator) -> None:
-        """Forget the last evaluation."""
         self._evaluator = evaluator
         self._cell = 0
         self._by_group: dict[int, Floats] = {}
@@ -85,13 +80,14 @@ class Depth(EvalRider):
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
         """Run the rows from zero if any continues a document, and note the sums of each."""
-        if self._is_off or state is None or micro.carry is None:  # without a state nothing is carried
+        if self._is_off or state is None or micro.carry is None:  # nothing is carried
             return
         continues = (micro.carry.cell_index > 0) & (micro.carry.group_ids >= 0)
-        from_zero = None
-        if self._evaluator.strategy.most(int(continues.any())):  # shards of a model: on all ranks or on none
-            output = self._evaluator.model(**micro.inputs, state=torch.zeros_like(state))
-            from_zero = self._evaluator.objective(output.logits, micro.targets, meta=micro.located).token_loss
+        from_zero, evaluator = None, self._evaluator
+        # A model in shards runs on all ranks or on none.
+        if evaluator.strategy.most(int(continues.any())):
+            logits = evaluator.model(**micro.inputs, state=torch.zeros_like(state)).logits
+            from_zero = evaluator.objective(logits, micro.targets, meta=micro.located).token_loss
         self._guard.run(self._add, micro, results, from_zero, continues)
 
     def _add(self, micro: MicroBatch, results: RowResults, from_zero: Tensor | None, continues: Flags) -> None:
@@ -103,7 +99,9 @@ class Depth(EvalRider):
                 raise SkipBatch("the loss is not known per token")
             losses[rows] = result.token_loss.double()
         is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
-        zero = losses if from_zero is None else torch.where(is_continued, from_zero.double(), losses)
+        zero = losses
+        if from_zero is not None:
+            zero = torch.where(is_continued, from_zero.double(), losses)
         columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
         bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
@@ -120,7 +118,7 @@ class Depth(EvalRider):
             self._fetch()
 
     def _fetch(self) -> None:
-        """Add what waits on the device to the sums of its groups, float64 [NUM_BUCKETS + 1, 3]; the last row: beyond a cell."""
+        # The sums of a group: float64 [NUM_BUCKETS + 1, 3]; the last row: beyond a cell.
         for groups, sums in self._waiting:
             for group, own in zip(groups, sums.cpu().numpy(), strict=True):
                 if group >= 0:
@@ -128,7 +126,7 @@ class Depth(EvalRider):
         self._waiting.clear()
 
     def part(self) -> Part | None:
-        """Cell length, the moments of this rank's documents, and the sums of units of which other ranks may have more."""
+        """Cell length, this rank's moments, and the sums of units that ranks share."""
         return self._guard.run(self._part)
 
     def _part(self) -> Part:
@@ -141,7 +139,8 @@ class Depth(EvalRider):
                 at = self._sample.groups.get(group)
                 if at is None:  # a row that fills up a batch
                     continue
-                unit, weight = self._sample.units[at], self._sample.weights[at]  # 1 / probability of being drawn
+                # 1 / probability of being drawn
+                unit, weight = self._sample.units[at], self._sample.weights[at]
             if unit is None:
                 alone.append(weight * sums)
             else:
@@ -155,12 +154,11 @@ class Depth(EvalRider):
 
     def _metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         cell = max(length for length, *_ in by_rank)
-        units = {
-            unit: sum(of[unit] for *_, of in by_rank if unit in of) for unit in {u for *_, of in by_rank for u in of}
-        }
-        total = np.sum(
-            [moments for _, moments, _ in by_rank] + [_moments([units[unit] for unit in sorted(units)])], axis=0
-        )
+        units: dict[Unit, Any] = {}
+        for unit, sums in itertools.chain(*(shared.items() for *_, shared in by_rank)):
+            units[unit] = units.get(unit, 0) + sums
+        of_units = _moments([units[unit] for unit in sorted(units)])
+        total = np.sum([*(moments for _, moments, _ in by_rank), of_units], axis=0)
         beyond = total[NUM_BUCKETS]
         if not beyond[0, 0]:  # no document continues in a second cell
             return {}
@@ -176,7 +174,7 @@ class Depth(EvalRider):
 
 
 def _moments(units: Sequence[Any]) -> Floats:
-    """The `Moments` of each bucket: carried, from zero and their difference; float64 [NUM_BUCKETS + 1, 3, 6]."""
+    """Per bucket `Moments` of carried, from zero, difference; float64 [NUM_BUCKETS + 1, 3, 6]."""
     # [units, buckets, (tokens, carried, from zero)]
     table = np.array(units, dtype=np.float64).reshape(-1, NUM_BUCKETS + 1, 3)
     tokens = table[:, :, :1]

@@ -1,7 +1,8 @@
-"""Writes digests.jsonl: digests of a logged step's batch, of the states it began with, its gradient and its new weights.
+"""Writes digests.jsonl: digests of a step's batch, states, gradient and new weights.
 
-`train replay` and `train bisect` compare them. A digest is a `bit_sum`: exact, and changed by any one bit. Those of batches and
-states are sums over data shards, whichever ranks run them. It could go if runs were compared by loss and gradient norm alone.
+`train replay` and `train bisect` compare them. A digest is a `bit_sum`: exact, and changed by any
+one bit. Those of batches and states are sums over data shards, whichever ranks run them. It could
+go if runs were compared by loss and gradient norm alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 KINDS: Final = ("batch", "states", "gradient", "weights")
-BITS: Final = 22  # of a piece: a digest is summed over ranks in two pieces, each exactly in float64
+BITS: Final = 22  # of a piece: digests are summed over ranks in two, each exactly in float64
 
 
 class Digests(Extension):
@@ -43,11 +44,11 @@ class Digests(Extension):
         self._file: LineFile | None = None
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Begin a step with its batches."""
         by_shard = defaultdict[int, list[Tensor]](list)
         for micro in window:
             tensors = by_shard[micro.shard]
-            tensors += [value for _, value in sorted(micro.inputs.items()) if isinstance(value, Tensor)]
+            inputs = (value for _, value in sorted(micro.inputs.items()))
+            tensors += [value for value in inputs if isinstance(value, Tensor)]
             tensors.append(micro.targets)
             if micro.carry is not None:
                 tensors.append(to_device(micro.carry.group_ids, micro.targets.device))
@@ -56,7 +57,6 @@ class Digests(Extension):
             self._found["batch"] = torch.stack(list(map(bit_sum, by_shard.values()))).sum()
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
-        """Add the states of a micro-batch."""
         before = self._states.get(micro.shard)
         self._states[micro.shard] = bit_sum([state] if before is None else [before, state])
 
@@ -66,7 +66,8 @@ class Digests(Extension):
 
     def updated(self) -> Tensor:
         """The pieces of this rank's digests: the low ones of all kinds, then the high ones."""
-        weights = self._found["weights"] = bit_sum(map(own_part, self._parameters))  # of shards, each rank's own
+        # Of sharded weights, each rank's own part.
+        weights = self._found["weights"] = bit_sum(map(own_part, self._parameters))
         if self._states:
             self._found["states"] = torch.stack(list(self._states.values())).sum()
         nothing = torch.zeros_like(weights)
@@ -75,21 +76,17 @@ class Digests(Extension):
         return torch.cat(pieces).double()
 
     def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
-        """Write the step's digests."""
         if not self.run.info.is_main:
             return
-        low, high = sums[: len(KINDS)], sums[len(KINDS) :]
-        values = {}
-        for kind, low_sum, high_sum in zip(KINDS, low, high, strict=True):
-            total = (int(high_sum) << BITS) + int(low_sum)
-            values[kind] = (
-                f"{total % 4**BITS:x}"  # as many bits as of one rank, whose shards' digests are summed before
-            )
-        # Not opened before, where a failure on this rank alone would leave the others waiting for its sums.
+        values: dict[str, int | str] = {"global_step": self._step}
+        for kind, low, high in zip(KINDS, sums, sums[len(KINDS) :], strict=False):
+            total = (int(high) << BITS) + int(low)
+            # As many bits as of one rank, whose shards' digests are summed before.
+            values[kind] = f"{total % 4**BITS:x}"
+        # Not opened before, where a failure on this rank alone would leave the others waiting.
         self._file = self._file or LineFile(self.run.run_dir.path / DIGESTS)
-        self._file.append(json.dumps({"global_step": self._step, **values}))
+        self._file.append(json.dumps(values))
 
     def closed(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()

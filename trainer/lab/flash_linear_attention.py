@@ -22,8 +22,7 @@ from trainer.lab.gated_delta import CHUNK, DeltaMixer, GatedDelta, Rule, gated_d
 
 FORGET: Final = -32.0
 """Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""
-WIDEST: Final = 256
-"""Largest width of a head that the kernels take."""
+WIDEST: Final = 256  # head that the kernels take
 KERNEL_TYPES: Final = (torch.bfloat16, torch.float16)
 Version = tuple[int, ...]
 

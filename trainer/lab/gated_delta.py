@@ -62,7 +62,7 @@ def gated_delta_rule(
         rate: b, [B, H, T], in [0, 1].
         state: M before the first position, [B, H, K, V].
         resets: bool [B, T], True where M is zero before the position; None: nowhere.
-        chunk: positions that are solved together.
+        chunk: the most positions that are solved together.
 
     Returns:
         o [B, H, T, V] and M after the last position [B, H, K, V], in the type of `state`.
@@ -70,7 +70,7 @@ def gated_delta_rule(
     batch, heads, length = rate.shape
     if resets is None:
         resets = torch.zeros(batch, length, dtype=torch.bool, device=rate.device)
-    chunk = min(chunk, length)  # a short row, such as one token in generation
+    chunk = chunk_length(length, chunk)
     padding = -length % chunk
 
     def in_chunks(part: Tensor) -> Tensor:
@@ -84,6 +84,12 @@ def gated_delta_rule(
     rows = q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document
     outputs, after = _Rule.apply(*rows)  # type: ignore[no-untyped-call]
     return outputs.view(batch, heads, -1, v.shape[-1])[:, :, :length], after.view_as(state)
+
+
+def chunk_length(length: int, most: int = CHUNK) -> int:
+    """Positions of a row that are solved together: chunks of about equal length, since padding costs as much as tokens."""
+    even = -(-length // -(-length // most))
+    return min(length, most, -(-even // 8) * 8)  # multiples of 8 suit vector instructions
 
 
 class _Rule(torch.autograd.Function):
@@ -154,10 +160,7 @@ def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -
 
 
 class DeltaMixer(nn.Module):
-    """Temporal mixing: the gated delta rule with a short convolution before it, and a gated norm after it.
-
-    The layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys.
-    """
+    """Temporal mixing by the layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -189,10 +192,8 @@ class DeltaMixer(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)  # from the convolution to the norm
         inputs, width = self.inputs(x), self.dim // self.heads  # [B, T, 3 D]
         if state is None:
-            state = {
-                "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
-                "recent": x.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim, dtype=dtype),
-            }
+            shapes = {"memory": (self.heads, width, width), "recent": (TAPS - 1, 3 * self.dim)}
+            state = {name: x.new_zeros(x.shape[0], *shape, dtype=dtype) for name, shape in shapes.items()}
         convolve: Callable[..., Any] = self.convolve
         if torch.is_grad_enabled():  # the backward computes it again: 42 to 66 bytes per channel and token less to keep
             convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
@@ -207,9 +208,8 @@ class DeltaMixer(nn.Module):
     def convolve(self, inputs: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values [B, H, T, K] of projections [B, T, 3 D], and `recent` for what follows, in its type."""
         convolved, last = short_convolution(inputs.to(recent.dtype), self.taps, recent, resets)
-        queries, keys, values = (
-            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
-        )
+        parts = F.silu(convolved).chunk(3, dim=-1)
+        queries, keys, values = (torch.unflatten(part, -1, (self.heads, -1)).transpose(1, 2) for part in parts)
         return normalized(queries) * queries.shape[-1] ** -0.5, normalized(keys), values, last
 
 
@@ -239,8 +239,10 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
         if document is not None:
             earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
         y = y + taps[j].to(x.dtype) * earlier
-    last = whole[:, -before:]
-    return y, last if document is None else last * (document[:, -before:] == document[:, -1:])
+    last = whole[:, -before:].clone()  # a view would keep the whole row for as long as the state
+    if document is not None:
+        last = last * (document[:, -before:] == document[:, -1:])
+    return y, last
 
 
 class DeltaBlock(ResidualBlock):
@@ -263,11 +265,8 @@ class DeltaBlock(ResidualBlock):
 class GatedDelta(LanguageModel):
     """A causal language model whose state is, per layer, a matrix per head and the last inputs of a short convolution.
 
-    Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form.
-
-    Args:
-        heads: heads of width dim / heads.
-        sizes: of `LanguageModel`.
+    Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form. The heads are dim / heads
+    wide, and `sizes` are those of a `LanguageModel`.
     """
 
     implementation: Callable[[torch.device, str], str]  # what runs the rule on a device in a precision, and why
@@ -293,7 +292,7 @@ class GatedDelta(LanguageModel):
         Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C multiply-adds forward and 6 w + 9 C
         backward. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
         """
-        width, chunk = self.dim // self.heads, min(CHUNK, seq_len)
+        width, chunk = self.dim // self.heads, chunk_length(seq_len)
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
         rule = self.dim * (18 * width + 26 * chunk)
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule

@@ -1,10 +1,11 @@
 """Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
 
-Which families train exactly was measured (docs/models.md). Layers of full attention are left out, since their cache grows.
-`from` names a local directory of `save_pretrained`; nothing is downloaded.
+Which families train exactly was measured (docs/models.md). Layers of full attention are left out,
+since their cache grows. `from` names a local directory of `save_pretrained`; nothing is downloaded.
 
-Built-in families are written as architectures that compute the same, so that `from_pretrained` opens them: configs name every
-number in which the architectures could differ, and the logits are those of the trained model up to rounding.
+Built-in families are written as architectures that compute the same, so that `from_pretrained`
+opens them: configs name every number in which the architectures could differ, and the logits are
+those of the trained model up to rounding.
 It could go if only own models were trained and exported.
 """
 
@@ -37,38 +38,36 @@ Weights = dict[str, Tensor]
 
 
 def _sizes(model_type: str, dim: int, num_layers: int) -> dict[str, Any]:
-    """Further sizes of a config, in proportion to width and depth; `[model] args` overrides them."""
+    """Further sizes of a config, by width and depth; `[model] args` overrides them."""
     heads, linear = max(dim // HEAD_DIM, 1), ["linear_attention"] * num_layers
+    inner = 2 * dim // HEAD_DIM
     mlp = {"intermediate_size": 2 * dim, "num_attention_heads": heads, "num_key_value_heads": 1}
-    mamba = {"n_heads": 2 * dim // HEAD_DIM, "d_head": HEAD_DIM, "n_groups": 1, "d_state": 64, "chunk_size": 64}
+    mamba = {"n_heads": inner, "d_head": HEAD_DIM, "n_groups": 1, "d_state": 64, "chunk_size": 64}
     heads_of_qwen = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
     widths_of_qwen = {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM}
     dense = {"num_experts": 0, "mlp_only_layers": list(range(num_layers))}
     sizes: dict[str, dict[str, Any]] = {
         "mamba2": {
-            "head_dim": HEAD_DIM, "num_heads": 2 * dim // HEAD_DIM, "n_groups": 1, "state_size": 64, "chunk_size": 64,
+            "head_dim": HEAD_DIM, "num_heads": inner, "n_groups": 1, "state_size": 64, "chunk_size": 64,
         },
         "bamba": {"attn_layer_indices": [], **{f"mamba_{name}": size for name, size in mamba.items()}, **mlp},
         "lfm2": {"layer_types": ["conv"] * num_layers, "block_multiple_of": 8, **mlp},
         "qwen3_next": {"layer_types": linear, **heads_of_qwen, **widths_of_qwen, **dense, **mlp},
         "kimi_linear": {
-            "layer_types": linear, "mlp_layer_types": ["dense"] * num_layers, "linear_head_dim": HEAD_DIM,
-            "linear_num_heads": heads, **mlp,
+            "layer_types": linear, "mlp_layer_types": ["dense"] * num_layers,
+            "linear_head_dim": HEAD_DIM, "linear_num_heads": heads, **mlp,
         },
     }  # fmt: skip
     return sizes[model_type]
 
 
 class HuggingFace(nn.Module):
-    """A causal language model of `transformers`; its recurrent cache is the state, a list of tensors [B, ...].
+    """A causal model of `transformers`; its recurrent cache is the state, tensors [B, ...].
 
-    Args:
-        model: of `AutoModelForCausalLM`.
-        assigns: replace the cache's in-place copies of recurrent states by assignments, through which gradients flow.
+    `assigns`: assign to the cache instead of copying in place, so that gradients flow.
     """
 
-    runs_documents = True
-    """With resets, how often the parts of the model run depends on the rows."""
+    runs_documents = True  # with resets, how often the parts of the model run depends on the rows
 
     def __init__(self, model: nn.Module, *, assigns: bool = True) -> None:
         super().__init__()
@@ -86,8 +85,9 @@ class HuggingFace(nn.Module):
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Predict from tokens [B, T], starting from the tensors of the cache (None: an empty one).
 
-        With `resets` (bool [B, T]) every document runs on its own: without their CUDA kernels these families refuse or
-        ignore `seq_idx` and `cu_seqlens`, and with them none returns the state of a row's last document.
+        With `resets` (bool [B, T]) every document runs on its own: without their CUDA kernels these
+        families refuse or ignore `seq_idx` and `cu_seqlens`, and with them none returns the state
+        of a row's last document.
         """
         if resets is None or not resets.any():
             return self._run(tokens, state)
@@ -101,16 +101,19 @@ class HuggingFace(nn.Module):
     def _run_documents(self, tokens: Tensor, state: list[Tensor] | None, resets: Tensor) -> ModelOutput:
         """One row, tokens [1, T] and resets [T], whose documents begin from no state."""
         length, found = len(resets), []
-        for start, stop in itertools.pairwise(sorted({0, *resets.nonzero().flatten().tolist(), length})):
+        edges = sorted({0, *resets.nonzero().flatten().tolist(), length})
+        for start, stop in itertools.pairwise(edges):
             piece = tokens[:, start:stop]
             given = None if resets[start] else state  # a row may begin in the middle of a document
             if given is not None and stop - start == 1 < length:
-                # One token after a state takes another path, which writes into the state; here nobody reads the new one.
+                # One token after a state takes another path, which writes into the state; here
+                # nobody reads the new one.
                 piece = piece.expand(1, 2)
             output = self._run(piece, given)
             # A document's loss is that of each of its tokens.
-            losses = {name: value.expand(1, stop - start) for name, value in extras_of(output)[0].items()}
-            found.append(ModelOutput(output.logits[:, : stop - start], output.state, losses))
+            losses = extras_of(output)[0].items()
+            own = {name: value.expand(1, stop - start) for name, value in losses}
+            found.append(ModelOutput(output.logits[:, : stop - start], output.state, own))
         return _joined(found, 1, found[-1].state)
 
     def _run(self, tokens: Tensor, state: list[Tensor] | None) -> ModelOutput:
@@ -121,17 +124,15 @@ class HuggingFace(nn.Module):
                 _put(cache.layers[layer], name, index, value)
         output = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache})
         held = list(_held(cache))
-        self._places = [place for place, _ in held]  # the same in every call, known after the first
+        self._places = [place for place, _ in held]  # the same in every call
         losses = {name: output[name] for name in self.loss_keys}
         return ModelOutput(output.logits, [value for _, value in held], losses)  # type: ignore[arg-type]
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output layer."""
         model: Any = self.model
         return model.get_output_embeddings()  # type: ignore[no-any-return]
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write weights and config as `from_pretrained` reads them."""
         save(self.model, directory)
 
     def _new_cache(self) -> Any:
@@ -144,11 +145,11 @@ class HuggingFace(nn.Module):
 
 
 def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
-    """Build a model of a `transformers` family. Raises UserError: the package is missing, a setting is
-    unknown, or the directory is no such model.
+    """Build a model of a `transformers` family. Raises UserError: the package is missing, a setting
+    is unknown, or the directory is no such model.
 
     Args:
-        vocab_size: number of token ids. A model that is read from a directory gets more rows if it has fewer.
+        vocab_size: number of token ids; a model from a directory gets rows that it lacks.
         dim, num_layers: `hidden_size` and `num_hidden_layers`, unless a directory is read.
         model_type: the family's name in `transformers`.
         settings: keys of the family's config; or `from`, a directory written by `save_pretrained`.
@@ -156,12 +157,11 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
     transformers = package()
     folder = settings.pop("from", None)
     with quiet(transformers):
-        if folder is not None:
-            model = _read(transformers, str(folder), model_type, settings)
-            if model.config.vocab_size < vocab_size:
-                model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
-        else:
-            model = _new(transformers, model_type, vocab_size, dim, num_layers, settings)
+        if folder is None:
+            return HuggingFace(_new(transformers, model_type, vocab_size, dim, num_layers, settings))
+        model = _read(transformers, str(folder), model_type, settings)
+        if model.config.vocab_size < vocab_size:
+            model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
     return HuggingFace(model)
 
 
@@ -169,10 +169,12 @@ def _new(
     transformers: Any, model_type: str, vocab_size: int, dim: int, num_layers: int, settings: Mapping[str, Any]
 ) -> Any:
     known = transformers.AutoConfig.for_model(model_type)
+    see = f"see {type(known).__name__}"
     unknown = sorted(name for name in settings if not hasattr(known, name))
     if unknown:
-        close = [match for name in unknown for match in difflib.get_close_matches(name, known.to_dict(), n=1)]
-        fix = f"did you mean {' and '.join(close)}?" if close else f"see {type(known).__name__}"
+        matches = [difflib.get_close_matches(name, known.to_dict(), n=1) for name in unknown]
+        close = " and ".join(itertools.chain(*matches))
+        fix = f"did you mean {close}?" if close else see
         raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
     sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
     special = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
@@ -185,22 +187,24 @@ def _new(
         while cause.__cause__ is not None:  # config classes wrap what a validator says
             cause = cause.__cause__
         problem = f"{model_type} cannot be built: {str(cause).rstrip('.')}"
-        fix = f"set model.dim to a multiple of {HEAD_DIM}, or see {type(known).__name__}"
+        fix = f"set model.dim to a multiple of {HEAD_DIM}, or {see}"
         raise UserError("model.args" if settings else "model.dim", problem, fix) from error
 
 
 def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
     fix = f"name a directory of save_pretrained with a {model_type}, and no other args"
+    read = transformers.AutoModelForCausalLM.from_pretrained
     try:
         if settings:
             raise ValueError(f"{', '.join(sorted(settings))} beside from")
         if not (Path(folder) / "config.json").is_file():
             raise ValueError("it has no config.json")
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        model = read(folder, local_files_only=True, dtype=torch.float32)
         if model.config.model_type != model_type:
             raise ValueError(f"it has a {model.config.model_type}")
     except Exception as error:  # of a damaged directory anything
-        raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
+        problem = f"{folder} cannot be read: {format_error(error)}"
+        raise UserError("model.args.from", problem, fix) from error
     return model
 
 
@@ -212,15 +216,14 @@ def _joined(parts: list[ModelOutput], dim: int, state: Any) -> ModelOutput:
 
 
 def without_attention(cache: Any) -> Any:
-    """A cache that answers what only layers of attention need, positions and mask sizes; without such layers it refuses."""
+    """A cache that answers what only layers of attention need; without such layers it refuses."""
     cache.get_seq_length = lambda *_, **__: 0
     cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
     return cache
 
 
 def _held(cache: Any) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
-    """((layer, kind, index), tensor) of all states that a cache holds. Raises UserError: a layer keeps keys and values,
-    which grow."""
+    """((layer, kind, index), tensor) of all states. Raises UserError: a layer of attention."""
     for number, layer in enumerate(cache.layers):
         if not hasattr(layer, "recurrent_states"):
             problem = f"layer {number} is one of attention, whose cache grows with every token"
@@ -252,9 +255,10 @@ def _assigning(layer: Any) -> Callable[..., Tensor]:
 
 
 def references_on_cpu(model: nn.Module) -> None:
-    """Let functions of the model's module take the kernels of an installed package, which need CUDA, for what these take alone.
+    """Let functions of the model's module take the kernels of an installed package, which need
+    CUDA, for what these take alone.
 
-    `transformers` 5.23 takes them for all tensors, also for those by which a state's layout is found on the CPU.
+    `transformers` 5.23 takes them for all tensors, also where a layout is found on the CPU.
     """
     module = sys.modules[type(model).__module__]
     for name, function in list(vars(module).items()):  # changed while it is read
@@ -276,7 +280,7 @@ def _by_device(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Cal
 
 
 def writer_of(model: Any) -> Callable[[Path], None] | None:
-    """Writes weights and config of a model into a directory, as `from_pretrained` reads them; None if nothing can."""
+    """Writes a model into a directory, as `from_pretrained` reads it; None if nothing can."""
     for kind, write in {Transformer: _save_as_llama, GatedDelta: _save_as_qwen3_next}.items():
         if isinstance(model, kind):
             return functools.partial(write, model)
@@ -310,15 +314,15 @@ def package() -> Any:
 
 
 def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
-    """Every rank would say, of each kernel that is not installed, that a slower one takes its place."""
+    # Every rank would say of each kernel that is not installed that a slower one takes its place.
     return "falling back to its reference" not in record.getMessage()
 
 
 def save(model: Any, directory: Path) -> None:
-    """Write weights and config of a model of `transformers`, so that a plain call of what `from_pretrained` returns works.
+    """Write a model of `transformers` so that a plain call of what `from_pretrained` returns works.
 
-    `transformers` 5.23 asks a cache without layers of attention for its length, which raises; such a model is written with
-    `use_cache` off, and `generate` then reads the whole text for each token.
+    `transformers` 5.23 asks a cache without layers of attention for its length, which raises; such
+    a model is written with `use_cache` off, and `generate` reads the whole text for each token.
     """
     transformers, config = package(), model.config
     cache, given = transformers.DynamicCache(config=config), config.use_cache
@@ -345,55 +349,46 @@ def _save_as_llama(model: Any, directory: Path) -> None:
     )
     weights = _outer(model)
     for number, block in enumerate(model.blocks):
-        weights |= _block(
-            number,
-            block.mlp,
-            {
-                "input_layernorm": block.attention_norm,
-                "self_attn.o_proj": block.attention.out,
-                "post_attention_layernorm": block.mlp_norm,
-            },
-        )
-        parts = zip("qkv", block.attention.inputs.weight.split((model.dim, model.kv_dim, model.kv_dim)), strict=True)
-        weights |= {f"model.layers.{number}.self_attn.{name}_proj.weight": part for name, part in parts}
+        norms = {"input_layernorm": block.attention_norm, "post_attention_layernorm": block.mlp_norm}
+        weights |= _block(number, block.mlp, {"self_attn.o_proj": block.attention.out, **norms})
+        parts = block.attention.inputs.weight.split((model.dim, model.kv_dim, model.kv_dim))
+        for name, part in zip("qkv", parts, strict=True):
+            weights[f"model.layers.{number}.self_attn.{name}_proj.weight"] = part
     _save(config, weights, directory)
 
 
 def _save_as_qwen3_next(model: Any, directory: Path) -> None:
     """As layers of linear attention alone with plain MLPs."""
-    width = model.dim // model.heads
+    # Attention is that of no layer here, but its sizes are checked against each other.
+    kinds = ("linear_num_key", "linear_num_value", "num_attention", "num_key_value")
+    widths = ("linear_key_head_dim", "linear_value_head_dim", "head_dim")
     config = package().Qwen3NextConfig(
         **_common(model),
+        **{f"{kind}_heads": model.heads for kind in kinds},
+        **dict.fromkeys(widths, model.dim // model.heads),
         layer_types=["linear_attention"] * model.num_layers,
-        linear_num_key_heads=model.heads,
-        linear_num_value_heads=model.heads,
-        linear_key_head_dim=width,
-        linear_value_head_dim=width,
         linear_conv_kernel_dim=model.blocks[0].mixer.taps.shape[0],
-        # Of no layer here, but checked against each other.
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.heads,
-        head_dim=width,
         num_experts=0,
         mlp_only_layers=list(range(model.num_layers)),
         hidden_act="silu",
     )
     weights = _outer(model)
     for number, block in enumerate(model.blocks):
-        mixer = block.mixer
-        weights |= _block(number, block.mlp, {"linear_attn.out_proj": mixer.out, "linear_attn.norm": mixer.norm})
-        queries, keys, values = mixer.inputs.weight.chunk(3)
+        mixer, own = block.mixer, f"model.layers.{number}"
+        modules = {"linear_attn.out_proj": mixer.out, "linear_attn.norm": mixer.norm}
+        weights |= _block(number, block.mlp, modules)
+        inputs = (*mixer.inputs.weight.chunk(3), mixer.output_gate.weight)  # queries, keys, values
         decay, rate = mixer.gates.weight.chunk(2)
-        prefix = f"model.layers.{number}.linear_attn."
         weights |= {
-            f"{prefix}in_proj_qkvz.weight": _by_head(model.heads, queries, keys, values, mixer.output_gate.weight),
-            f"{prefix}in_proj_ba.weight": _by_head(model.heads, rate, decay),
-            f"{prefix}conv1d.weight": mixer.taps.flip(0).T[:, None],  # [3 D, 1, taps], the oldest position first
-            f"{prefix}A_log": mixer.log_a,
-            f"{prefix}dt_bias": mixer.step_bias,
+            f"{own}.linear_attn.in_proj_qkvz.weight": _by_head(model.heads, *inputs),
+            f"{own}.linear_attn.in_proj_ba.weight": _by_head(model.heads, rate, decay),
+            # [3 D, 1, taps], the oldest position first
+            f"{own}.linear_attn.conv1d.weight": mixer.taps.flip(0).T[:, None],
+            f"{own}.linear_attn.A_log": mixer.log_a,
+            f"{own}.linear_attn.dt_bias": mixer.step_bias,
             # It multiplies by 1 + weight.
-            f"model.layers.{number}.input_layernorm.weight": block.mixer_norm.weight - 1.0,
-            f"model.layers.{number}.post_attention_layernorm.weight": block.mlp_norm.weight - 1.0,
+            f"{own}.input_layernorm.weight": block.mixer_norm.weight - 1.0,
+            f"{own}.post_attention_layernorm.weight": block.mlp_norm.weight - 1.0,
         }
     weights["model.norm.weight"] = model.norm.weight - 1.0
     _save(config, weights, directory)
@@ -413,16 +408,13 @@ def _common(model: Any) -> dict[str, Any]:
 
 
 def _outer(model: Any) -> Weights:
-    return {
-        "model.embed_tokens.weight": model.embedding.weight,
-        "model.norm.weight": model.norm.weight,
-        "lm_head.weight": model.head.weight,
-    }
+    modules = {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
+    return {f"{name}.weight": module.weight for name, module in modules.items()}
 
 
 def _block(number: int, mlp: Any, others: dict[str, Any]) -> Weights:
-    modules = {**others, "mlp.gate_proj": mlp.gate, "mlp.up_proj": mlp.values, "mlp.down_proj": mlp.out}
-    return {f"model.layers.{number}.{name}.weight": module.weight for name, module in modules.items()}
+    parts = {"mlp.gate_proj": mlp.gate, "mlp.up_proj": mlp.values, "mlp.down_proj": mlp.out, **others}
+    return {f"model.layers.{number}.{name}.weight": module.weight for name, module in parts.items()}
 
 
 def _by_head(heads: int, *parts: Tensor) -> Tensor:
@@ -432,5 +424,6 @@ def _by_head(heads: int, *parts: Tensor) -> Tensor:
 
 def _save(config: Any, weights: Weights, directory: Path) -> None:
     model = package().AutoModelForCausalLM.from_config(config)
-    model.load_state_dict({name: weight.detach() for name, weight in weights.items()})  # exactly these tensors
+    # Raises unless they are exactly these tensors.
+    model.load_state_dict({name: weight.detach() for name, weight in weights.items()})
     save(model, directory)

@@ -1,10 +1,12 @@
-"""Memory of a rank, predicted by running its steps without numbers: what tensors exist together at the worst moment. A run
-that is out of memory says what took it, and what would take less.
+"""Memory of a rank, predicted by running its steps without numbers: what tensors exist together at
+the worst moment. A run that is out of memory says what took it, and what would take less.
 
-The steps are the run's own, on tensors that have a size and no content (`FakeTensorMode`). A dispatch mode sees each tensor
-come into being, and a weak reference sees it go. So recomputation, the loss in chunks, mixed precision and models of the
-user's own need no formula. Nor do shards: FSDP2 itself runs, as the first of as many ranks as are assumed, in a process group
-that sends nothing (torch's backend "fake"). Only DDP's buckets, which its C++ code allocates unseen, are imitated.
+The steps are the run's own, on tensors that have a size and no content (`FakeTensorMode`). A
+dispatch mode sees each tensor come into being, and a weak reference sees it go. So recomputation,
+the loss in chunks, mixed precision and models of the user's own need no formula. Nor do shards:
+FSDP2 itself runs, as the first of as many ranks as are assumed, in a process group that sends
+nothing (torch's backend "fake"). Only DDP's buckets, which its C++ code allocates unseen, are
+imitated.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from trainer.lab.gated_delta import GatedDelta
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
+from trainer.model.protocol import tied_names
 from trainer.model.recurrence import HAS_TRITON, fused_scan
-from trainer.model.weights import tied_names
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import (
     autocast_context,
@@ -54,8 +56,7 @@ from trainer.training.setup.parts import (
     model_and_loss,
     prepared_units,
 )
-from trainer.training.setup.plan import Plan, make_auxiliary, width_of
-from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.setup.plan import Plan, ledger_bytes, make_auxiliary, width_of
 from trainer.training.setup.sources import runs_on
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import TrainStep
@@ -73,18 +74,18 @@ CPU = torch.device("cpu")
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that exist, each from the operation on that returns it.
 
-    A storage that is resized in place counts with its new size: FSDP2 frees and allocates whole parameters in this way, without
-    an operation that a dispatch mode would see. Of a sharded tensor, the shard counts that this rank holds.
-
-    Args:
-        most_seconds: of this process's own work, however busy the machine is, after which an operation raises instead.
+    A storage that is resized in place counts with its new size: so FSDP2 frees and allocates whole
+    parameters, without an operation that a dispatch mode would see. Of a sharded tensor, the shard
+    counts that this rank holds. After `most_seconds` of this process's own work, however busy the
+    machine is, an operation raises instead.
     """
 
     def __init__(self, most_seconds: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        # An optimizer is at work: the numbers it reads do not change the size of its state, and are
+        # 1 (a flag: False).
         self.steps = False
-        """An optimizer is at work: the numbers it reads do not change the size of its state, and are 1 (a flag: False)."""
         self._until = time.process_time() + most_seconds
         self._operations = 0
         self._seen: dict[int, weakref.ref[Any]] = {}
@@ -114,17 +115,16 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count what it returns.
-
-        Raises:
-            TimeoutError: the time is over.
-        """
+        """Run the operation, and count what it returns. Raises TimeoutError: the time is over."""
         if func.namespace == "prim":  # a question about a tensor, such as its device: it makes none
             return func(*args, **(kwargs or {}))
         self._operations += 1
-        if self._operations % 64 == 0 and self.is_over:  # reading this clock may take as long as an operation
+        # Reading this clock may take as long as an operation.
+        if self._operations % 64 == 0 and self.is_over:
             raise TimeoutError("it would take long")
-        if any(map(_is_sharded, types)):
+        # Not imported for this: who has a DTensor has imported it.
+        sharded = sys.modules.get("torch.distributed.tensor")
+        if sharded is not None and any(issubclass(each, sharded.DTensor) for each in types):
             return NotImplemented  # it then runs the operations on its shards, which come here
         if self.steps and func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:
@@ -154,27 +154,16 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _is_sharded(tensor_type: type) -> bool:
-    """Whether it is DTensor, which is not imported for this: who has one has imported it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and issubclass(tensor_type, module.DTensor)
-
-
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the tensors of one rank: of a sharded model, of its own shards.
-
-    Attributes:
-        gradients: from the last backward of a window to its update; 0 with DDP, whose buckets hold them.
-        peak: most that exist together: the others, and gradients and activations at the worst moment of a step.
-    """
+    """Bytes of the tensors of one rank: of a sharded model, of its own shards."""
 
     weights: int
     optimizer: int
     ledger: int
-    buckets: int
-    gradients: int
-    peak: int
+    buckets: int  # of DDP, which hold the gradients
+    gradients: int  # from the last backward of a window to its update; 0 with buckets
+    peak: int  # most that exist together: the others, and activations at the worst moment of a step
 
     def parts(self) -> dict[str, int]:
         """All but the peak, without what there is none of."""
@@ -182,7 +171,7 @@ class Memory:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use, as a run has it before its first tensor; 0 where it is not known."""
+    """Memory of this process that is in use; 0 where it is not known."""
     file = Path("/proc/self/status")
     if not file.exists():  # not Linux
         return 0
@@ -190,11 +179,10 @@ def resident_bytes() -> int:
 
 
 def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:
-    """Memory of a rank's tensors from the second step on, without what is beside the steps (evaluations, saving).
+    """Memory of a rank's tensors from the second step on, without evaluations and saving.
 
-    Raises:
-        Exception: of any kind, where the user's model or optimizer cannot run without numbers, or needs inputs of its own; a
-            `TimeoutError` if it takes long.
+    Raises TimeoutError: it takes long; any Exception: the user's model or optimizer cannot run
+    without numbers, or needs inputs of its own.
     """
     live = LiveBytes(most_seconds)
     try:
@@ -227,7 +215,8 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         step = _make_step(plan, model, strategy)
         if config.train.compile and not is_sharded:
             compile_blocks(model, backend="aot_eager_decomp_partition")
-            # A first call, since nothing is compiled under a dispatch mode: the compiler chooses what the backward keeps.
+            # A first call, since nothing is compiled under a dispatch mode: the compiler chooses
+            # what the backward keeps.
             with _pop_mode_temporarily(), step.autocast():
                 step.model(**_micro_batch(plan, model).inputs, state=None)
         _fill_gradients(model)
@@ -244,7 +233,9 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
                 window *= 2  # FSDP2 has its own place for them
         live.peak = live.now
         step.accumulate(1, window)
-        gradients = 0 if has_buckets else _gradient_bytes(model)
+        gradients = 0
+        if not has_buckets:
+            gradients = _gradient_bytes(model)
         live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
     # Each is what came into being between two of the sizes.
@@ -254,7 +245,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
 
 
 def use_kernels(model: nn.Module, precision: str) -> None:
-    """Let the model compute as on CUDA, wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
+    """Let the model compute as on CUDA: fake tensors on a CPU then need as much memory."""
     for module in model.modules():
         if isinstance(module, GatedRecurrence):
             module.scan = fused_scan
@@ -263,9 +254,10 @@ def use_kernels(model: nn.Module, precision: str) -> None:
 
 
 def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
-    """The model in shards, on the meta device: FSDP2 makes a view of each rank's part, of which many fake ones take
-    long. Raises UserError: the model looks at its numbers while it is built."""
-    train = plan.config.train.model_copy(update={"compile": False})  # what a compiler leaves out is not known
+    """The model in shards, on the meta device: FSDP2 makes a view of each rank's part, of which
+    many fake ones take long. Raises UserError: the model looks at its numbers while it is built."""
+    # What a compiler leaves out is not known.
+    train = plan.config.train.model_copy(update={"compile": False})
     config = plan.config.model_copy(update={"train": train})
     with torch.device("meta"):
         model = make_model(plan)
@@ -274,7 +266,7 @@ def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
 
 
 def _make_empty(model: nn.Module) -> None:
-    """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
+    """Move a model from the meta device, with tied parameters, which `to_empty` cuts."""
     tied = tied_names(model)
     model.to_empty(device=CPU)
     for name, owner in tied.items():
@@ -284,15 +276,16 @@ def _make_empty(model: nn.Module) -> None:
 
 @contextmanager
 def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
-    """The strategy of a run on as many ranks as the plan assumes, of which this process is the first and no other exists.
-    Raises UserError: replicas do not fit the ranks; ValueError: this process has a process group."""
+    """The strategy of a run on as many ranks as the plan assumes, of which this process is the
+    first and no other exists. Raises UserError: replicas do not fit the ranks; ValueError: this
+    process has a process group."""
     info = RankInfo(world_size=plan.facts.world_size)
     if plan.layout is None:
         yield make_strategy(plan.config, info, CPU)
         return
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-    dist.init_process_group("fake", rank=info.rank, world_size=info.world_size, store=dist.HashStore())
+    dist.init_process_group("fake", rank=0, world_size=info.world_size, store=dist.HashStore())
     try:
         yield make_strategy(plan.config, info, CPU)
     finally:
@@ -300,8 +293,8 @@ def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
 
 
 def average_into_buckets(model: nn.Module) -> None:
-    """Do to memory what DDP does in a window's last backward: gradients become views of its buckets, which always exist."""
-    buckets = {parameter: torch.empty_like(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    """Do to memory what DDP does in a window's last backward: gradients view its buckets."""
+    buckets = {each: torch.empty_like(each) for each in model.parameters() if each.requires_grad}
 
     def accumulated(parameter: Tensor) -> None:
         parameter.grad = buckets[parameter]  # type: ignore[index]
@@ -322,17 +315,17 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     config = plan.config
-    cell_model, loss = model_and_loss(model, config, None, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(model, plan, None, vocab_size=plan.vocab_size)
     if isinstance(strategy, Replicated):  # DDP needs ranks
         strategy = Strategy()
     return TrainStep(
-        model=strategy.wrap(in_cells(cell_model, config), model),
-        ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
+        model=strategy.wrap(in_cells(cell_model, plan), model),
+        ledgers=(),  # its states are counted by their number; without one a model makes zeros
         objective=loss,
-        auxiliary=make_auxiliary(config.objective, model),
-        optimizer=build_optimizer(model, config.optimizer),
+        auxiliary=make_auxiliary(config.objective, model, plan.parts),
+        optimizer=build_optimizer(model, config.optimizer, plan.parts),
         gns=GradientNoiseScale(model) if config.gns.enabled else None,
-        scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
+        scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers
         max_tokens_per_micro=max_tokens_per_micro(plan),
         clip_grad_norm=config.train.clip_grad_norm,
         world_size=1,
@@ -346,26 +339,25 @@ def _micro_batch(plan: Plan, model: nn.Module) -> MicroBatch:
     """The largest micro-batch of the run's sources."""
     length = plan.config.row_tokens
     rows = max_tokens_per_micro(plan) // length
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
-    resets = {"resets": torch.zeros(rows, length, dtype=torch.bool)} if runs_on(plan, model) else {}
-    return MicroBatch({"tokens": tokens, **resets}, torch.zeros_like(tokens), None, {})
+    inputs = {"tokens": torch.zeros(rows, length, dtype=torch.int64)}
+    if runs_on(plan, model):
+        inputs["resets"] = torch.zeros(rows, length, dtype=torch.bool)
+    return MicroBatch(inputs, torch.zeros_like(inputs["tokens"]), None, {})
 
 
 class MemorySnapshot(Extension):
-    """`train.memory_snapshot`: records CUDA's allocations, and writes torch's snapshot of them when the run ends."""
+    """`train.memory_snapshot`: records CUDA's allocations, and writes them at the end."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         if run.device.type != "cuda":
-            raise UserError(
-                "train.memory_snapshot", f"records CUDA's memory, not that of {run.device.type}", "remove it"
-            )
+            problem = f"records CUDA's memory, not that of {run.device.type}"
+            raise UserError("train.memory_snapshot", problem, "remove it")
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
         for left in run.run_dir.path.glob("memory_rank_*.pickle"):
             left.unlink(missing_ok=True)
 
     def closed(self) -> None:
-        """Write the snapshot, and record no more."""
         write_snapshot(self.run)
         torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -378,66 +370,75 @@ def write_snapshot(run: Run) -> None:
 
 
 def explain(run: Run) -> None:
-    """Log what took the memory that the run lacks, predicted and measured, and which settings take less, the best first."""
+    """Log what took the memory, predicted and measured, and which settings take less."""
     if run.config.train.memory_snapshot:
         write_snapshot(run)
     measured = {"weights": sum(map(tensor_bytes, run.model.parameters()))}
-    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.optimizer.state.values()])))
+    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.state.optimizer.state.values()])))
     measured["gradients"] = _gradient_bytes(run.model)
-    measured["ledger"] = len(run.state.ledgers) * ledger_bytes(run.config.ledger, width_of(run.model))
-    where, device = "the CPU's peak is not measured", run.device
-    if device.type == "cuda":
-        measured["peak"], reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
-        (free, total), unused = torch.cuda.mem_get_info(device), reserved - torch.cuda.memory_allocated(device)
-        where = (
-            f"of {_mb(total)}, other processes hold {_mb(total - free - reserved)}, {_mb(unused)} lie between tensors"
-        )
-        if unused > total / 10:
-            where += ": PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment leaves less"
-    predicted = _predicted_or_none(run.plan)
-    changed = {change: _predicted_or_none(plan_with(run.plan, change)) for change in savings(run.plan)}
-    lines = memory_lines(predicted, measured, changed)
+    states = ledger_bytes(run.config.ledger, width_of(run.model))
+    measured["ledger"] = len(run.state.ledgers) * states
+    where = "the CPU's peak is not measured"
+    if run.device.type == "cuda":
+        measured["peak"] = torch.cuda.max_memory_allocated(run.device)
+        where = _occupancy(run.device)
+    changed = {change: _predicted(plan_with(run.plan, change)) for change in savings(run.plan)}
+    lines = "\n".join(memory_lines(_predicted(run.plan), measured, changed))
     text = "out of memory at step %d, rank %d (%s):\n%s"
-    every_rank_logger.error(text, run.position.step + 1, run.info.rank, where, "\n".join(lines))
+    every_rank_logger.error(text, run.position.step + 1, run.info.rank, where, lines)
+
+
+def _occupancy(device: torch.device) -> str:
+    """Who else holds memory of a device, and how much lies unused."""
+    reserved = torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    unused = reserved - torch.cuda.memory_allocated(device)
+    others = f"of {_mb(total)}, other processes hold {_mb(total - free - reserved)}"
+    text = f"{others}, {_mb(unused)} lie between tensors"
+    if unused > total / 10:
+        text += ": PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment leaves less"
+    return text
 
 
 def memory_lines(
     predicted: Memory | None, measured: dict[str, int], changed: Mapping[tuple[str, ...], Memory | None]
 ) -> Iterator[str]:
-    """A table of the parts, in GB, and the settings that take less. `changed`: what is predicted with some; None: not known."""
-    foreseen = {} if predicted is None else dict(vars(predicted))
-    if foreseen:
+    """A table of the parts, and what takes less; `changed`: memory with other settings."""
+    foreseen: dict[str, int] = {}
+    if predicted is not None:
+        foreseen = dict(vars(predicted))
         foreseen["gradients"] += foreseen.pop("buckets")
     for parts in (foreseen, measured):
         if "peak" in parts:
             parts["activations and others"] = 2 * parts["peak"] - sum(parts.values())
     yield f"  {'':24}   predicted     measured"
     for name in ("weights", "optimizer", "gradients", "ledger", "activations and others", "peak"):
-        cells = (_mb(parts[name]) if name in parts else "not known" for parts in (foreseen, measured))
+        cells = [_mb(parts.get(name)) for parts in (foreseen, measured)]
         yield f"  {name:24}" + " ".join(f"{cell:>12}" for cell in cells)
+    if predicted is None:
+        yield from (f"  {' and '.join(change)} may help" for change in changed)
+        return
     known = [(memory.peak, change) for change, memory in changed.items() if memory is not None]
     for peak, change in sorted(known):
-        if predicted is not None and peak < predicted.peak:
+        if peak < predicted.peak:
             yield f"  a peak of {_mb(peak)} is predicted with {' and '.join(change)}"
-    for change in changed if predicted is None else ():
-        yield f"  {' and '.join(change)} may help"
 
 
 def savings(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Settings that may take less memory, of which some belong together."""
-    config = plan.config
-    if (rows := config.data.mixing.batch_size) > 1 and config.micro_batches.is_constant:
-        yield f"data.mixing.batch_size={rows // 2}", f"train.micro_batches={2 * config.micro_batches.first}"
-    if config.train.activation_checkpointing == "off":
-        yield ('train.activation_checkpointing="block"',)
-    if not config.objective.chunk_tokens:
-        yield ("objective.chunk_tokens=1024",)
-    if config.train.precision == "fp32":
-        yield ('train.precision="bf16"',)
-    if config.ledger.dtype != "bfloat16":
-        yield ('ledger.dtype="bfloat16"',)
-    if plan.facts.world_size > 1 and config.distributed.strategy == "ddp":
-        yield ('distributed.strategy="fsdp"',)
+    config, has_ranks = plan.config, plan.facts.world_size > 1
+    rows = config.data.mixing.batch_size
+    if rows > 1 and config.micro_batches.is_constant:
+        micro_batches = 2 * config.micro_batches.first
+        yield f"data.mixing.batch_size={rows // 2}", f"train.micro_batches={micro_batches}"
+    settings = {
+        'train.activation_checkpointing="block"': config.train.activation_checkpointing == "off",
+        "objective.chunk_tokens=1024": not config.objective.chunk_tokens,
+        'train.precision="bf16"': config.train.precision == "fp32",
+        'ledger.dtype="bfloat16"': config.ledger.dtype != "bfloat16",
+        'distributed.strategy="fsdp"': has_ranks and config.distributed.strategy == "ddp",
+    }
+    yield from ((setting,) for setting, saves in settings.items() if saves)
 
 
 def plan_with(plan: Plan, change: Iterable[str]) -> Plan | None:
@@ -449,13 +450,16 @@ def plan_with(plan: Plan, change: Iterable[str]) -> Plan | None:
         config = RunConfig.model_validate(raw)
     except ValidationError:
         return None
-    tokens = plan.facts.tokens_per_micro * config.data.mixing.batch_size // plan.config.data.mixing.batch_size
-    return replace(plan, config=config, facts=replace(plan.facts, tokens_per_micro=tokens))
+    rows, before = config.data.mixing.batch_size, plan.config.data.mixing.batch_size
+    facts = replace(plan.facts, tokens_per_micro=plan.facts.tokens_per_micro * rows // before)
+    return replace(plan, config=config, facts=facts)
 
 
-def _predicted_or_none(plan: Plan | None) -> Memory | None:
+def _predicted(plan: Plan | None) -> Memory | None:
+    if plan is None:
+        return None
     try:
-        return None if plan is None else predict_memory(plan, most_seconds=MOST_SECONDS / 3)
+        return predict_memory(plan, most_seconds=MOST_SECONDS / 3)
     except Exception:  # noqa: BLE001 - see `predict_memory`
         return None
 
@@ -465,5 +469,5 @@ def tensor_bytes(value: Any) -> int:
     return own_part(value).nbytes if isinstance(value, Tensor) else 0
 
 
-def _mb(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
+def _mb(size: float | None) -> str:
+    return "not known" if size is None else f"{size / 1e6:,.1f} MB"

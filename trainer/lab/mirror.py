@@ -1,10 +1,11 @@
 """Mirrors a run's completed checkpoints to a store, in one thread of rank 0 that nobody waits for.
 
-The thread has no queue. Each round it compares the complete local checkpoints with those of the store, uploads the newest that
-is missing there, then older ones that retention keeps, and deletes what retention does not keep. So a checkpoint that waits
-while the store is down costs no disk: local retention deletes it as if there were no store, and the newer one is uploaded in
-its place. Only the checkpoint that is being uploaded is spared until its attempt ends: one directory more at most.
-It goes with `trainer.lab.remote`.
+The thread has no queue. Each round it compares the complete local checkpoints with those of the
+store, uploads the newest that is missing there, then older ones that retention keeps, and deletes
+what retention does not keep. So a checkpoint that waits while the store is down costs no disk:
+local retention deletes it as if there were no store, and the newer one is uploaded in its place.
+Only the checkpoint that is being uploaded is spared until its attempt ends: one directory more at
+most. It goes with `trainer.lab.remote`.
 """
 
 from __future__ import annotations
@@ -40,51 +41,39 @@ class TakenOverError(Exception):
 
 
 class Mirror:
-    """Keeps the store's checkpoints equal to the local ones.
-
-    Args:
-        claimed: the store, which is claimed here if it did not answer before.
-        run_dir: with the local checkpoints; gets the id under which the store is claimed.
-        table: retention.
-        step: the one that the run continues from; later checkpoints belong to an abandoned branch. -1: nothing is set aside.
-        on_event: records events; called from the thread.
-        first_wait_sec, longest_wait_sec: between a failed attempt and the next; it doubles with each, and is spread by half.
-        stall_sec: how long `wait` waits without a byte having moved.
-    """
+    """Keeps the store's checkpoints equal to the local ones."""
 
     def __init__(
         self,
-        claimed: Claimed,
-        run_dir: RunDir,
-        table: CheckpointTable,
+        claimed: Claimed,  # claimed here if the store did not answer before
+        run_dir: RunDir,  # has the local checkpoints; gets the id under which the store is claimed
+        table: CheckpointTable,  # retention
         *,
-        step: int,
-        on_event: Callable[[Mapping[str, Any]], object],
-        first_wait_sec: float = 1.0,
+        step: int,  # that the run continues from; later ones are abandoned. -1: none is
+        on_event: Callable[[Mapping[str, Any]], object],  # called from the thread
+        first_wait_sec: float = 1.0,  # after a failure; it doubles, and is spread by half
         longest_wait_sec: float = 300.0,
-        stall_sec: float = 60.0,
+        stall_sec: float = 60.0,  # that `wait` waits without a byte having moved
     ) -> None:
         self._remote, self._owner, self._claim = claimed
         self._run_dir, self._checkpoints = run_dir.path, run_dir.checkpoints
         self._retention = {"keep_last": table.keep_last, "keep_every": table.keep_every}
-        self._step = step
-        self._on_event = on_event
-        self._first_wait_sec, self._longest_wait_sec, self._stall_sec = first_wait_sec, longest_wait_sec, stall_sec
+        self._step, self._on_event, self._stall_sec = step, on_event, stall_sec
+        self._first_wait_sec, self._longest_wait_sec = first_wait_sec, longest_wait_sec
         self._lock = threading.Lock()  # between choosing a checkpoint and deleting one
         self._busy: int | None = None
         self._is_prepared = False
         self._mirrored: set[int] = set()
         self._others: set[int] = set()  # in the store, with no equal one here
         self._verified: tuple[bytes, set[str]] = (b"", set())
-        self._num_failures = 0
-        self._problem = ""
-        self._moved = 0
-        self._wake, self._closing, self._is_idle = threading.Event(), threading.Event(), threading.Event()
+        self._num_failures, self._problem = 0, ""
+        self._moved = 0  # bytes
+        self._wake, self._closing, self._is_idle = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="remote checkpoints", daemon=True)
         self._thread.start()
 
     def publish(self, path: Path) -> None:
-        """Take note of a checkpoint that is complete, and delete local ones as retention says; waits for no store."""
+        """Note a complete checkpoint, and prune local ones; waits for no store."""
         with self._lock:
             self._is_idle.clear()
             self._wake.set()
@@ -96,8 +85,8 @@ class Mirror:
             checkpoint.prune(self._checkpoints, **self._retention, spared=self._busy)
 
     def wait(self, *, is_hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the store has the last checkpoint, as long as bytes move; say how it went, and
-        whether it has. `is_hurried`: ends the wait when true."""
+        """Wait until the store has the last checkpoint, as long as bytes move and `is_hurried` is
+        false. Say how it went; returns whether the store has it."""
         self._closing.set()
         self._wake.set()
         started = moved_at = said_at = time.monotonic()
@@ -118,8 +107,8 @@ class Mirror:
         if step_of(last) in self._mirrored:
             logger.info("%s has the last checkpoint, %s", self._remote.url, last.name)
             return True
-        text = "%s does not have the last checkpoint, %s (%s); to upload it: train checkpoint push %s"
         problem = self._problem or "it was not uploaded in time"
+        text = "%s does not have the last checkpoint, %s (%s); to upload it: train checkpoint push %s"
         logger.warning(text, self._remote.url, last.name, problem, self._run_dir)
         return False
 
@@ -150,8 +139,9 @@ class Mirror:
 
     def _fail(self, error: Exception) -> None:
         self._num_failures += 1
-        expected = isinstance(error, StorageError | CheckpointError | OSError)
-        self._problem = str(error) if expected else error_text(error)
+        self._problem = error_text(error)
+        if isinstance(error, StorageError | CheckpointError | OSError):
+            self._problem = str(error)
         if self._num_failures == 1:
             text = "checkpoints cannot be mirrored now: %s; the run goes on, and this is tried again"
             logger.warning(text, self._problem)
@@ -161,55 +151,67 @@ class Mirror:
         self._on_event({"event": name, "url": self._remote.url, **values})
 
     def _synchronize(self) -> None:
-        """Make the store equal to the local directory. Raises TakenOverError: somebody else writes there; StorageError."""
+        """Make the store equal to the local directory. Raises TakenOverError, StorageError."""
         while True:
             self._prepare()
             path = self._choose()
             if path is None:
-                self._prune_remote()
-                return
+                break
             try:
                 self._upload(path)
             finally:
                 with self._lock:
                     self._busy = None
+        there = self._mirrored | self._others
+        for step in sorted(there - kept(there, **self._retention)):
+            self._remote.remove(step)
+            self._mirrored.discard(step)
+            self._others.discard(step)
 
     def _prepare(self) -> None:
         """Make sure that the directory is this process's, and the first time see what it has."""
+        remote = self._remote
         if self._owner is None:
             self._owner = self._claim()
         if not self._is_prepared:
-            save_id(self._run_dir, self._owner, self._remote.url)
-        found = self._remote.owner()
+            save_id(self._run_dir, self._owner, remote.url)
+        found = remote.owner()
         if found is None:  # somebody has emptied the store
-            self._remote.set_owner(self._owner)
+            remote.set_owner(self._owner)
             self._is_prepared = False
         elif found != self._owner:
-            who = "another process of this run" if found.id == self._owner.id else f"another run ({found.name})"
-            raise TakenOverError(f"{who} writes to {self._remote.url}")
+            who = f"another run ({found.name})"
+            if found.id == self._owner.id:
+                who = "another process of this run"
+            raise TakenOverError(f"{who} writes to {remote.url}")
         if self._is_prepared:
             return
-        if left := self._remote.clean():
-            logger.info("%s: removed what interrupted uploads left of %s", self._remote.url, counted(len(left), "step"))
-        if self._step >= 0 and (later := self._remote.set_aside_after(self._step)):
-            text = "%s: %s: of a branch that this run has left; marked %s there"
+        left = remote.clean()
+        if left:
+            steps = counted(len(left), "step")
+            logger.info("%s: removed what interrupted uploads left of %s", remote.url, steps)
+        later = []
+        if self._step >= 0:
+            later = remote.set_aside_after(self._step)
+        if later:
             names = ", ".join(map(checkpoint_name, later))
-            logger.warning(text, self._remote.url, names, ABANDONED)
+            text = "%s: %s: of a branch that this run has left; marked %s there"
+            logger.warning(text, remote.url, names, ABANDONED)
         self._step = -1  # set aside once
-        there = set(self._remote.complete())
-        local = checkpoint.complete_checkpoints(self._checkpoints)
-        self._mirrored = {
-            step_of(path)
-            for path in local
-            if step_of(path) in there and read_bytes(path / MARKER) == self._remote.marker(step_of(path))
-        }
-        self._others = there - self._mirrored
+        there, local = set(remote.complete()), self._local()
+        both = [step for step in local if step in there]
+        same = {step for step in both if read_bytes(local[step] / MARKER) == remote.marker(step)}
+        self._mirrored, self._others = same, there - same
         self._is_prepared = True
 
+    def _local(self) -> dict[int, Path]:
+        """The complete local checkpoints by step."""
+        return {step_of(path): path for path in checkpoint.complete_checkpoints(self._checkpoints)}
+
     def _choose(self) -> Path | None:
-        """The next checkpoint to upload, which is spared from now on; None if nothing is missing in the store."""
+        """The next checkpoint to upload, which is spared from now on; None: all are there."""
         with self._lock:
-            local = {step_of(path): path for path in checkpoint.complete_checkpoints(self._checkpoints)}
+            local = self._local()
             every = local.keys() | self._mirrored | self._others
             wanted = kept(every, **self._retention) & local.keys() - self._mirrored
             self._busy = max(wanted, default=None)
@@ -223,17 +225,11 @@ class Mirror:
         step, seconds = step_of(path), time.monotonic() - started
         self._mirrored.add(step)
         self._others.discard(step)
-        logger.info("uploaded %s/%s (%.1f MB in %.1f s)", self._remote.url, path.name, num_bytes / 1e6, seconds)
+        text = "uploaded %s/%s (%.1f MB in %.1f s)"
+        logger.info(text, self._remote.url, path.name, num_bytes / 1e6, seconds)
         attempts, self._num_failures = self._num_failures + 1, 0
-        values = {"global_step": step, "bytes": num_bytes, "seconds": round(seconds, 3), "attempts": attempts}
-        self._event("remote_uploaded", **values)
-
-    def _prune_remote(self) -> None:
-        there = self._mirrored | self._others
-        for step in sorted(there - kept(there, **self._retention)):
-            self._remote.remove(step)
-            self._mirrored.discard(step)
-            self._others.discard(step)
+        took = {"bytes": num_bytes, "seconds": round(seconds, 3), "attempts": attempts}
+        self._event("remote_uploaded", global_step=step, **took)
 
     def _count(self, num_bytes: int) -> None:
         self._moved += num_bytes
@@ -245,10 +241,14 @@ def start_mirror(
     """The mirror of a run that is about to begin, or to continue from `step` (rank 0)."""
     # Of its own, and never closed: the thread may write an event until the process ends.
     events, guard = EventWriter(run_dir.events), diagnostics.best_effort("events of checkpoint.remote")
-    return Mirror(claimed, run_dir, table, step=step, on_event=lambda event: guard.run(events.write, event))
+
+    def record(event: Mapping[str, Any]) -> None:
+        guard.run(events.write, event)
+
+    return Mirror(claimed, run_dir, table, step=step, on_event=record)
 
 
 def wait_for_mirror(mirror: Mirror, stop: StopRequest) -> None:
-    """Wait for the last upload at the end of a run; a request to stop that comes now ends the wait."""
+    """Wait for the last upload at the end of a run, until a stop is requested meanwhile."""
     was_requested = stop.requested
     mirror.wait(is_hurried=lambda: stop.requested and not was_requested)

@@ -1,7 +1,8 @@
 """Answers `train mix`, which asks for other mixing weights of a run that is training.
 
-The tool appends a request to mix.jsonl. Rank 0 looks for one on logged steps, chooses the step from which the weights hold,
-and writes that to events.jsonl before any rank knows of it: a run that is killed in between finds it there on a resume.
+The tool appends a request to mix.jsonl. Rank 0 looks for one on logged steps, chooses the step from
+which the weights hold, and writes that to events.jsonl before any rank knows of it: a run that is
+killed in between finds it there on a resume.
 It could go if weights were changed by stopping a run, editing its config and resuming.
 """
 
@@ -31,7 +32,8 @@ logger = get_logger(__name__)
 
 
 def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, float]:
-    """The weight of each source that settings such as `data.source.code.weight=2` name. `names`: all; None: not known."""
+    """Source -> weight, of settings such as `data.source.code.weight=2`. `names`: all sources;
+    None: not known. Raises UserError: it is no such setting."""
     found = {}
     for text in settings:
         match = re.fullmatch(r"data\.source\.(.+)\.weight=(.*)", text)
@@ -44,12 +46,8 @@ def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, f
 
 
 def changes_of(state: Mapping[str, Any], lines: Iterable[bytes], names: Collection[str]) -> dict[int, dict[str, float]]:
-    """The changes of a run so far: batch -> weights of the sources with these names.
-
-    Args:
-        state: the state.json of a checkpoint; {}: none.
-        lines: the run's events about `train mix`.
-    """
+    """The changes of a run so far: batch -> weights of the sources with these names. `state`: the
+    state.json of a checkpoint; {}: none. `lines`: the run's events about `train mix`."""
     saved = state.get("extensions", {}).get("mix") or {}
     changes = {int(batch): dict(weights) for batch, weights in saved.items()}
     for line in lines:
@@ -62,10 +60,8 @@ def changes_of(state: Mapping[str, Any], lines: Iterable[bytes], names: Collecti
 
 
 def restore(plan: Plan, info: RankInfo, state: TrainState, found: Found | None, lines: Sequence[bytes]) -> None:
-    """Continue with the changes of a checkpoint and of the run's events (rank 0's count).
-
-    Every rank must call it, before anything is read.
-    """
+    """Continue with the changes of a checkpoint and of the run's events (rank 0's count). Every
+    rank must call it, before anything is read."""
     saved = {} if found is None else found[1]
     known = changes_of(saved, lines, open_sources(plan))
     known = from_main_rank(known, world_size=info.world_size)
@@ -76,13 +72,12 @@ def restore(plan: Plan, info: RankInfo, state: TrainState, found: Found | None, 
 
 
 def open_sources(plan: Plan) -> list[str]:
-    """The names of the sources whose weight can change: those that the config has not turned off."""
+    """The names of the sources whose weight can change: those that are not off."""
     return [source.name for source in plan.sources if not source.is_off]
 
 
 class Requests:
-    """Answers the requests that a run gets; on rank 0. `skip`: do not answer those that are there
-    already."""
+    """Answers the requests that a run gets; on rank 0. `skip`: not those already there."""
 
     def __init__(self, run: Run, *, skip: bool) -> None:
         self._run = run
@@ -94,8 +89,7 @@ class Requests:
             self._new_lines()
 
     def answer(self, read: int) -> None:
-        """Announce, or refuse, the changes that were requested since the last call. `read`:
-        micro-batches that this rank has read."""
+        """Announce, or refuse, what was requested since, after `read` micro-batches."""
         for line in self._new_lines():
             try:
                 self._take_up(parse_json(line), read)
@@ -134,18 +128,19 @@ class Requests:
         changes = {**blend.changes, batch: {**blend.changes.get(batch, {}), **after}}
         changes = dict(sorted(changes.items()))  # ascending, as a schedule reads them
         problem = self._refusal(step, changes) or problem
-        weights = blend.weights_at(step, batch)
-        before = {source.name: weight for source, weight in zip(blend.sources, weights, strict=True)}
-        changed = {f"data.source.{name}.weight": {"before": before[name], "after": to} for name, to in after.items()}
         event = {"event": "mix", "global_step": step, "batch": batch, "request": request["id"]}
         assert run.events is not None
         if problem:
             run.events.write({**event, "problem": problem})
             logger.info("train mix: %s", problem)
             return
+        names = [source.name for source in blend.sources]
+        before = dict(zip(names, blend.weights_at(step, batch), strict=True))
+        changed = {f"data.source.{name}.weight": {"before": before[name], "after": to} for name, to in after.items()}
         run.events.write({**event, "changed": changed})
         logger.info("train mix: from step %d (micro-batch %d) on %s", step, batch, after)
-        blend.changes, run.extensions.asks = changes, True  # the other ranks hear of it in the exchange
+        # The other ranks hear of it in the exchange.
+        blend.changes, run.extensions.asks = changes, True
 
     def _effective_from(self, read: int) -> tuple[int, int]:
         """The first (step, micro-batch) for which a change can reach all ranks."""
@@ -154,26 +149,24 @@ class Requests:
         least = read + 2 * micro_batches.most + run.config.data.prefetch + 1
         step, batch = run.position.step + 1, read
         while batch < least:
+            num_micros = run.position.micro_batches  # the batch counts: the step may come sooner
             if micro_batches.is_known_ahead:
-                batch += micro_batches.at(step, 0)
-            else:  # the micro-batch is what counts: the step is that of a batch that does not grow
-                batch += run.position.micro_batches
-            step += 1
+                num_micros = micro_batches.at(step, 0)
+            step, batch = step + 1, batch + num_micros
         return step, batch
 
     def _refusal(self, step: int, changes: Mapping[int, Mapping[str, float]]) -> str:
         """Why a run cannot use these changes from this step on; empty if it can."""
-        last = self._last_step()
+        run = self._run
+        position, left = run.position, run.length.total - run.position.reached
+        # Where its length is in tokens, an estimate from the tokens per step so far.
+        last = position.last_step or position.step + -(-left * position.step // max(position.tokens, 1))
         if step > last:
             return f"the run ends after step {last}, before new weights could hold"
-        plan, specs = self._run.plan, []
-        for source in self._run.state.dataset.sources:
-            points = {at: weights[source.name] for at, weights in changes.items() if source.name in weights}
+        specs = []
+        for source in run.state.dataset.sources:
+            points = {at: own[source.name] for at, own in changes.items() if source.name in own}
             specs.append(ScheduledWeight("step", {0: 1.0, **points}) if points else source.weight)
+        plan = run.plan
         gap = first_all_zero(specs, micro_batches=plan.batches_by_steps, num_batches=plan.num_batches)
         return f"all weights would be zero from micro-batch {gap[0]} on" if gap else ""
-
-    def _last_step(self) -> int:
-        """The last step of the run; where its length is in tokens, an estimate from the tokens per step so far."""
-        position, left = self._run.position, self._run.length.total - self._run.position.reached
-        return position.last_step or position.step + -(-left * position.step // max(position.tokens, 1))

@@ -1,4 +1,4 @@
-"""Checks and copies the batches of a data set of the user's own (`data.source.target`), and snapshots its state.
+"""Checks and copies the batches of a user's data set (`data.source.target`), and makes evaluation tasks (`eval.target`).
 
 It could go if data sets were trusted to give new objects and valid ids.
 """
@@ -6,41 +6,62 @@ It could go if data sets were trusted to give new objects and valid ids.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import CARRY_KEYS
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
-from trainer.import_path import format_error
+from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
+from trainer.metrics.best_effort import BestEffort, as_number, checked
+from trainer.training.evaluator import Evaluator
 from trainer.wording import counted
 
+if TYPE_CHECKING:
+    from trainer.training.setup.plan import Plan
+    from trainer.training.setup.sources import Source
+
 IDS = ("tokens", "targets")
+
+
+def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
+    """The custom data set of a source on this data shard. A UserError if it fails, or cannot be iterated."""
+    key, path = f"source {source.name}: target", source.table.target
+    assert path is not None
+    target = resolve_target(path, key)
+    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
+    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
+    refuse_arguments(target, path, given, key=key)
+    with users_code(key):
+        dataset = target(**given)
+    if not hasattr(dataset, "__iter__"):
+        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
+        raise UserError(key, problem, "return an iterable of dicts")
+    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {path}")
 
 
 class OwnBatches:
     """The data set itself, for what reads it ahead.
 
-    The loader prepares batches in advance, and a checkpoint needs the state after the last batch trained on. A data set that
-    fills one buffer again and again, or whose `state_dict` returns the object that it counts in, would otherwise lose batches
-    and resume too far ahead. So batches and states are copied. All other attributes are the data set's.
-
-    Args:
-        dataset: an iterable of dicts.
-        vocab_size: of the model; ids beyond it are refused, where they are still on the host.
-        key: names it in messages.
+    The loader prepares batches in advance, and a checkpoint needs the state after the last batch
+    that was trained on. A data set that fills one buffer again and again, or whose `state_dict`
+    returns the object that it counts in, would otherwise lose batches and resume too far ahead. So
+    batches and states are copied. All other attributes are the data set's, an iterable of dicts.
+    `vocab_size`: ids beyond it are refused, if they are on the host. `key` names the data set in
+    messages.
     """
 
     now_reading = ""  # not the data set's: another thread asks, and must not run a user's code
 
     def __init__(self, dataset: Any, *, vocab_size: int, key: str) -> None:
-        self._dataset = dataset
-        self._vocab_size = vocab_size
-        self._key = key
+        self._dataset, self._vocab_size, self._key = dataset, vocab_size, key
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._iterator = iter(self._dataset)
@@ -57,12 +78,9 @@ class OwnBatches:
         return self.next_with_tokens_before(0)
 
     def next_with_tokens_before(self, tokens_before: int) -> dict[str, Any]:
-        """A batch, checked and copied; with tokens before its cells if the data set can give them, see `BlendDataset`.
-
-        Raises:
-            StopIteration: there are no more.
-            UserError: the data set failed, or the batch is not one.
-        """
+        """A batch, checked and copied; with tokens before its cells as of `BlendDataset`. Raises
+        StopIteration: there are no more; UserError: the data set failed, or the batch is not
+        one."""
         ask = getattr(self._iterator, "next_with_tokens_before", None)
         try:
             batch = ask(tokens_before) if ask and tokens_before else next(self._iterator)
@@ -81,35 +99,37 @@ class OwnBatches:
 
 
 def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """The problems of a batch, each with its fix. Reads nothing from a device, and judges no inputs but integers."""
+    """The problems of a batch, each with its fix. Reads from no device; judges integers alone."""
     if not isinstance(batch, Mapping):
         yield f"is a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
-    missing = [key for key in IDS if key not in batch]
+    missing = " and no ".join(key for key in IDS if key not in batch)
     if missing:
-        has = ", ".join(sorted(map(str, batch)))
-        yield f"has no {' and no '.join(missing)}; it has {has or 'nothing'}", "add it, as int64 [B, T]"
+        has = ", ".join(sorted(map(str, batch))) or "nothing"
+        yield f"has no {missing}; it has {has}", "add it, as int64 [B, T]"
     shape, given = np.shape(batch["targets"]), np.shape(batch["tokens"])
-    if len(shape) != 2 or 0 in shape or given[:1] != shape[:1] or (len(given) == 2 and given != shape):
+    is_row = len(shape) == 2 and 0 not in shape and given[:1] == shape[:1]
+    if not is_row or (len(given) == 2 and given != shape):  # tokens may be features [B, T, D]
         shapes = f"has tokens {list(given)} and targets {list(shape)}"
         yield shapes, "give both as [B, T], with at least one row"
     for key in IDS:
         array = _on_host(batch[key])
         if array is not None and array.dtype.kind in "iu":  # floats may be features
-            wrong = array[((array < 0) & ((key == "tokens") | (array != IGNORED))) | (array >= vocab_size)]
+            is_judged = (key == "tokens") | (array != IGNORED)
+            wrong = array[((array < 0) & is_judged) | (array >= vocab_size)]
             if wrong.size:
-                fix = f"mark targets that are not to be predicted with {IGNORED}, "
-                fix += "or set data.vocab_size to the number of ids"
-                yield f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {vocab_size - 1}", fix
+                problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {vocab_size - 1}"
+                fix = f"mark targets that are not to be predicted with {IGNORED}"
+                yield problem, f"{fix}, or set data.vocab_size to the number of ids"
         elif array is not None and key == "targets":
             yield f"has targets of type {array.dtype}", "give them as int64"
-    yield from _wrong_groups(batch, shape[0])
-
-
-def _wrong_groups(batch: Mapping[str, Any], num_rows: int) -> Iterator[tuple[str, str]]:
     for key in CARRY_KEYS:
-        if key in batch and np.shape(batch[key]) != (num_rows,):
-            yield f"of {num_rows} rows has {key} {list(np.shape(batch[key]))}", "give one for each row"
-    ids = _on_host(batch.get("group_ids"))
+        if key in batch and np.shape(batch[key]) != shape[:1]:
+            found = list(np.shape(batch[key]))
+            yield f"of {shape[0]} rows has {key} {found}", "give one for each row"
+    yield from _wrong_groups(_on_host(batch.get("group_ids")))
+
+
+def _wrong_groups(ids: np.ndarray | None) -> Iterator[tuple[str, str]]:
     if ids is None:
         return
     if ids.dtype.kind not in "iu":
@@ -119,18 +139,19 @@ def _wrong_groups(batch: Mapping[str, Any], num_rows: int) -> Iterator[tuple[str
         yield f"has the group id {outside[0]}", "use 0 to 2^63 - 1, or -1 for a row without state"
     known, counts = np.unique(ids[ids >= 0], return_counts=True)
     for twice in known[counts > 1]:
-        yield f"has the group {twice} twice", "a group's cells follow each other: put them into different batches"
+        fix = "a group's cells follow each other: put them into different batches"
+        yield f"has the group {twice} twice", fix
 
 
 def _on_host(values: Any) -> np.ndarray | None:
-    """The values as an array; None if they are absent, or on a device, which must not be waited for."""
+    """The values as an array; None if absent, or on a device, which must not be waited for."""
     if values is None or (isinstance(values, Tensor) and values.device.type != "cpu"):
         return None
     return np.asarray(values)
 
 
 def _widened(values: Any) -> Any:
-    """A copy, with unsigned ids as int64: torch indexes with no other type than int32 and int64."""
+    """A copy, with unsigned ids as int64: torch indexes with int32 and int64 alone."""
     if isinstance(values, Tensor):
         if values.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
             return values.long()
@@ -138,3 +159,48 @@ def _widened(values: Any) -> Any:
     if np.asarray(values).dtype.kind == "u":
         return np.asarray(values).astype(np.int64)
     return copy.deepcopy(values)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OwnTask:
+    """Calls the user's function on every rank; rank 0's result is logged."""
+
+    function: Callable[..., Any]
+    """Called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with `args`. Returns a mapping of
+    names to numbers; other ranks may return anything."""
+    args: Mapping[str, Any]
+    model: nn.Module
+    tokenizer: Tokenizer
+    guard: BestEffort
+    """A task that fails on any rank is switched off on all, with one warning; the run continues."""
+    is_off: bool = False
+    """The same on all ranks."""
+
+    def run(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
+        """The task's numbers as `eval/<name>`, the same on every rank, without `taken` names; empty once it has failed.
+
+        The model is in evaluation mode, without gradients; torch's random state is restored afterwards.
+        """
+        if self.is_off:
+            return {}
+        devices = [evaluator.device] if evaluator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            found = self.guard.run(self._call, evaluator, step, taken)
+        by_rank = gather_from_ranks((found, self.guard.enabled), world_size=evaluator.info.world_size)
+        self.is_off = not all(works for _, works in by_rank)
+        return {} if self.is_off else by_rank[0][0] or {}
+
+    def _call(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
+        info = evaluator.info
+        with torch.no_grad(), evaluator.autocast():
+            given = {"device": evaluator.device, "rank": info.rank, "world_size": info.world_size, **self.args}
+            found = self.function(model=self.model, tokenizer=self.tokenizer, step=step, **given)
+        if not info.is_main:
+            return {}
+        if not isinstance(found, Mapping):
+            raise TypeError(f"eval.target returned a {type(found).__name__}, not a mapping of names to numbers")
+        values = checked(found, self.guard.leave_out, as_number)
+        own = {f"eval/{name}": value for name, value in values.items() if value is not None}
+        for key in sorted(own.keys() & taken):
+            self.guard.leave_out(key, "the evaluation of [[eval.source]] reports a metric of this name itself")
+        return {key: value for key, value in own.items() if key not in taken}

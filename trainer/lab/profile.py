@@ -1,8 +1,9 @@
-"""`--profile N`: torch's profiler over N steady steps of rank 0; what its trace shows: kernels, idle time, synchronizations.
+"""`--profile N`: torch's profiler over N steady steps of rank 0, and what its trace shows.
 
-The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace event format), so it works
-with traces of every release and of other machines. Steps are the spans that `torch.profiler.profile.step` leaves. Of a run on
-the CPU there are no kernels: the trace has its operators. It could go if traces were read by other tools alone.
+The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace
+event format), so it works with traces of every release and of other machines. Steps are the spans
+that `torch.profiler.profile.step` leaves. Of a run on the CPU there are no kernels: the trace has
+its operators. It could go if traces were read by other tools alone.
 """
 
 from __future__ import annotations
@@ -34,17 +35,15 @@ TRACE: Final = "trace.json.gz"
 SUMMARY: Final = "summary.json"
 MOST_KERNELS: Final = 25
 WARM_UP = 2  # steps with the profiler on that are not recorded
-SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, buckets are built, caches are filled
+SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, caches are filled
 SHOWN = 8
 
 STEP_PREFIX = "ProfilerStep#"
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
-SYNCHRONIZING = frozenset(
-    f"{prefix}{name}"
-    for prefix in ("cuda", "hip")
-    for name in ("DeviceSynchronize", "StreamSynchronize", "Memcpy", "Memcpy2D", "MemcpyToSymbol", "MemcpyFromSymbol")
-) | {"cuCtxSynchronize", "cuStreamSynchronize"}
+_CALLS = ("DeviceSynchronize", "StreamSynchronize", "Memcpy", "Memcpy2D", "MemcpyToSymbol", "MemcpyFromSymbol")
+SYNCHRONIZING = {f"{prefix}{name}" for prefix in ("cuda", "hip") for name in _CALLS}
+SYNCHRONIZING |= {"cuCtxSynchronize", "cuStreamSynchronize"}
 EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
 
@@ -69,30 +68,25 @@ class KernelTime:
     name: str
     calls: int
     total_ms: float
-    share: float
-    """Fraction of the sum of all kernels' times."""
+    share: float  # of the sum of all kernels' times
 
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Sums over the profiled steps, from the start of the first to the end of the last on the host."""
+    """Sums over the profiled steps, from the first start to the last end on the host."""
 
     num_steps: int
-    step_ms: float
-    """Mean length of a step."""
-    idle_ms: float
-    """Mean time of a step in which no kernel runs, on any stream; on the CPU all of it."""
+    step_ms: float  # mean length of a step
+    idle_ms: float  # mean time of a step in which no kernel runs, on any stream; on the CPU all of it
     longest_gap_ms: float
-    kernels: tuple[KernelTime, ...]
-    """Those that take most of the time first."""
+    kernels: tuple[KernelTime, ...]  # those that take most of the time first
+    # Step as the profiler counts them -> call that waits for the device -> how often, on any
+    # thread.
     synchronizations: Mapping[int, Mapping[str, int]]
-    """Step as the profiler counts them -> call that waits for the device -> how often, on any thread."""
-    event_waits: int
-    """Waits for an event of the device, over all steps. A step's numbers are read so, once the next step is launched."""
+    event_waits: int  # over all steps; a step's numbers are read so, once the next one is launched
 
     @property
     def idle_share(self) -> float:
-        """Idle time over step time."""
         return self.idle_ms / self.step_ms
 
     @property
@@ -109,11 +103,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary:
-    """Sum up a trace. Raises ValueError: no step was profiled.
-
-    Args:
-        events: see `read_trace`; times in microseconds.
-    """
+    """Sum up the events of a trace, in microseconds. Raises ValueError: no step was profiled."""
     whole = [event for event in events if event.get("ph") == "X"]
     steps = {
         int(event["name"].removeprefix(STEP_PREFIX)): _span(event)
@@ -122,7 +112,8 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary:
     }
     if not steps:
         raise ValueError("the trace has no profiled step")
-    start, end = min(step.start for step in steps.values()), max(step.end for step in steps.values())
+    start = min(step.start for step in steps.values())
+    end = max(step.end for step in steps.values())
     on_device = [_span(event) for event in whole if event.get("cat") in ON_DEVICE]
     idle = gaps(on_device, start, end)
     calls = [_span(event) for event in whole if event.get("cat") in RUNTIME]
@@ -143,21 +134,22 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _table(spans: Sequence[Span]) -> tuple[KernelTime, ...]:
-    calls: Counter[str] = Counter(span.name for span in spans)
-    total: dict[str, float] = defaultdict(float)
+    lengths: dict[str, list[float]] = defaultdict(list)
     for span in spans:
-        total[span.name] += span.length
-    everything = sum(total.values())
-    found = [KernelTime(name, calls[name], total[name] / 1e3, total[name] / everything) for name in total]
+        lengths[span.name].append(span.length)
+    sums = {name: sum(own) for name, own in lengths.items()}
+    whole = sum(sums.values())
+    found = [KernelTime(name, len(lengths[name]), own / 1e3, own / whole) for name, own in sums.items()]
     return tuple(sorted(found, key=lambda kernel: (-kernel.total_ms, kernel.name)))
 
 
 def _per_step(calls: Sequence[Span], steps: Mapping[int, Span]) -> dict[int, dict[str, int]]:
     """Synchronizing calls by the step in which they began."""
-    return {
-        number: dict(Counter(c.name for c in calls if c.name in SYNCHRONIZING and step.start <= c.start < step.end))
-        for number, step in sorted(steps.items())
-    }
+    found = {}
+    for number, step in sorted(steps.items()):
+        within = (each.name for each in calls if step.start <= each.start < step.end)
+        found[number] = dict(Counter(name for name in within if name in SYNCHRONIZING))
+    return found
 
 
 def clipped(spans: Iterable[Span], start: float, end: float) -> Iterator[Span]:
@@ -169,7 +161,7 @@ def clipped(spans: Iterable[Span], start: float, end: float) -> Iterator[Span]:
 
 
 def gaps(spans: Iterable[Span], start: float, end: float) -> list[float]:
-    """Lengths of the times between `start` and `end` in which none of the spans runs, in order. Spans may overlap."""
+    """Lengths of the times between `start` and `end` in which no span runs, in order."""
     found, covered_to = [], start
     for span in sorted(clipped(spans, start, end), key=lambda each: each.start):
         if span.start > covered_to:
@@ -181,8 +173,8 @@ def gaps(spans: Iterable[Span], start: float, end: float) -> list[float]:
 
 
 class StepProfile(Extension):
-    """Records steps on rank 0 into the folder `profile` of the run's directory, where it replaces an earlier one, and sums them
-    up when the last one is recorded; then it is off."""
+    """Records steps on rank 0 into the folder `profile` of the run's directory, where it replaces
+    an earlier one, and sums them up when the last one is recorded; then it is off."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -199,7 +191,6 @@ class StepProfile(Extension):
         self._profiler.start()
 
     def step_launched(self, step: int) -> None:
-        """Tell the profiler that a step has passed."""
         if self._profiler is not None:
             self._profiler.step()
             if self._is_done:
@@ -224,8 +215,10 @@ class StepProfile(Extension):
             content = asdict(found)
             content["kernels"] = content["kernels"][:MOST_KERNELS]
             # `asdict` leaves the steps numbers, which JSON has no keys of.
-            content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
-            content |= {"profile_version": 1, "first_step": self._first_step, "num_kernels": len(found.kernels)}
+            by_step = found.synchronizations.items()
+            content["synchronizations"] = {str(step): dict(calls) for step, calls in by_step}
+            content |= {"profile_version": 1, "first_step": self._first_step}
+            content["num_kernels"] = len(found.kernels)
             write_json(self._folder / SUMMARY, content)
         self._is_done = True
         steps = counted(found.num_steps, "step")
@@ -235,5 +228,5 @@ class StepProfile(Extension):
             return
         text = "profile of %s in %s: %.1f ms a step, no kernel runs in %.0f %% of it; by kernel:"
         logger.info(text, steps, self._folder, found.step_ms, 100 * found.idle_share)
-        for kernel in found.kernels[:SHOWN]:
-            logger.info("  %5.1f %%  %6d calls  %s", 100 * kernel.share, kernel.calls, kernel.name[:90])
+        for each in found.kernels[:SHOWN]:
+            logger.info("  %5.1f %%  %6d calls  %s", 100 * each.share, each.calls, each.name[:90])

@@ -1,4 +1,4 @@
-"""Autoregressive generation, with the state carried from token to token; and samples of it at intervals during a run.
+"""Autoregressive generation with carried state; and samples at intervals during a run.
 
 It could go if text were only generated after a run.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,73 +34,51 @@ class GenerationError(Exception):
 
 @dataclass(frozen=True)
 class Draw:
-    """Sampling settings: `temperature` divides the scores (0: the most likely token), `top_k` samples from so many
-    tokens only (0: from all), and the same `seed`, weights and prompt give the same tokens."""
+    """Sampling settings: the same ones, with the same weights and prompt, give the same tokens."""
 
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # divides the scores; 0: the most likely token
+    top_k: int = 0  # samples from so many tokens only; 0: from all
     seed: int = 0
 
 
 def generate(
-    model: nn.Module,
-    prompt: Sequence[int],
+    model: nn.Module,  # implements `trainer.model.protocol`, in evaluation mode
+    prompt: Sequence[int],  # at least one id, starting with the one that begins a document
     *,
     draw: Draw,
     cell: int,
-    forbidden: Sequence[int] = (),
+    forbidden: Sequence[int] = (),  # ids besides `eod` that are never sampled
     eod: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[int]:
-    """Yield the token ids that follow `prompt`, up to the one that ends documents; without `eod`, without end.
-    Raises GenerationError: every allowed score is NaN or minus infinity.
+    """Yield the token ids that follow `prompt`, up to the one that ends documents; without `eod`,
+    without end. Raises GenerationError: every allowed score is NaN or minus infinity.
 
-    A model with state reads the prompt in cells of `cell` tokens, then each new token alone with the state carried over,
-    which equals one uncut forward pass. A model without state reads the last `cell` tokens, the length that it was trained
-    on, for each new one.
-
-    Args:
-        model: implements `trainer.model.protocol`, in evaluation mode.
-        prompt: at least one id, starting with the id that begins a document.
-        forbidden: ids other than `eod` that are never sampled, such as the one that begins documents.
+    A model with state reads the prompt in cells of `cell` tokens, then each new token alone with
+    the state carried over, which equals one uncut forward pass. A model without state reads the
+    last `cell` tokens, the length that it was trained on, for each new one.
     """
     generator = torch.Generator().manual_seed(draw.seed)  # not torch's own, which training uses
     forbidden = [id for id in forbidden if id != eod]
-    read = _reader(model, cell, torch.device(device))
-    fresh = list(prompt)
+    has_state = bool(getattr(model, "state_width", 0))
+    seen, state = list(prompt), None
     while True:
-        if (token := draw_token(read(fresh), draw, forbidden, generator)) == eod:
+        if not has_state:  # it is shown the last tokens again
+            seen = seen[-cell:]
+        for start in range(0, len(seen), cell):
+            tokens = torch.tensor([seen[start : start + cell]], device=device)
+            with torch.no_grad():
+                output: Any = model(tokens=tokens, state=state)
+            state = output.state
+        token = draw_token(output.logits[0, -1], draw, forbidden, generator)
+        if token == eod:
             return
         yield token
-        fresh = [token]
-
-
-def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequence[int]], Tensor]:
-    """A function that reads further tokens and returns the scores [V] of the next one."""
-    seen: list[int] = []
-    state: Tensor | None = None
-
-    @torch.no_grad()
-    def scores_of(tokens: Sequence[int]) -> Tensor:
-        nonlocal state
-        output: Any = model(tokens=torch.tensor([list(tokens)], device=device), state=state)
-        state, scores = output.state, output.logits[0, -1]
-        return scores  # type: ignore[no-any-return]
-
-    def read(tokens: Sequence[int]) -> Tensor:
-        if not getattr(model, "state_width", 0):  # it is shown the last tokens again
-            seen[:] = [*seen, *tokens][-cell:]
-            return scores_of(seen)
-        for start in range(0, len(tokens), cell):
-            scores = scores_of(tokens[start : start + cell])
-        return scores
-
-    return read
+        seen = [token] if has_state else [*seen, token]
 
 
 def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:
-    """Sample one id from scores [V]. Raises GenerationError: every allowed score is NaN or minus
-    infinity."""
+    """Sample one id from scores [V]. Raises GenerationError: no allowed score is finite."""
     allowed = scores.detach().to("cpu", torch.float64, copy=True)
     allowed[list(forbidden)] = -torch.inf  # never drawn, whatever the temperature
     if not torch.isfinite(allowed.max()):
@@ -116,11 +94,11 @@ def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: 
 
 
 class Samples(Extension):
-    """Generates a sample every `sample.every` steps and after the last one. Training is the same with and without it.
+    """Generates a sample every `sample.every` steps and after the last, beside training.
 
-    It has a generator of its own, puts torch's generators and the model's mode back, keeps no gradient, and does not run
-    the compiled model, whose shapes it would change. It runs the model itself on rank 0; of a model in shards every rank
-    generates the same.
+    It has a generator of its own, puts torch's generators and the model's mode back, keeps no
+    gradient, and does not run the compiled model, whose shapes it would change. It runs the model
+    itself on rank 0; of a model in shards every rank generates the same.
     """
 
     def __init__(self, run: Run) -> None:
@@ -128,12 +106,11 @@ class Samples(Extension):
         self._table, tokenizer = run.config.sample, run.plan.tokenizer
         self.boundary_every = self._table.every
         self._is_off = not run.strategy.runs_on(run.info.rank)  # no other rank is needed
-        self._draw = Draw(self._table.temperature, self._table.top_k, run.config.run.seed)
+        self._draw = Draw(seed=run.config.run.seed)
         self._prompt = prompt_ids(tokenizer, self._table.prompt, "sample.prompt")
         self._autocast = autocast_context(run.config, run.device)
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """Generate a sample if one is due, and send it to events.jsonl and the sinks."""
         if self._is_off or not (step % self._table.every == 0 or is_last):
             return
         event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text()}
@@ -160,7 +137,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._is_bytes = isinstance(tokenizer, BytesTokenizer)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._context = [*prompt][-LONGEST_CHARACTER:]  # already emitted; a tokenizer may join the next token to it
+        # Already emitted; a tokenizer may join the next token to it.
+        self._context = [*prompt][-LONGEST_CHARACTER:]
         self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
@@ -178,7 +156,7 @@ class TextStream:
         """The text still held back, with U+FFFD for incomplete characters."""
         if self._is_bytes:
             return self._decoder.decode(b"", final=True)
-        text, self._waiting = (self._new_text() if self._waiting else ""), []
+        text, self._waiting = self._new_text(), []
         return text
 
     def _new_text(self) -> str:

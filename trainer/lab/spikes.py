@@ -1,4 +1,4 @@
-"""Loss spikes: steps whose loss is far above that of the preceding steps, and the batches that every rank read in them.
+"""Loss spikes: steps whose loss is far above that of the preceding steps, and the batches of each.
 
 It could go if spikes were found in metrics.jsonl alone, without their batches.
 """
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DECAY = 0.98  # of the averages: they span about the last 50 steps
-WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and a run's loss first falls fast
-
-# A step's numbers are read after the next one is launched, the vote on them travels with the one after that, and is read later.
+WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and losses fall fast
+# A step's numbers are read after the next one is launched; the vote on them travels with the one
+# after that, and is read later.
 KEPT_STEPS = 4
 
 
@@ -42,18 +42,14 @@ class Spike(NamedTuple):
 class SpikeDetector:
     """Compares each loss with the exponential average and variance of the preceding ones.
 
-    A spike enters the averages clipped to `threshold` sigma above the mean, so that it does not mask the next one, while a
-    loss that stays high becomes the new baseline after some steps.
-
-    Args:
-        threshold: standard deviations above the mean that count as a spike.
+    A loss more than `threshold` sigma above the mean is a spike. It enters the averages clipped to
+    that, so that it does not mask the next one, while a loss that stays high becomes the new
+    baseline after some steps.
     """
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self._count = 0
-        self._mean = 0.0
-        self._variance = 0.0
+        self._count, self._mean, self._variance = 0, 0.0, 0.0
 
     def update(self, loss: float) -> Spike | None:
         """Add a finite loss; returns the spike if it is one."""
@@ -75,21 +71,18 @@ class SpikeDetector:
         return spike
 
     def state_dict(self) -> dict[str, float]:
-        """The averages, for a resumed run."""
         return {"count": self._count, "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
         self._count = int(state["count"])
-        self._mean = float(state["mean"])
-        self._variance = float(state["variance"])
+        self._mean, self._variance = float(state["mean"]), float(state["variance"])
 
 
 class LossSpikes(Extension):
     """Reports loss spikes with the batches of all ranks (`train.spike_sigma`).
 
-    The loss is the same on all ranks and so is what they find, but looking for it may fail on one of them: whether the ranks
-    exchange their batches is decided by a vote in the next step's reduction.
+    The loss is the same on all ranks and so is what they find, but looking for it may fail on one
+    of them: the ranks decide by a vote in the next step's reduction to exchange their batches.
     """
 
     metric_keys = ("loss_spike",)
@@ -97,19 +90,20 @@ class LossSpikes(Extension):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._detector = SpikeDetector(run.config.train.spike_sigma)
-        self._found: list[tuple[int, Spike, float]] = []  # with step and gradient norm, not reported yet
-        self._recent: dict[int, Sequence[object]] = {}  # step -> what identifies this rank's micro-batches
+        self._found: list[tuple[int, Spike, float]] = []  # with step and gradient norm
+        self._recent: dict[int, Sequence[object]] = {}  # step -> this rank's micro-batches
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """Remember the step's batches, and the spike if its loss is one."""
         step, spike = taken.step, None
         if outcome.is_finite and outcome.tokens:
-            self._recent = {at: metas for at, metas in self._recent.items() if at > step - KEPT_STEPS}
+            oldest = step - KEPT_STEPS
+            self._recent = {at: metas for at, metas in self._recent.items() if at > oldest}
             self._recent[step] = [micro.located for micro in taken.window]
             spike = self._detector.update(outcome.loss)
             if spike is not None:
                 self._found.append((step, spike, outcome.grad_norm))
-                self.run.extensions.asks = True  # the batches of other ranks are in their memory alone
+                self.run.extensions.asks = True  # other ranks' batches are in their memory alone
         self.run.record("loss_spike", float(spike is not None))
 
     def to_exchange(self) -> tuple[list[tuple[int, Spike, float]], dict[int, Sequence[str]]]:
@@ -119,19 +113,21 @@ class LossSpikes(Extension):
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """Write the spikes that any rank has found, with the batches of all."""
-        for step, spike, grad_norm in sorted({found for spikes, _ in filter(None, by_rank) for found in spikes}):
-            text = f"{spike.loss:.4f}, {spike.num_sigma:.1f} standard deviations above its average of {spike.mean:.4f}"
+        every = {found for spikes, _ in filter(None, by_rank) for found in spikes}
+        for step, spike, grad_norm in sorted(every):
+            text = f"{spike.loss:.4f}, {spike.num_sigma:.1f} standard deviations above its average"
+            text += f" of {spike.mean:.4f}"
             logger.warning("step %d: loss spike: %s", step, text)
+            run_dir = self.run.run_dir
             if self.run.info.is_main:
-                alert(self.run.config, self.run.run_dir.path, "spike", reason=text, step=step)
-            values = {**spike._asdict(), "grad_norm": grad_norm, "replay": self.run.run_dir.replay_command(step)}
+                alert(self.run.config, run_dir.path, "spike", reason=text, step=step)
+            event = {"event": "loss_spike", "global_step": step, **spike._asdict()}
+            event |= {"grad_norm": grad_norm, "replay": run_dir.replay_command(step)}
             batches = [rank and rank[1].get(step) for rank in by_rank]
-            self.run.event({"event": "loss_spike", "global_step": step, **values, "batches": batches})
+            self.run.event({**event, "batches": batches})
 
     def state_dict(self) -> dict[str, Any]:
-        """The detector's averages."""
         return self._detector.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved averages."""
         self._detector.load_state_dict(state)

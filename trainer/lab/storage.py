@@ -1,8 +1,8 @@
-"""Files of a store that an fsspec URL names (`s3://bucket/prefix`): what the trainer needs of one, behind one kind of error.
+"""Files of a store that an fsspec URL names (`s3://bucket/prefix`), with one kind of error.
 
-Credentials and endpoints are those that the backend reads from its own environment and files (AWS_ENDPOINT_URL,
-AWS_ACCESS_KEY_ID, ~/.aws for s3): none stand in a config, which is copied into every run and checkpoint.
-It goes with `trainer.lab.remote` and `trainer.lab.stored`.
+Credentials and endpoints are those that the backend reads from its own environment and files
+(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ~/.aws for s3): none stand in a config, which is copied into
+every run and checkpoint. It goes with `trainer.lab.remote` and `trainer.lab.stored`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 from trainer.errors import UserError
 
-# Stores that have keys, not directories: nothing is to be made before a file, and nothing is left after it.
+# Stores that have keys, not directories: nothing is to be made before a file, and none is left.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
 READ_BYTES = 16_000_000  # of a file that is hashed, per request
-# Of an upload to S3: s3fs itself would hold ten parts of 50 MB, and say nothing before one of them has arrived.
+# s3fs itself would hold ten parts of 50 MB, and say nothing before one of them has arrived.
 S3_PART_BYTES, S3_PARTS_AT_ONCE, S3_MOST_PARTS = 8 * 2**20, 8, 10_000
 # What backends call the thing that changes with an object's content, the best first.
 VERSIONS = ("ETag", "etag", "md5Hash", "content_hash", "LastModified", "last_modified", "updated", "mtime", "created")
@@ -40,26 +40,22 @@ class StoredFile:
     """A file as a listing shows it."""
 
     size: int
-    version: str
-    """Changes with the content: an ETag, or a time."""
+    version: str  # changes with the content: an ETag, or a time
 
 
 class Storage:
-    """The files below a URL. Names are relative to it, with `/` between their parts. Raises UserError: the
-    URL has a password, its protocol is unknown, or a package is missing.
+    """The files below a URL that fsspec knows. Names are relative to it, with `/` between their
+    parts. Raises UserError: the URL has a password, its protocol is unknown, or a package is
+    missing.
 
-    Every method raises StorageError if the store does not do what it is asked, MissingError if there is no such file or bucket.
-
-    Args:
-        url: any that fsspec knows.
-        key: config key or option that the URL comes from.
+    Every method raises StorageError if the store fails, MissingError if it lacks the file. `key`:
+    the config key or option that the URL comes from.
     """
 
     def __init__(self, url: str, *, key: str) -> None:
         protocol, _, rest = url.partition("://")
         self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
-        self._is_object_store = protocol in OBJECT_STORES
-        self._is_s3 = protocol in ("s3", "s3a")
+        self._is_object_store, self._is_s3 = protocol in OBJECT_STORES, protocol in ("s3", "s3a")
         fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
         try:
             if urlsplit(url).password is not None:
@@ -68,49 +64,44 @@ class Storage:
             if not rest or (self._is_object_store and not rest.strip("/")):
                 raise ValueError("it names no bucket or directory")
             core = importlib.import_module("fsspec.core")
-            # A cached listing would show what this process itself has seen, not what the store has.
+            # A cached listing would show what this process itself has seen, not what is there.
             self._fs, root = core.url_to_fs(self.url, use_listings_cache=False)
         except Exception as error:  # noqa: BLE001 - backends raise anything
             if isinstance(error, ImportError):
                 fix = "run: pip install fsspec s3fs, or the package that is named"
-            raise UserError(key, f"{self.url} cannot be used as a store: {reason_of(error)}", fix) from None
+            problem = f"{self.url} cannot be used as a store: {reason_of(error)}"
+            raise UserError(key, problem, fix) from None
         self._root = str(root).rstrip("/")
 
     def files(self, directory: str = "") -> dict[str, StoredFile]:
-        """Every file at any depth below a directory, by its name relative to that; none if there is no such directory."""
-        with self._translating(directory):
-            self._fs.invalidate_cache()
-            return _below(self._path(directory), self._fs.find(self._path(directory), detail=True))
+        """Every file at any depth below a directory, by its name relative to that; maybe none."""
+        path = self._path(directory)
+        with self._translating(directory, fresh=True):
+            return _below(path, self._fs.find(path, detail=True))
 
     def match(self, pattern: str) -> dict[str, StoredFile]:
-        """The files that a glob matches."""
-        with self._translating(pattern):
-            self._fs.invalidate_cache()
+        with self._translating(pattern, fresh=True):
             return _below(self._root, self._fs.glob(self._path(pattern), detail=True))
 
     def info(self, name: str) -> StoredFile:
-        """One file."""
-        with self._translating(name):
-            self._fs.invalidate_cache()
-            found: dict[str, Any] = self._fs.info(self._path(name))  # another process may have written
+        with self._translating(name, fresh=True):
+            found: dict[str, Any] = self._fs.info(self._path(name))
         if found.get("type") == "directory":
             raise MissingError(f"{self.url}/{name}: is a directory")
         return _stored(found)
 
     def read(self, name: str) -> bytes:
-        """The content of a small file."""
         with self._translating(name):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file."""
         with self._translating(name):
             self._make_parent(name)
             self._fs.pipe_file(self._path(name), content)
 
     def put(self, local: Path, name: str, *, report: Callable[[int], None] = lambda sent: None) -> None:
         """Upload a file; `report` gets the size of each piece, if the backend says."""
-        sent = 0
+        sent, cut = 0, {}
 
         def hook(size: int | None, value: int, **_: Any) -> None:
             nonlocal sent
@@ -118,28 +109,24 @@ class Storage:
             sent = value
 
         with self._translating(name):
+            if self._is_s3:  # other backends cut as they like
+                part = max(S3_PART_BYTES, -(-local.stat().st_size // S3_MOST_PARTS))
+                cut = {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
             self._make_parent(name)
             callback = importlib.import_module("fsspec.callbacks").Callback(hooks={"report": hook})
-            self._fs.put_file(str(local), self._path(name), callback=callback, **self._in_parts(local))
-
-    def _in_parts(self, local: Path) -> dict[str, int]:
-        """Options of an upload: how it is cut."""
-        if not self._is_s3:
-            return {}  # other backends cut as they like
-        part = max(S3_PART_BYTES, -(-local.stat().st_size // S3_MOST_PARTS))
-        return {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
+            self._fs.put_file(str(local), self._path(name), callback=callback, **cut)
 
     def get(self, name: str, local: Path) -> None:
-        """Download a file; what is there of a download that failed is up to the caller."""
+        """Download a file; what a download that fails leaves is up to the caller."""
         with self._translating(name):
             self._fs.get_file(self._path(name), str(local))
 
     def sha256(self, name: str, size: int, *, report: Callable[[int], None] = lambda read: None) -> str:
-        """The hash of the first `size` bytes of a file, read back from the store; `report` gets the size of each piece."""
-        digest = hashlib.sha256()
+        """The hash of the first `size` bytes, read back; `report` gets the size of each piece."""
+        digest, path = hashlib.sha256(), self._path(name)
         for start in range(0, size, READ_BYTES):
             with self._translating(name):
-                piece = bytes(self._fs.cat_file(self._path(name), start=start, end=min(start + READ_BYTES, size)))
+                piece = bytes(self._fs.cat_file(path, start=start, end=min(start + READ_BYTES, size)))
             digest.update(piece)
             report(len(piece))
         return digest.hexdigest()
@@ -151,23 +138,25 @@ class Storage:
                 self._fs.rm_file(self._path(name))
 
     def remove_directory(self, directory: str) -> None:
-        """Delete the directory that is left when its files are deleted, where the store has directories."""
+        """Delete an empty directory, where the store has directories."""
         if not self._is_object_store:
             with suppress(StorageError), self._translating(directory):
                 self._fs.rmdir(self._path(directory))
 
     def abort_uploads(self) -> int:
-        """Abort the multipart uploads below the URL that nobody has finished; returns how many there were.
+        """Abort unfinished multipart uploads below the URL; returns how many there were.
 
-        S3 shows them in no listing and charges for them. Other stores have none, or end them on their own.
+        S3 lists them nowhere and charges for them; other stores have none, or end them.
         """
         if not hasattr(self._fs, "list_multipart_uploads"):
             return 0
         bucket, _, prefix = self._root.partition("/")
         with self._translating(""):
-            found = [each for each in self._fs.list_multipart_uploads(bucket) if each["Key"].startswith(f"{prefix}/")]
+            every = self._fs.list_multipart_uploads(bucket)
+            found = [each for each in every if each["Key"].startswith(f"{prefix}/")]
             for each in found:
-                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+                what = {"Key": each["Key"], "UploadId": each["UploadId"]}
+                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, **what)
         return len(found)
 
     def _path(self, name: str) -> str:
@@ -179,24 +168,30 @@ class Storage:
             self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     @contextmanager
-    def _translating(self, name: str) -> Iterator[None]:
+    def _translating(self, name: str, *, fresh: bool = False) -> Iterator[None]:
+        """Make one kind of error of whatever a backend raises; `fresh`: others may have written."""
         try:
+            if fresh:
+                self._fs.invalidate_cache()
             yield
-        except Exception as error:  # noqa: BLE001 - backends raise anything: botocore's errors, aiohttp's, OSError
+        except Exception as error:  # noqa: BLE001 - botocore's errors, aiohttp's, OSError
             kind = MissingError if isinstance(error, FileNotFoundError) else StorageError
             raise kind(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
 
 
 def reason_of(error: Exception) -> str:
     """An error of a backend in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _below(path: str, found: dict[str, dict[str, Any]]) -> dict[str, StoredFile]:
     """The files below a path, by their names relative to it."""
-    files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
-    return {name.removeprefix(f"{path}/"): _stored(info) for name, info in files.items() if name.startswith(f"{path}/")}
+    files = {}
+    for name, info in sorted(found.items()):
+        if info.get("type") != "directory" and name.startswith(f"{path}/"):
+            files[name.removeprefix(f"{path}/")] = _stored(info)
+    return files
 
 
 def _stored(info: dict[str, Any]) -> StoredFile:

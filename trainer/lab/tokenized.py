@@ -1,11 +1,12 @@
-"""Tokenizes files of text into indexed token files with many processes: the same bytes whatever their number.
+"""Tokenizes text into indexed token files with many processes: always the same bytes.
 
 `train data tokenize` does so, and a run does it once for all of its ranks, into the cache.
 
-A file is cut into spans, each tokenized by some process into a part of its own below `.parts`. When all parts of a file are
-there, they are put together in order as `NAME.bin` and `NAME.idx` (`load_megatron`), and removed. What exists is whole, since
-every file is renamed into place; so a second call leaves out what a first one has finished.
-It could go if data were tokenized before a run.
+A file is cut into spans, each tokenized by some process into a part of its own below `.parts`. When
+all parts of a file are there, they are put together in order as `NAME.bin` and `NAME.idx`
+(`load_megatron`), and removed. What exists is whole, since every file is renamed into place; so a
+second call leaves out what a first one has finished. It could go if data were tokenized before a
+run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ from trainer.arrays import Ints
 from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, Span, damaged
 from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream
+from trainer.data.text_formats import row_group_bytes
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file, write_json
@@ -48,13 +51,38 @@ if TYPE_CHECKING:  # what starts each of the processes imports little
 
 logger = get_logger(__name__)
 SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
+LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it is read
 PARTS = ".parts"
 DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 
 
+def _text_spans(path: Path, size: int) -> list[Span]:
+    return [(0, path.stat().st_size)]  # documents may be as long as the file
+
+
+def _jsonl_spans(path: Path, size: int) -> list[Span]:
+    total = path.stat().st_size
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _parquet_spans(path: Path, size: int) -> list[Span]:
+    groups = row_group_bytes(path)
+    cuts, held = [0], 0
+    for group, num_bytes in enumerate(groups):
+        held += num_bytes
+        if held >= size:
+            cuts.append(group + 1)
+            held = 0
+    return list(pairwise(dict.fromkeys([*cuts, len(groups)])))
+
+
+# By format: the parts of a file, of about so many bytes, that can be tokenized apart.
+SPANS = {"text": _text_spans, "jsonl": _jsonl_spans, "parquet": _parquet_spans}
+
+
 @dataclass(frozen=True)
 class TextFile:
-    """A file to tokenize, cut into spans, and the `.bin` to write, below `out`; its index is written last."""
+    """A file to tokenize, cut into spans, and the `.bin` to write; its index is last."""
 
     path: str
     format: str
@@ -63,22 +91,19 @@ class TextFile:
 
     @classmethod
     def cut(cls, path: str, format: str, target: Path, span_bytes: int = SPAN_BYTES) -> TextFile:
-        """A file, cut into spans. Raises UserError: its format cannot be tokenized, or it is
-        damaged."""
+        """A file, cut into spans. Raises UserError: it is damaged, or of no such format."""
         name = format_name(Path(path), format)
-        cutters = {key: each.spans for key, each in FORMATS.items() if each.spans is not None}
-        if name not in cutters:
+        if name not in SPANS:
             problem = f"is of the format {name}, which cannot be tokenized"
-            raise UserError(path, problem, f"name files of {listed(list(cutters))}")
-        return cls(path, name, target, cutters[name](Path(path), span_bytes))
+            raise UserError(path, problem, f"name files of {listed(list(SPANS))}")
+        return cls(path, name, target, SPANS[name](Path(path), span_bytes))
 
     @property
     def is_done(self) -> bool:
-        """Whether its tokens are there."""
         return self.target.with_suffix(".idx").is_file()
 
     def part(self, out: Path, number: int) -> Path:
-        """Tokens of a span; the lengths of its documents are beside it."""
+        """Tokens of a span; the lengths of its documents are in a `.npy` of the same name."""
         name = hashlib.sha256(str(self.target.relative_to(out)).encode()).hexdigest()[:16]
         return out / PARTS / f"{name}_{number:06d}.bin"
 
@@ -92,11 +117,10 @@ def tokenize_files(
     column: str | None,
     workers: int,
     text_eod: int | None = None,
-    report: Report = silent,
+    report: Report = silent,  # gets (megabytes done, of, file)
 ) -> None:
-    """Write the tokens of the files that have none yet, in a pool of processes; `report` gets
-    (megabytes done, of, file). Raises UserError: a file is damaged, or holds no text. What was
-    finished stays."""
+    """Write the tokens of the files that have none yet, in a pool of processes. Raises UserError: a
+    file is damaged, or holds no text. What was finished stays."""
     vocab_size = load_tokenizer(tokenizer).vocab_size
     dtype = next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
     (out / PARTS).mkdir(parents=True, exist_ok=True)
@@ -124,7 +148,7 @@ def tokenize_files(
                 report(done // 1_000_000, total // 1_000_000, file.path)
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():  # what they are at is not worth waiting for
+            for process in multiprocessing.active_children():  # their work is not worth waiting for
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
                 problem = "a process ended in the middle of its work, perhaps killed for want of memory"
@@ -150,6 +174,7 @@ def _join(file: TextFile, out: Path, dtype: np.dtype[Any]) -> None:
         part.with_suffix(".npy").unlink()
 
 
+# Of a process of the pool.
 _options: ReadOptions
 _written_as: np.dtype[Any]
 
@@ -167,7 +192,7 @@ def _begin(tokenizer: str, text_split: Any, column: str | None, dtype: str, text
 
 
 def _end_with_parent() -> None:
-    """End when the first process is gone, which may be killed without a word: another call would write the same files."""
+    """End when the first process was killed: another call would write the same files."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -175,7 +200,7 @@ def _end_with_parent() -> None:
 
 
 def _tokenize_span(path: str, format: str, span: Span, part: Path) -> None:
-    """Write a span's tokens, and beside them the lengths of its documents, unless they are there."""
+    """Write a span's tokens and its documents' lengths, unless they are there."""
     lengths_file = part.with_suffix(".npy")
     if lengths_file.is_file():
         return
@@ -186,14 +211,10 @@ def _tokenize_span(path: str, format: str, span: Span, part: Path) -> None:
         for piece in pieces(Path(path), _options, span):
             lengths.append(len(piece))
             file.write(piece.astype(_written_as).tobytes())
-    # Not saved to the file itself: numpy writes past Python, and says nothing of a disk that is full.
+    # Not saved to the file itself: numpy writes past Python, and says nothing of a full disk.
     content = io.BytesIO()
     np.save(content, np.array(lengths, dtype=np.int64))
     write_file(lengths_file, content.getvalue(), sync=False)
-
-
-LEAST_BYTES = 4_000_000
-"""Less text than this, two seconds of work, is tokenized where it is read."""
 
 
 class Stopped(Exception):
@@ -201,78 +222,76 @@ class Stopped(Exception):
 
 
 def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan:
-    """The plan, with the tokens of its text in files that are mapped. Raises Stopped: a stop was asked for.
+    """The plan, with the tokens of its text in mapped files. Raises Stopped.
 
-    Where that is not possible (a full disk, a damaged file), every rank tokenizes what it reads, and says what is wrong.
+    Where that fails (a full disk), every rank tokenizes what it reads, with a warning.
     """
     if multiprocessing.current_process().daemon:  # which may start no processes
         return plan  # it reads the text itself
-    make = partial(_tokenized, plan, info, is_stopped)
-    return replace(plan, sources=[*map(make, plan.sources)], eval_sources=[*map(make, plan.eval_sources)])
+
+    def made(sources: Sequence[Source]) -> list[Source]:
+        return [_tokenized(plan, info, is_stopped, source) for source in sources]
+
+    return replace(plan, sources=made(plan.sources), eval_sources=made(plan.eval_sources))
 
 
 def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], source: Source) -> Source:
-    streams = [] if source.is_off else [each for each in source.streams if _is_text(each, source.table)]
+    streams: list[Stream] = []
+    if not source.is_off:
+        streams = [each for each in source.streams if _is_text(each, source.table)]
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:  # not worth a process
         return source
-    data = plan.config.data
-    try:
-        cache = Cache(data.cache_dir, data.cache_gb)
-    except UserError as error:
-        return _not_once(source, error)
-    key = _key(streams, source, Path(data.tokenizer), data.eod)
-    place = cache.directory / key
-    what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
 
     def look(report: Report, done: int, total: int, path: str) -> None:
         if is_stopped():
             raise Stopped
         report(done, total, path)
 
-    def make() -> None:
-        logger.info("%s", what)
-        with cache.alone():
-            place.mkdir(exist_ok=True)
-            write_json(place / "plan.json", {"url": f"the tokens of source {source.name}", "bytes": size})
-            cache.make_room(f"source {source.name}", size, size, place)
-        with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
-            tokenize_files(
-                [
-                    TextFile.cut(stream.path, source.table.format, place / "files" / f"{number:06d}.bin")
-                    for number, stream in enumerate(streams)
-                ],
-                place / "files",
-                tokenizer=data.tokenizer,
-                text_split=source.table.text_split,
-                column=source.table.column,
-                workers=len(os.sched_getaffinity(0)),
-                text_eod=data.eod,
-                report=partial(look, report),
-            )
-        write_json(place / ENTRY, {"url": f"the tokens of source {source.name}", "files": len(streams)})
-
+    data = plan.config.data
     try:
+        cache = Cache(data.cache_dir)
+        key = _key(streams, source, Path(data.tokenizer), data.eod)
+        place, files = cache.directory / key, cache.directory / key / "files"
+        what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
+        about = {"url": f"the tokens of source {source.name}"}
+
+        def make() -> None:
+            logger.info("%s", what)
+            with cache.alone():
+                place.mkdir(exist_ok=True)
+                write_json(place / "plan.json", {**about, "bytes": size})
+                cache.make_room(f"source {source.name}", size, size, place)
+            names = [files / f"{number:06d}.bin" for number in range(len(streams))]
+            paths = zip(streams, names, strict=True)
+            with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
+                tokenize_files(
+                    [TextFile.cut(stream.path, source.table.format, name) for stream, name in paths],
+                    files,
+                    tokenizer=data.tokenizer,
+                    text_split=source.table.text_split,
+                    column=source.table.column,
+                    workers=len(os.sched_getaffinity(0)),
+                    text_eod=data.eod,
+                    report=partial(look, report),
+                )
+            write_json(place / ENTRY, {**about, "files": len(streams)})
+
         held = cache.hold(
             key,
-            place / "files",
+            files,
             is_whole=(place / ENTRY).is_file,
             make=make,
             waiting=f"waiting for another process that is {what}",
             is_first=info.local_rank == 0,
-            on_wait=lambda: look(lambda *_: None, 0, 0, ""),
+            on_wait=lambda: look(silent, 0, 0, ""),
         )
     except UserError as error:
-        return _not_once(source, error)
-    tokens = {stream.path: str(held.directory / f"{index:06d}.bin") for index, stream in enumerate(streams)}
-    return replace(
-        source, streams=[replace(stream, tokens=tokens.get(stream.path, "")) for stream in source.streams], tokens=held
-    )
-
-
-def _not_once(source: Source, error: UserError) -> Source:
-    logger.warning("source %s: every rank tokenizes its text itself: %s", source.name, error.message)
-    return source
+        logger.warning("source %s: every rank tokenizes its text itself: %s", source.name, error.message)
+        return source
+    tokens = {each.path: str(held.directory / f"{i:06d}.bin") for i, each in enumerate(streams)}
+    mapped = [replace(each, tokens=tokens.get(each.path, "")) for each in source.streams]
+    return replace(source, streams=mapped, tokens=held)
 
 
 def _is_text(stream: Stream, table: SourceTable) -> bool:
@@ -284,22 +303,25 @@ def _is_text(stream: Stream, table: SourceTable) -> bool:
 
 def _key(streams: Sequence[Stream], source: Source, tokenizer: Path, eod: int | None) -> str:
     """The key of the tokens of these files: another one for files that changed."""
-    files = [
-        (os.path.abspath(each.path), os.stat(each.path).st_size, os.stat(each.path).st_mtime_ns) for each in streams
-    ]
+    found = [(os.path.abspath(each.path), os.stat(each.path)) for each in streams]
+    files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in found]
     table = source.table
-    how = ["tokens", table.format, table.text_split, table.column, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
-    how += [] if eod is None else [str(eod)]
-    return hashlib.sha256(json.dumps([how, files]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    how = ["tokens", table.format, table.text_split, table.column, digest]
+    if eod is not None:
+        how.append(str(eod))
+    text = json.dumps([how, files])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
-    """Write the index of a `.bin` whose documents, of these lengths, follow each other, one sequence each."""
+    """Write the index of a `.bin` of documents of these lengths, one sequence each."""
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     longest = int(lengths.max(initial=0))
     if longest >= 1 << 31:
         raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
-    tables = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
+    documents = np.arange(len(lengths) + 1, dtype="<i8")
+    tables = (lengths.astype("<i4"), pointers.astype("<i8"), documents)
     write_file(path, header + b"".join(table.tobytes() for table in tables))

@@ -1,4 +1,4 @@
-"""`Transformer`: a plain causal Transformer, the baseline without a state that a recurrent model is compared with.
+"""`Transformer`: a plain causal Transformer, the baseline without a state.
 
 It could go if the comparison were made with another trainer.
 """
@@ -23,8 +23,8 @@ Mask = Tensor | BlockMask | None
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions (Su et al. 2021, arXiv 2104.09864) and grouped heads (Ainslie et al. 2023,
-    arXiv 2305.13245)."""
+    """Causal attention with rotary positions (Su et al. 2021, arXiv 2104.09864) and grouped heads
+    (Ainslie et al. 2023, arXiv 2305.13245)."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -33,13 +33,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        """Draw all parameters from torch's generator; `residual_scale` scales the output."""
         init_matrix(self.inputs.weight)
         init_matrix(self.out.weight, residual_scale)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """Mix x [B, T, D]. `mask` tells which keys a query sees (bool: broadcast to [B, 1, T, T]); None: causal."""
-        inputs = self.inputs(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, each head, T, head_dim]
+        """Mix x [B, T, D]. `mask`: the keys that a query sees, bool [B, 1, T, T]; None: causal."""
+        # [B, each head, T, head_dim]
+        inputs = self.inputs(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         turned, values = inputs.tensor_split((self.heads + self.kv_heads,), dim=1)
         queries, keys = rotate(turned, *rotation).tensor_split((self.heads,), dim=1)  # both in one call
         values = values.contiguous()  # else the backward would keep the whole projection for them
@@ -70,12 +71,8 @@ class TransformerBlock(ResidualBlock):
 class Transformer(LanguageModel):
     """A causal language model without state: a row sees nothing before its first token.
 
-    Its context is thus `data.seq_len` tokens. Positions are relative and begin anew with each row; with `resets`, documents
-    that share a row do not see each other, and the outputs are those of the documents run apart.
-
-    Args:
-        heads, kv_heads: heads of the queries, and of keys and values, which divide them; `dim` is a multiple of 2 * `heads`.
-        sizes: of `LanguageModel`.
+    Its context is thus `data.seq_len` tokens. Positions are relative and begin anew with each row;
+    with `resets`, documents that share a row do not see each other.
     """
 
     state_width = 0
@@ -85,17 +82,13 @@ class Transformer(LanguageModel):
         self.head_dim, self.kv_dim = self.dim // heads, self.dim // heads * kv_heads
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Predict from tokens [B, T].
-
-        Args:
-            state: None; there is none.
-            resets: bool [B, T], True at the first token of each document in a row.
-        """
+        """Predict from tokens [B, T], without a state; `resets`: bool [B, T], begins of documents."""
         x = self.embedding(tokens)  # [B, T, D]
         rotation = rotations(tokens.shape[1], self.head_dim, x)
         mask: Mask = None
         if resets is not None:
-            is_large = tokens.shape[1] >= 128 and self.head_dim >= 16  # a block; the fewest that flex attention takes
+            # A block; the narrowest head that flex attention takes.
+            is_large = tokens.shape[1] >= 128 and self.head_dim >= 16
             # Evaluations run uncompiled, where flex attention would hold all scores.
             mask = document_mask(resets, in_blocks=self.training and is_large and has_kernel(x))
         for block in self.blocks:
@@ -103,13 +96,16 @@ class Transformer(LanguageModel):
         return ModelOutput(logits=self.head(self.norm(x)), state=None)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token: 6 per weight of a matrix product, and 12 * `seq_len` * `dim` per layer.
+        """Floating-point operations per trained token: 6 per weight of a matrix product, and 12 *
+        `seq_len` * `dim` per layer.
 
-        The second is attention's two products over the whole row, forward and backward, as Chowdhery et al. 2022 (PaLM,
-        appendix B) count them: the half that the mask makes superfluous is included.
+        The second is attention's two products over the whole row, forward and backward, as
+        Chowdhery et al. 2022 (PaLM, appendix B) count them: the half that the mask makes
+        superfluous is included.
         """
         mixing = 2 * self.dim**2 + 2 * self.dim * self.kv_dim
-        weights = self.num_layers * (mixing + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
+        per_layer = mixing + 3 * self.dim * self.hidden
+        weights = self.num_layers * per_layer + self.dim * self.vocab_size
         return 6.0 * weights + 12.0 * self.num_layers * seq_len * self.dim
 
 
@@ -119,7 +115,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 def document_mask(resets: Tensor, *, in_blocks: bool) -> Mask:
-    """The keys that each query sees, for `resets` [B, T]: bool [B, 1, T, T], or `in_blocks`, so that empty ones are skipped."""
+    """The keys that each query sees: bool [B, 1, T, T], or `in_blocks` to skip empty ones."""
     document = resets.cumsum(1)  # [B, T]
     if not in_blocks:
         return (document[:, None, :, None] == document[:, None, None, :]).tril()
@@ -138,15 +134,16 @@ def compiled_attention() -> Any:
 
 
 def rotations(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles of positions [0, length), [length, head_dim / 2] each."""
+    """Cosines and sines of the rotary angles, [length, head_dim / 2] each."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim)
+    exponents = -torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim
+    frequencies = ROTARY_BASE**exponents
     angles = torch.arange(length, dtype=dtype, device=like.device)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of x [B, heads, T, head_dim] by their angles; in x's type."""
+    """Rotate the pairs (i, i + head_dim / 2) of x [B, heads, T, head_dim]; in x's type."""
     one, other = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1).to(x.dtype)
 
@@ -156,23 +153,17 @@ def build(
     dim: int,
     num_layers: int,
     *,
-    heads: int = 0,
-    kv_heads: int = 0,
-    mlp_ratio: float = 2.0,
-    tie_embeddings: bool = False,
+    heads: int = 0,  # of the queries; 0: one per 64 of `dim`, at least one
+    kv_heads: int = 0,  # of keys and values; 0: as many as `heads`
+    mlp_ratio: float = 2.0,  # width of the gated MLP over `dim`
+    tie_embeddings: bool = False,  # share one weight between embedding and output layer
 ) -> Transformer:
-    """Build a `Transformer` with parameters drawn from torch's global generator. Raises UserError: sizes that
-    do not divide each other.
-
-    Args:
-        heads: of the queries; 0: one per 64 of `dim`, at least one.
-        kv_heads: of keys and values; 0: as many as `heads`.
-        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
-        tie_embeddings: share one weight between the embedding and the output layer.
-    """
+    """Build a `Transformer` with parameters drawn from torch's global generator. Raises UserError:
+    sizes that do not divide each other."""
     heads = heads or max(dim // 64, 1)
     kv_heads = kv_heads or heads
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads, kv_heads))
     if dim // heads % 2:
-        raise UserError("model.dim", f"gives {heads} heads an odd width of {dim // heads}", "choose another size")
+        problem = f"gives {heads} heads an odd width of {dim // heads}"
+        raise UserError("model.dim", problem, "choose another size")
     return Transformer(heads=heads, kv_heads=kv_heads, **sizes)

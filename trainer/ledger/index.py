@@ -5,7 +5,7 @@
 | `none` | nothing |
 | `full` | everything, every `wipe_every` steps |
 | `lru` | the least recently stored groups, when more than `capacity` are live |
-| `periodic_stale` | every `sweep_every` steps, the groups with `last_step < step - stale_threshold` |
+| `periodic_stale` | every `wipe_every` steps, the groups with `last_step < step - stale_threshold` |
 
 Host memory only: groups, slots and steps are integers here, and nothing knows about states.
 """
@@ -30,79 +30,68 @@ EVICTION_MODES: tuple[EvictionMode, ...] = get_args(EvictionMode)
 Evicted = tuple[EvictionMode, int]
 """How a group was evicted, and at which step."""
 
-# Stands for the last step of slots that must not be evicted; -1 is a free slot.
-PINNED = -2
-# Slots whose order is found at once: a sort of all slots for each store would take longer than the store.
-QUEUED = 4096
+PINNED = -2  # the last step of slots that must not be evicted; -1 is a free slot
+QUEUED = 4096  # slots ordered at a time: sorting all for each store would take longer than the store
 FALSE_EVICTION_KEYS = {mode: f"ledger/false_evictions/{mode}" for mode in EVICTION_MODES}
 _EMPTY: Ints = np.empty(0, np.int64)
 
 
 class GroupIndex:
-    """Group -> slot, for the groups that one rank holds.
+    """Group -> slot, for the groups that one rank holds; `capacity` as a slot stands for none.
 
-    Args:
-        options: `capacity` is the number of slots, and as a slot stands for none; `wipe_mode` decides what happens when they
-            run out.
-        counts: evictions and false evictions are added here, by metric key.
+    Evictions and false evictions are added to `counts`, by metric key.
     """
 
     def __init__(self, options: LedgerOptions, counts: dict[str, int]) -> None:
         self.capacity = capacity = options.capacity
         self.num_live = 0
-        # Groups evicted recently that have not come back, oldest first: of more than `capacity` the oldest are forgotten.
+        # Groups that have not come back since, oldest first; beyond `capacity` they are forgotten.
         self.evicted: OrderedDict[int, Evicted] = OrderedDict()
-        self.last_step: Ints = np.full(capacity, -1, np.int64)
-        """Per slot, the step of the last store; -1 if free."""
+        self.last_step: Ints = np.full(capacity, -1, np.int64)  # of the last store, by slot
         self.group_of: Ints = np.full(capacity, -1, np.int64)
+        # Groups waiting to be read: no sweep evicts them until they are stored again or end.
         self.kept: set[int] = set()
-        """Groups that no sweep evicts until they are stored again or have ended: they wait to be read."""
         self._slot_of: dict[int, int] = {}
         # A stack: the first `capacity - num_live` entries are free, the last of them is used next.
         self._free: Ints = np.arange(capacity - 1, -1, -1)
         self._is_lru = options.wipe_mode == "lru"
-        # The next slots to be evicted, as `_keys` of when they were found: one that was stored since has another.
+        # The next slots to evict, as `_keys` when they were found: a later store changes the key.
         self._queue = _EMPTY
         self._counts = counts
 
     def find(self, group_ids: Ints) -> Ints:
         """The slots of the groups, [n]; `capacity` for a group that is not held.
 
-        Raises:
-            ValueError: a group (not -1) appears twice.
+        Raises ValueError if a group (not -1) appears twice.
         """
         groups = distinct(group_ids)
-        return np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
+        slots = map(self._slot_of.get, groups, repeat(self.capacity))
+        return np.fromiter(slots, np.int64, len(groups))
 
     def place(self, group_ids: Ints, cell_index: Ints, is_kept: Flags, step: int) -> Ints:
-        """Assign slots for a store at `step`: free the groups that are not kept, then make room, then place the others.
+        """Assign slots for a store at `step`, [n]: free those of groups that end, then make room.
 
-        Args:
-            group_ids: -1 is no group, and not kept.
-
-        Returns:
-            The slot of each group that is kept, [n]; anything for the others.
-
-        Raises:
-            ValueError: a group appears twice.
-            UserError: too few slots. In both cases nothing is changed.
+        Group -1 is no group, and not kept; slots of groups that are not kept mean nothing.
+        Raises UserError if there are too few slots, ValueError as `find`; then nothing is changed.
         """
         slots = self.find(group_ids)
         is_held = slots < self.capacity
         ended = slots[is_held & ~is_kept]
         new = (is_kept & ~is_held).nonzero()[0]
-        self._check_room(is_kept, self.num_live - ended.size + new.size)
+        excess = self.num_live - ended.size + new.size - self.capacity
+        if excess > 0:
+            self._check_room(is_kept, excess)
         if self.kept:
             self.kept.difference_update(group_ids.tolist())
         if self.evicted:
             self._take_evicted(group_ids[~is_held].tolist(), cell_index[~is_held].tolist())
         if ended.size:
             self._vacate(ended)
+        if excess > 0:
+            # The groups of this micro-batch are in use, however long ago they were stored.
+            self.last_step[slots[is_kept & is_held]] = PINNED
+            self._evict(self._oldest(excess, step), "lru", step)
         if new.size:
-            excess = self.num_live + new.size - self.capacity
-            if excess > 0:
-                self.last_step[slots[is_kept & is_held]] = PINNED
-                self._evict(self._oldest(excess, step), "lru", step)
             slots[new] = self._occupy(group_ids[new])
         self.last_step[slots[is_kept]] = step
         return slots
@@ -127,10 +116,9 @@ class GroupIndex:
         """The slots not in use; the last is used next."""
         return self._free[: self.capacity - self.num_live].copy()
 
-    def fill(
-        self, groups: Ints, slots: Ints, last_step: Ints, free_slots: Ints, evicted: Iterable[tuple[int, Evicted]]
-    ) -> None:
-        """Replace everything; `evicted` oldest first, none of them held."""
+    def fill(self, entries: tuple[Ints, Ints, Ints], free_slots: Ints, evicted: Iterable[tuple[int, Evicted]]) -> None:
+        """Replace everything by entries (groups, slots, last steps); `evicted` oldest first."""
+        groups, slots, last_step = entries
         self._slot_of = dict(zip(groups.tolist(), slots.tolist(), strict=True))
         self.num_live = slots.size
         self.group_of[slots] = groups
@@ -145,29 +133,30 @@ class GroupIndex:
         """The `count` slots that were stored least recently, in order of (last step, slot)."""
         queue = self._queue[self._keys(self._queue % self.capacity) == self._queue]
         if queue.size < count:
-            keys = self._keys(np.flatnonzero(self.last_step >= 0))
+            keys = self._keys(self.held_slots())
             size = min(max(count, QUEUED), keys.size)
             queue = np.sort(np.partition(keys, size - 1)[:size])
-        # Those of this step are no queue yet: a slot that comes before them may still be stored.
+        # Without those of this step: a slot that comes before them may still be stored.
         self._queue = queue[count:][queue[count:] < step * self.capacity]
         oldest: Ints = queue[:count] % self.capacity
         return oldest
 
     def _keys(self, slots: Ints) -> Ints:
-        """Numbers in the order of (last step, slot); negative of a slot that is free or pinned."""
+        """Numbers in the order of (last step, slot); negative for a free or pinned slot."""
         keys: Ints = self.last_step[slots] * self.capacity + slots
         return keys
 
-    def _check_room(self, is_kept: Flags, num_live_after: int) -> None:
-        needed, what, fix = num_live_after, "groups in flight", ", or wipe_mode to lru"
+    def _check_room(self, is_kept: Flags, excess: int) -> None:
+        """Refuse a store that lacks `excess` slots, unless that many can be evicted."""
+        needed, held, fix = self.capacity + excess, "groups in flight", ", or wipe_mode to lru"
         if self._is_lru:
-            needed, what, fix = int(np.count_nonzero(is_kept)), "groups of one micro-batch", ""
-        if min(needed, num_live_after) > self.capacity:
-            problem = f"must hold the {what}: needs {needed}, got {self.capacity}"
+            needed, held, fix = int(np.count_nonzero(is_kept)), "groups of one micro-batch", ""
+        if needed > self.capacity:
+            problem = f"must hold the {held}: needs {needed}, got {self.capacity}"
             raise UserError("ledger.capacity", problem, f"set it to at least {needed}{fix}")
 
     def _take_evicted(self, groups: list[int], cells: list[int]) -> None:
-        """Forget that some of the groups, none of them held, were evicted, and count those that continue."""
+        """Forget that groups, none of them held, were evicted; count those that continue."""
         for group, cell in zip(groups, cells, strict=True):
             if group in self.evicted:
                 mode, _ = self.evicted.pop(group)
@@ -196,32 +185,30 @@ class GroupIndex:
         return groups
 
     def _evict(self, slots: Ints, mode: EvictionMode, step: int) -> None:
-        """Free the slots, and remember that their groups were evicted."""
         self._remember(zip(self._vacate(slots), repeat((mode, step))))
         self._counts[f"ledger/evictions/{mode}"] += slots.size
 
     def _remember(self, evicted: Iterable[tuple[int, Evicted]]) -> None:
-        """Add evicted groups, none of them known."""
         self.evicted.update(evicted)
         while len(self.evicted) > self.capacity:
             self.evicted.popitem(last=False)
 
 
 def distinct(group_ids: Ints) -> list[int]:
-    """The ids as a list; a ValueError names a group (not -1) that appears twice."""
+    """The ids as a list. Raises ValueError if a group (not -1) appears twice."""
     groups: list[int] = group_ids.tolist()
     if len(set(groups)) < len(groups):
         known = [group for group in groups if group >= 0]
-        twice = next((group for at, group in enumerate(known) if group in known[:at]), None)
-        if twice is not None:
-            raise ValueError(f"group {twice} appears twice in one micro-batch")
+        for at, group in enumerate(known):
+            if group in known[:at]:
+                raise ValueError(f"group {group} appears twice in one micro-batch")
     return groups
 
 
 def is_due(step: int, previous_step: int, every: int) -> bool:
-    """Whether an action with interval `every` is due at `step`, when the last step begun was `previous_step`.
+    """Whether an action with interval `every` is due at `step`, after `previous_step`.
 
-    It is due if a multiple of `every` lies in (previous_step, step]: a step that is never begun delays the action
-    instead of losing it.
+    It is due if a multiple of `every` lies in (previous_step, step]: a step that is never begun
+    delays the action instead of losing it.
     """
     return step // every > previous_step // every

@@ -1,4 +1,4 @@
-"""The rows of states on the device, and which of them are valid. Slots are numbers here; nothing knows whose they are.
+"""The rows of states on the device, and which of them are valid; slots are numbers here.
 
 No call waits for the device: whether a row is finite is decided, stored and acted upon there.
 """
@@ -19,22 +19,17 @@ from trainer.on_device import to_device
 Native = Any
 """An array of the library that a slab works with: numpy's or torch's."""
 
-
-PIECE_BYTES = 64 * 2**20
-LARGE_BYTES = 2**20
+PIECE_BYTES = 64 * 2**20  # of rows that are copied together for a checkpoint
+LARGE_BYTES = 2**20  # above, a flag for each number takes as long as a copy of the rows
 NUMPY_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
 class Slab:
-    """One row and one flag per slot. Slot `capacity` stands for none: it reads as zeros, and is not valid.
+    """One row of `width` numbers and one flag per slot. Slot `capacity` stands for none: it reads
+    as zeros, and is not valid.
 
-    The same lines run on every device, on torch tensors, or on the CPU on numpy arrays that share the tensors' memory:
-    torch's operations on few numbers take several times as long there.
-
-    Args:
-        width: numbers per state.
-        capacity: number of slots.
-        device, dtype: of the rows.
+    The same lines run on every device, on torch tensors, or on the CPU on numpy arrays that share
+    the tensors' memory: torch's operations on few numbers take several times as long there.
     """
 
     def __init__(self, *, width: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -42,38 +37,35 @@ class Slab:
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
-        # Written with rows that are not kept, never read. Copying a whole batch costs less than selecting rows first.
+        # Takes the rows that are not kept and is never read: copying a whole batch costs less than
+        # selecting rows first.
         self.waste_slot = capacity + 1
-        self.library: Any = np if device.type == "cpu" and dtype in NUMPY_DTYPES else torch
+        self.library: Any = torch
+        if device.type == "cpu" and dtype in NUMPY_DTYPES:
+            self.library = np
         self._rows = self.native(self._allocate())
         self._is_valid = self.native(torch.zeros(capacity + 2, device=device, dtype=torch.bool))
         # A number of the host would have to be copied to the device each time, which waits.
         self._no_slot = self.native(torch.full((), capacity, device=device))
 
     def read(self, slots: Ints) -> tuple[Tensor, Native]:
-        """Copy rows out.
-
-        Returns:
-            The rows of `slots`, [len(slots), width], zeros where not valid; and which are valid, bool [len(slots)].
-        """
+        """Copies of the rows of `slots`, [n, width], zeros where not valid; and which are, [n]."""
         index = self.native(slots)
         is_valid = self._is_valid[index]
         # Redirecting the index costs a tenth of masking the rows.
-        return torch.as_tensor(self._rows[self.library.where(is_valid, index, self._no_slot)]), is_valid
+        safe = self.library.where(is_valid, index, self._no_slot)
+        return torch.as_tensor(self._rows[safe]), is_valid
 
     def are_valid(self, slots: Ints) -> Tensor:
-        """Which rows of `slots` are states, bool [len(slots)]."""
+        """Which rows of `slots` are states, bool [n]."""
         return torch.as_tensor(self._is_valid[self.native(slots)])
 
     def write(self, slots: Ints, rows: Tensor) -> Native:
-        """Copy rows in; those that are not finite are not valid.
+        """Copy rows [n, width] in, of the slab's device and dtype, without a gradient; those that
+        are not finite are not valid. `slots` are distinct but for `waste_slot`.
 
-        Args:
-            slots: int64 [n], distinct but for `waste_slot`.
-            rows: [n, width], of the slab's device and dtype, without a gradient.
-
-        Returns:
-            How many rows, without those of `waste_slot`, are not valid: a number, or a tensor [] of the device.
+        Returns how many rows, without those of `waste_slot`, are not valid: a number, or a tensor
+        [] of the device.
         """
         if self.library is np and rows.nbytes > LARGE_BYTES:
             is_valid: Native = _are_finite(rows)
@@ -97,21 +89,22 @@ class Slab:
 
     def native(self, array: NDArray[Any] | Tensor) -> Native:
         """An array, or a tensor of the slab's device, for the library that the slab works with."""
-        if self.library is torch:
-            return array if isinstance(array, Tensor) else to_device(array, self.device)
-        return array.numpy() if isinstance(array, Tensor) else array
+        is_tensor = isinstance(array, Tensor)
+        if self.library is np:
+            return array.numpy() if is_tensor else array  # type: ignore[union-attr]
+        return array if is_tensor else to_device(array, self.device)
 
     def _allocate(self) -> Tensor:
         shape = (self.capacity + 2, self.width)
         if self.device.type != "cpu":
             return torch.zeros(shape, device=self.device, dtype=self.dtype)
-        # numpy takes zeros as the system has them: slots that are never used take no memory. torch would write them.
+        # numpy takes zeros as the system has them: unused slots take no memory. torch writes them.
         zeros = np.zeros((shape[0], self.width * self.dtype.itemsize), np.uint8)
         return torch.from_numpy(zeros).view(self.dtype)
 
 
 def _are_finite(rows: Tensor) -> Flags:
-    """Which rows of the CPU hold finite numbers alone, in one pass: a flag per number takes as long as a copy."""
+    """Which rows hold finite numbers alone, on the CPU, in one pass."""
     are_finite: Flags = np.isfinite(rows.sum(1).numpy())
     # A sum that is finite has finite terms. The other way round it may overflow.
     doubtful = np.flatnonzero(~are_finite)

@@ -1,4 +1,4 @@
-"""A rank's shard as plain tensors and numbers for a checkpoint, and back, for the same or another number of ranks."""
+"""A rank's shard as plain tensors for a checkpoint, and back, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
 Shard = Mapping[str, Any]
+Keeps = Callable[[Ints], Flags] | None
+"""Which groups a rank takes; None: all."""
 
 FORMAT = 1
-
+ARRAYS = ("groups", "slots", "last_step", "free_slots")
+TOO_SMALL = (
+    "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: "
+    "states that are still needed may be evicted; set it to at least %d"
+)
 
 Ownership = Literal["reader", "exchange"]
 
@@ -27,10 +33,9 @@ class Owners(NamedTuple):
     """Which rank holds a group's state.
 
     Attributes:
-        ownership: `reader`: the rank that reads a group, and nothing is communicated. `exchange`: `splitmix64(group_id) %
-            world_size`, and `lookup` and `store` are collective: every rank calls them equally often, with empty arrays where
-            it has nothing.
-        rank, world_size: this rank, and the number of ranks.
+        ownership: `reader`: the rank that reads a group, and nothing is communicated. `exchange`:
+            `splitmix64(group_id) % world_size`, and `lookup` and `store` are collective: every
+            rank calls them equally often, with empty arrays where it has nothing.
     """
 
     ownership: Ownership = "reader"
@@ -38,67 +43,53 @@ class Owners(NamedTuple):
     world_size: int = 1
 
 
-def save_shard(index: GroupIndex, slab: Slab, *, owners: Owners, step: int | None) -> dict[str, Any]:
+def save_shard(index: GroupIndex, slab: Slab, *, owners: Owners, step: int) -> dict[str, Any]:
     """Copy a shard but for its rows into what `torch.load(weights_only=True)` accepts."""
     slots = index.held_slots()
-    evicted = list(index.evicted.items())
+    groups, how = list(index.evicted), list(index.evicted.values())
+    modes = [EVICTION_MODES.index(mode) for mode, _ in how]
     return {
         "format": FORMAT,
         **owners._asdict(),
         "capacity": slab.capacity,
         "width": slab.width,
         "dtype": slab.dtype,
-        "step": -1 if step is None else step,
+        "step": step,
         "slots": torch.from_numpy(slots),
         "groups": torch.from_numpy(index.group_of[slots]),
         "last_step": torch.from_numpy(index.last_step[slots]),
         "valid": slab.are_valid(slots).cpu(),
         "free_slots": torch.from_numpy(index.free_slots()),
-        "evicted_groups": torch.tensor([group for group, _ in evicted], dtype=torch.int64),
-        "evicted_modes": torch.tensor([EVICTION_MODES.index(mode) for _, (mode, _) in evicted], dtype=torch.int64),
-        "evicted_steps": torch.tensor([step for _, (_, step) in evicted], dtype=torch.int64),
+        "evicted_groups": torch.tensor(groups, dtype=torch.int64),
+        "evicted_modes": torch.tensor(modes, dtype=torch.int64),
+        "evicted_steps": torch.tensor([at for _, at in how], dtype=torch.int64),
     }
 
 
 def load_shards(
-    index: GroupIndex,
-    slab: Slab,
-    saved: Sequence[Shard],
-    *,
-    owners: Owners,
-    keeps: Callable[[Ints], Flags] | None,
-    room: int,
-) -> int | None:
-    """Fill index and slab from the shards of a checkpoint, see `Ledger.load_state_dict`; returns the step."""
+    index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, owners: Owners, keeps: Keeps, room: int
+) -> int:
+    """Fill index and slab from shards, see `Ledger.load_state_dict`. Returns the step, -1: none."""
     for shard in saved:
-        problem, fix = "", "resume with the model that was saved, or drop the ledger from the checkpoint"
         if shard["format"] != FORMAT:
             problem = f"checkpoint format must be {FORMAT}, got {shard['format']}"
-            fix = "resume with the version that saved it"
-        elif shard["width"] != slab.width:
+            raise UserError("ledger", problem, "resume with the version that saved it")
+        if shard["width"] != slab.width:
             problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
-        if problem:
+            fix = "resume with the model that was saved, or drop the ledger from the checkpoint"
             raise UserError("ledger", problem, fix)
-    own = saved[owners.rank] if len(saved) == owners.world_size else None
-    is_same = own is not None and own["capacity"] == slab.capacity
-    if own is not None and is_same and (own["ownership"], own["world_size"]) == (owners.ownership, owners.world_size):
-        _fill_exactly(index, slab, own)
+    kind = {"capacity": slab.capacity, "ownership": owners.ownership, "world_size": owners.world_size}
+    if len(saved) == owners.world_size and kind.items() <= saved[owners.rank].items():
+        own = saved[owners.rank]
+        groups, slots, last_step, free = (own[name].numpy() for name in ARRAYS)
+        index.fill((groups, slots, last_step), free, _evicted(own))
+        _restore_rows(slab, slots, own, np.arange(slots.size))
     else:
         _fill_anew(index, slab, saved, keeps, room)
-    return max((int(shard["step"]) for shard in saved if shard["step"] >= 0), default=None)
+    return max((int(shard["step"]) for shard in saved), default=-1)
 
 
-def _fill_exactly(index: GroupIndex, slab: Slab, own: Shard) -> None:
-    groups, slots, last_step, free_slots = (
-        own[name].numpy() for name in ("groups", "slots", "last_step", "free_slots")
-    )
-    index.fill(groups, slots, last_step, free_slots, _evicted(own))
-    _restore_rows(slab, slots, own, np.arange(slots.size))
-
-
-def _fill_anew(
-    index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None, room: int
-) -> None:
+def _fill_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Keeps, room: int) -> None:
     groups = torch.cat([shard["groups"] for shard in saved]).numpy()
     last_step = torch.cat([shard["last_step"] for shard in saved]).numpy()
     # Oldest first, and of a group that several shards hold only the newest entry.
@@ -107,17 +98,16 @@ def _fill_anew(
     order = order[np.sort(order.size - 1 - from_end)]
     if keeps is not None:
         order = order[keeps(groups[order])]
-    needed = order.size + room
-    held = f"the checkpoint's {order.size} groups"
+    needed, held = order.size + room, f"the checkpoint's {order.size} groups"
     if order.size > slab.capacity:
-        raise UserError("ledger.capacity", f"must hold {held}, got {slab.capacity}", f"set it to at least {needed}")
+        problem = f"must hold {held}, got {slab.capacity}"
+        raise UserError("ledger.capacity", problem, f"set it to at least {needed}")
     if needed > slab.capacity:
-        text = "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: states that are still needed "
-        text += "may be evicted; set it to at least %d"
-        logger.warning(text, slab.capacity, held, room, needed)
+        logger.warning(TOO_SMALL, slab.capacity, held, room, needed)
     groups, slots = groups[order], np.arange(order.size)
-    free_slots = np.arange(slab.capacity - 1, order.size - 1, -1)
-    index.fill(groups, slots, last_step[order], free_slots, _joined_evicted(saved, set(groups.tolist()), keeps))
+    free = np.arange(slab.capacity - 1, order.size - 1, -1)
+    evicted = _joined_evicted(saved, set(groups.tolist()), keeps)
+    index.fill((groups, slots, last_step[order]), free, evicted)
     start = 0
     for shard in saved:
         places = order - start
@@ -128,16 +118,13 @@ def _fill_anew(
 
 def _restore_rows(slab: Slab, slots: Ints, shard: Shard, places: Ints) -> None:
     """Copy the rows at `places` of a shard into `slots`."""
-    rows, is_valid = shard["rows"], shard["valid"]
     for piece in slab.pieces(slots.size):
         chosen = torch.from_numpy(places[piece])
-        slab.restore(slots[piece], rows[chosen], is_valid[chosen])
+        slab.restore(slots[piece], shard["rows"][chosen], shard["valid"][chosen])
 
 
-def _joined_evicted(
-    saved: Sequence[Shard], held: set[int], keeps: Callable[[Ints], Flags] | None
-) -> list[tuple[int, Evicted]]:
-    """The evicted groups of all shards, oldest first: each once, by its newest eviction, unless it is held."""
+def _joined_evicted(saved: Sequence[Shard], held: set[int], keeps: Keeps) -> list[tuple[int, Evicted]]:
+    """The evicted groups of all shards that are not held, each by its newest eviction, oldest first."""
     by_step = sorted((item for shard in saved for item in _evicted(shard)), key=lambda item: item[1][1])
     newest = {group: evicted for group, evicted in by_step if group not in held}
     joined = sorted(newest.items(), key=lambda item: item[1][1])
@@ -148,5 +135,5 @@ def _joined_evicted(
 
 
 def _evicted(shard: Shard) -> list[tuple[int, Evicted]]:
-    columns = (shard[key].tolist() for key in ("evicted_groups", "evicted_modes", "evicted_steps"))
-    return [(group, (EVICTION_MODES[mode], step)) for group, mode, step in zip(*columns, strict=True)]
+    columns = (shard[f"evicted_{name}"].tolist() for name in ("groups", "modes", "steps"))
+    return [(group, (EVICTION_MODES[mode], at)) for group, mode, at in zip(*columns, strict=True)]

@@ -1,7 +1,7 @@
 """Metrics: catalog, payload contract, aggregation, tracker and sinks.
 
-Names are loaded on first use, so that `trainer.metrics.payload_contract` and the other contract modules can be imported
-without torch.
+Names are loaded on first use, so that `trainer.metrics.payload_contract` and the other contract
+modules can be imported without torch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,8 @@ if TYPE_CHECKING:
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
 
-_NAMES: Final = {
-    "aggregate": "Recorder Reporter SumCount reduce_loss_metrics reduce_over_ranks",
-    "best_effort": "BestEffort Diagnostics SkipBatch",
-    "catalog.lookup": "CATALOG UnknownMetric lookup register",
-    "catalog.spec": "MetricSpec",
-    "logger": "format_metrics get_logger",
-    "noise_scale.hooks": "GradientNoiseScale",
-    "tracker": "MetricsTracker StepMetrics",
-}
+# Those that import torch come last.
+_MODULES: Final = "best_effort catalog.lookup catalog.spec logger aggregate noise_scale.hooks tracker"
 
 __all__ = [
     "CATALOG",
@@ -51,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _NAMES.items():
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{home}"), name)
+    if name in __all__:
+        modules = (import_module(f"{__name__}.{each}") for each in _MODULES.split())
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,11 @@
-"""Combines the values of micro-steps, of the steps between two logged ones, and of all ranks, as the catalog says.
+"""Combines metrics over micro-steps, steps between logged ones, and ranks, by the catalog.
 
-On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a `SumCount` for keys whose
-mean is weighted, or `Moments` of what was sampled. Over ranks all keys of a logged step, the same on every rank, go through one
-all-gather of a float64 vector, from which every rank computes the same minima, maxima, sums and means. A rank without a value
-contributes the identity; one that should have a value and cannot give it (None) takes the key away on all ranks, unless it is a
-mean.
+On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a
+`SumCount` for keys whose mean is weighted, or `Moments` of a sample. Over ranks all keys of a
+logged step, the same on every rank, go through one all-gather of a float64 vector, from which every
+rank computes the same minima, maxima, sums and means. A rank without a value contributes the
+identity. One that should have a value and cannot give it (None) removes the key on all ranks,
+unless it is a mean: a total or an extreme over the others would look right and be wrong.
 """
 
 from __future__ import annotations
@@ -26,30 +27,31 @@ from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.wording import message_of, short_repr
 
 Scalar = float | torch.Tensor
-MOST_EXACT = 2**53
+MOST_EXACT = 2**53  # larger integers need not be exact as floats
 FEWEST_UNITS = 5
-"""Fewer sampled units, documents for example, say too little of the error of their mean."""
+"""Fewer sampled units, documents for example, say too little about the error of their mean."""
 _MEANS = ("mean", "weighted_mean")
 
 
 class SumCount(NamedTuple):
-    """A mean on its way: a sum and the number, or total weight, of what was summed."""
+    """A mean in the making: a sum, and the number or total weight of its summands."""
 
     total: Scalar
     weight: Scalar
 
 
 def widened(error: float, freedom: float) -> float:
-    """A standard error with so many degrees of freedom, widened by Student's t: 1.96 of it cover 95 %."""
+    """A standard error, widened by Student's t so that 1.96 of it cover 95 %."""
     return error * t_quantile(1.96, freedom) / 1.96
 
 
 class Moments(NamedTuple):
-    """A weighted mean over sampled units on its way, with what its standard error needs.
+    """A weighted mean over sampled units in the making, with the sums for its standard error.
 
-    Unit i has a total y_i and a weight w_i. The mean is R = sum(y) / sum(w), a ratio of two sums that both vary from sample to
-    sample, and its standard error sqrt(n / (n - 1) sum((y - R w)^2)) / sum(w) (Cochran, Sampling Techniques, 3rd ed. 1977,
-    section 6.4). With equal weights this is the standard error of an ordinary mean.
+    Unit i has a total y_i and a weight w_i. The mean is R = sum(y) / sum(w), a ratio of two sums
+    that both vary from sample to sample, and its standard error sqrt(n / (n - 1) sum((y - R w)^2))
+    / sum(w) (Cochran, Sampling Techniques, 3rd ed. 1977, section 6.4). With equal weights it is
+    that of an ordinary mean.
     """
 
     num: Scalar
@@ -67,7 +69,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, totals: torch.Tensor, weights: torch.Tensor) -> Moments:
-        """Of units with these totals and weights, [n] each, without waiting for the device. Those of weight 0 are no units."""
+        """Moments of units, [n] each; those of weight 0 do not count. Waits for no device."""
         weights = weights.double()
         is_unit = weights != 0
         totals = torch.where(is_unit, totals.double(), 0.0)
@@ -85,22 +87,23 @@ class Moments(NamedTuple):
             return math.nan
         ratio = self.mean()
         squares = float(self.total_sq) - 2 * ratio * float(self.cross) + ratio**2 * float(self.weight_sq)
-        # Rounding may leave a sum of squares below zero; a NaN stays one.
-        return math.sqrt(0.0 if squares < 0 else squares * num / (num - 1)) / float(self.weight)
+        if squares < 0:  # by rounding; a NaN stays one
+            squares = 0.0
+        return math.sqrt(squares * num / (num - 1)) / float(self.weight)
 
     def wide_error(self) -> float:
-        """An error of R that holds for few units of unequal weight, by their effective number (Kish 1965), see `widened`; NaN
-        for fewer than `FEWEST_UNITS`."""
+        """An error of R that holds for few units of unequal weight, by their effective number (Kish
+        1965), see `widened`; NaN for fewer than `FEWEST_UNITS`."""
         num = float(self.num)
         effective = float(self.weight) ** 2 / max(float(self.weight_sq), 1e-300)
         if num < FEWEST_UNITS or effective < 2:
             return math.nan
-        return widened(self.error() * math.sqrt((num - 1) / num * effective / (effective - 1)), effective - 1)
+        error = self.error() * math.sqrt((num - 1) / num * effective / (effective - 1))
+        return widened(error, effective - 1)
 
 
 Value = Scalar | SumCount
-# None: this rank should have a value and cannot give it. A total or an extreme over the others would look right and be wrong:
-# there is none then. A mean is over the others.
+# None: this rank should have a value and cannot give it; see the module.
 Reported = Value | Moments | None
 # What callers may pass: a component's own pair counts as a SumCount.
 Input = Scalar | tuple[Scalar, Scalar]
@@ -120,20 +123,20 @@ def as_scalar(value: Any) -> Scalar:
 
 
 def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
-    """The larger of two scalars, or the smaller; NaN wins over any number, on the device and off it."""
-    like = a if isinstance(a, torch.Tensor) else b
-    if isinstance(like, torch.Tensor):
-        first, second = (x if isinstance(x, torch.Tensor) else like.new_full((), x) for x in (a, b))
-        return torch.maximum(first, second) if how == "max" else torch.minimum(first, second)
-    if a != a or b != b:
+    """The larger of two scalars, or the smaller; NaN wins over any number."""
+    # On the device as well as off it.
+    if isinstance(a, torch.Tensor):
+        other = b if isinstance(b, torch.Tensor) else a.new_full((), b)
+        return torch.maximum(a, other) if how == "max" else torch.minimum(a, other)
+    if isinstance(b, torch.Tensor):
+        return _extreme(b, a, how)
+    if math.isnan(a) or math.isnan(b):
         return math.nan
     return max(a, b) if how == "max" else min(a, b)
 
 
 @dataclass(slots=True)
 class _Entry:
-    """Running aggregate of one key."""
-
     how: WindowReduction
     total: Scalar | None
     """None: see `Reported`."""
@@ -141,12 +144,12 @@ class _Entry:
 
 
 class Recorder:
-    """The one place where a run's metrics are recorded: combines what is recorded until it is drained.
+    """The one place where a run's metrics are recorded: combines all values until it is drained.
 
-    A key that some micro-batches lack is combined over those that reported it. A key that is not in the catalog is a gauge.
+    A key is combined over the micro-batches that reported it. One without a catalog row is a gauge.
 
     Args:
-        leave_out: told of a value that cannot be taken, which then counts as one that could not be given; None: it raises.
+        leave_out: called for an unusable value, which then counts as None; without it, that raises.
     """
 
     def __init__(self, *, leave_out: LeaveOut | None = None) -> None:
@@ -156,11 +159,10 @@ class Recorder:
         self._moments: dict[str, Moments] = {}  # of the last sample
 
     def record(self, key: str, value: Input | Moments | None) -> None:
-        """Take in one value; see `add`."""
         self.add({key: value})
 
     def add(self, values: Mapping[str, Input | Moments | None]) -> None:
-        """Take in the values of one micro-batch; a pair is (sum, count), None a value that could not be given.
+        """Take in the values of one micro-batch; a pair is (sum, count), None an unknown value.
 
         Raises:
             TypeError: a value is no number, or there is no mapping.
@@ -197,7 +199,7 @@ class Recorder:
                 raise ValueError(f"a (sum, count) pair, but its window reduction is {how}")
             total, count = map(as_scalar, value)
         else:
-            total = value if type(value) is float else as_scalar(value)
+            total = as_scalar(value)
         if entry is None or how == "last":
             self._entries[key] = _Entry(how, total, count)
         elif entry.total is None:
@@ -209,29 +211,27 @@ class Recorder:
 
     def drain_metrics(self) -> dict[str, Reported]:
         """The aggregates so far, weighted means still as `SumCount`; starts anew."""
-        found: dict[str, Reported] = {}
+        drained: dict[str, Reported] = {}
         for key, entry in self._entries.items():
-            total = entry.total
-            if total is not None and entry.how in _MEANS:
-                found[key] = SumCount(total, entry.count) if entry.how == "weighted_mean" else total / entry.count
-            else:
-                found[key] = total
-        found |= self._moments
+            drained[key] = entry.total
+            if entry.total is not None and entry.how == "weighted_mean":
+                drained[key] = SumCount(entry.total, entry.count)
+            elif entry.total is not None and entry.how == "mean":
+                drained[key] = entry.total / entry.count
+        drained |= self._moments
         self._entries, self._moments = {}, {}
-        return found
+        return drained
 
     def state_dict(self) -> dict[str, list[float | None]]:
-        """Sum (or extreme, or last; None: not known) and count of each key, as plain numbers; waits for their devices."""
-        return {
-            key: [None if entry.total is None else float(entry.total), float(entry.count)]
-            for key, entry in self._entries.items()
-        }
+        """Total (None: unknown) and count of each key, as numbers; waits for their devices."""
+        state: dict[str, list[float | None]] = {}
+        for key, entry in self._entries.items():
+            total = entry.total
+            state[key] = [total if total is None else float(total), float(entry.count)]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
-        """Go on from a saved state."""
-        self._entries = {
-            key: _Entry(lookup_or_gauge(key).window, total, count) for key, (total, count) in state.items()
-        }
+        self._entries = {key: _Entry(lookup_or_gauge(key).window, *saved) for key, saved in state.items()}
 
 
 NUM_MOMENTS = len(Moments._fields)
@@ -251,7 +251,7 @@ class Reporter(Protocol):
 
 
 def rank_operations(keys: Iterable[str]) -> Operations:
-    """Key -> how it combines over ranks, sorted, so that ranks agree on the order however they collect their keys.
+    """Key -> reduction over ranks, sorted, so that all ranks have the same order.
 
     A key that is not in the catalog is a gauge: its mean over ranks.
     """
@@ -259,17 +259,14 @@ def rank_operations(keys: Iterable[str]) -> Operations:
 
 
 def _length(operations: Operations) -> int:
-    """Numbers in the vector of `_pack`."""
     return 2 * len(operations) + NUM_MOMENTS * list(operations.values()).count("mean_and_error")
 
 
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
-    """The vector float64: for each key its value (or sum) and its count, count 0 where the rank has none; then the moments.
-
-    Keys with moments leave their pair at zero. The count of a value that is not known (None) is NaN, but of a mean's 0.
-    """
+    """The vector, float64: each key's value (or sum) and count; then the moments of some."""
+    # A count is 0 where the rank has no value, and for keys with moments.
     for key in sorted(local.keys() - operations.keys()):
         if guard is None:
             raise KeyError(f"not among the keys of the reduction: {key}")
@@ -288,42 +285,42 @@ def _pack(
                 raise TypeError(f"{key}: {message_of(error)}") from None
             guard.leave_out(key, message_of(error))
             scalars = None
-        if scalars is None:
-            numbers[first + 1] = 0.0 if "mean" in operation else np.nan
-            continue
-        for place, scalar in enumerate(scalars, start=first):
+        if scalars is None and "mean" not in operation:  # a mean leaves an unknown value out
+            numbers[first + 1] = math.nan
+        for place, scalar in enumerate(scalars or (), start=first):
             if isinstance(scalar, torch.Tensor):
                 tensors[place] = scalar.to(device=device, dtype=torch.float64).reshape(())
             else:
                 numbers[place] = scalar
     vector = torch.from_numpy(numbers).to(device)
-    if tensors:
+    if tensors:  # all at once: one copy for each would cost a launch each
         vector[torch.tensor(list(tensors), device=device)] = torch.stack(list(tensors.values()))
     return vector
 
 
 def _scalars(value: Reported, operation: RankReduction) -> list[Scalar] | None:
-    """What stands for a value in the vector; None if it is not known.
-
-    A plain number counts once, and is a sample of one: the mean over ranks then has the standard error over ranks.
-    """
+    """The numbers that stand for a value in the vector; None if it is not known."""
     if value is None:
         return None
-    if operation != "mean_and_error":
+    parts: tuple[Any, ...] = (value, 1.0)
+    if operation == "mean_and_error":
         if isinstance(value, Moments):
-            raise TypeError(f"has moments, but its reduction over ranks is {operation}")
-        given: tuple[Any, ...] = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
+            parts = value
+        elif isinstance(value, tuple):
+            raise TypeError("a sum and a count have no standard error; report Moments")
+        else:
+            # A sample of one: the mean over ranks has the standard error over ranks.
+            taken = as_scalar(value)
+            parts = (1.0, taken, 1.0, taken * taken, taken, 1.0)
     elif isinstance(value, Moments):
-        given = value
-    elif isinstance(value, tuple):
-        raise TypeError("a sum and a count have no standard error; report Moments")
-    else:
-        taken = as_scalar(value)
-        given = Moments(1.0, taken, 1.0, taken * taken, taken, 1.0)
-    return list(map(as_scalar, given))
+        raise TypeError(f"has moments, but its reduction over ranks is {operation}")
+    elif isinstance(value, tuple) and len(value) == 2:
+        parts = value
+    return list(map(as_scalar, parts))
 
 
 def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
+    """The values over ranks, from their vectors [W, numbers]."""
     pairs = gathered[:, : 2 * len(operations)]
     values, counts = pairs[:, 0::2], pairs[:, 1::2]  # [W, K] each
     present = counts != 0
@@ -331,6 +328,7 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
     weights = counts.sum(0)
     least = np.where(present, values, np.inf).min(0)
     most = np.where(present, values, -np.inf).max(0)
+    # An unknown value has the count NaN, which is present.
     unknown: list[bool] = np.any(np.isnan(counts), axis=0).tolist()
     reduced: dict[str, float] = {}
     for index, (key, operation) in enumerate(operations.items()):
@@ -340,18 +338,18 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
             reduced[key] = float(totals[index] / weights[index])
         elif unknown[index]:
             continue
-        elif operation in ("min", "max"):
-            reduced[key] = float(least[index] if operation == "min" else most[index])
+        elif operation == "min":
+            reduced[key] = float(least[index])
+        elif operation == "max":
+            reduced[key] = float(most[index])
         else:
             reduced[key] = float(totals[index])
             if operation == "sum_and_worst":
                 reduced[key + WORST_SUFFIX] = float(most[index])
     sums = gathered[:, 2 * len(operations) :].sum(0).reshape(-1, NUM_MOMENTS)
-    rows = iter(sums.tolist())
-    for key, operation in operations.items():
-        if operation != "mean_and_error":
-            continue
-        moments = Moments(*next(rows))
+    with_error = [key for key, operation in operations.items() if operation == "mean_and_error"]
+    for key, row in zip(with_error, sums.tolist(), strict=True):
+        moments = Moments(*row)
         if moments.num > 0:
             reduced[key] = moments.mean()
         if moments.num > 1:
@@ -368,40 +366,48 @@ def reduce_over_ranks(
     world_size: int,
     guard: BestEffort | None = None,
 ) -> dict[str, float]:
-    """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
+    """A logged step's values over all ranks, in at most one collective. Every rank must call it.
 
     Args:
-        local: this rank's values, or those of each of its data shards, which count as ranks; keys may be missing. Plain
-            numbers count once in a mean, a `SumCount` by its count.
-            None is a value that this rank should have and cannot give.
-        keys: all keys that any rank may have, the same on every rank; or what `rank_operations` makes of them.
+        local: this rank's values, or those of each of its data shards, which count as ranks; keys
+            may be missing. Plain numbers count once in a mean, a `SumCount` by its count. None is a
+            value that this rank should have and cannot give.
+        keys: all that any rank may have, the same on every rank; or their `rank_operations`.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
-        guard: a value that is no number costs a warning, and counts as None; without a guard, it raises.
+        guard: a value that is no number costs a warning, and counts as None; without a guard, it
+            raises.
 
     Returns:
-        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside counters or
-        `<key>_se` (the standard error) beside means that ask for it. A NaN on any rank makes the result NaN.
+        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst
+            rank) for counters or
+        `<key>_se` (the standard error) for means that ask for it. A NaN on any rank makes the
+        result NaN.
 
     Raises:
-        KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a guard).
+        KeyError, TypeError: without a guard: a key is not among `keys`, or a value is no number.
     """
     operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
-    # The collective stands outside of the guard: the other ranks wait for it.
     shards = []
     for each in [local] if isinstance(local, Mapping) else local:
-        vector = guard.run(_pack, each, operations, device, guard) if guard else _pack(each, operations, device)
+        if guard is None:
+            shards.append(_pack(each, operations, device))
+            continue
+        vector = guard.run(_pack, each, operations, device, guard)
         if vector is None:  # nothing of this shard is known
             vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
-            counts = [0.0 if "mean" in operation else np.nan for operation in operations.values()]
-            vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
+            for index, operation in enumerate(operations.values()):
+                vector[2 * index + 1] = 0.0 if "mean" in operation else math.nan
         shards.append(vector)
     own = torch.stack(shards)  # [shards, numbers]
     ranks = [own]
+    # The collective stands outside of the guard: the other ranks wait for it.
     if world_size > 1:
         ranks = [torch.empty_like(own) for _ in range(world_size)]
         dist.all_gather(ranks, own, group=group)
     gathered = torch.cat(ranks).cpu().numpy()
-    return (guard.run(_combine, gathered, operations) or {}) if guard else _combine(gathered, operations)
+    if guard is None:
+        return _combine(gathered, operations)
+    return guard.run(_combine, gathered, operations) or {}
 
 
 def reduce_loss_metrics(
@@ -413,23 +419,22 @@ def reduce_loss_metrics(
     device: torch.device | str,
     world_size: int,
 ) -> dict[str, float]:
-    """Means and totals over ranks in one collective. Every rank must call it with the same names.
+    """Means and totals over ranks in one collective. Every rank must call it, with the same names.
 
     Args:
-        values: this rank's numbers; one that it does not have is absent. All names together must be the same on all ranks.
-        counts: weight of this rank's mean, by name; names without a count weigh the same on every rank.
-        sum_keys: names that are totals: the cluster's total under the name, the worst rank's under `<name>_max`.
+        values: this rank's numbers, without those that it does not have.
+        counts: weight of this rank's mean, by name; without one, all ranks weigh the same.
+        sum_keys: names of totals; `<name>_max` is the largest rank's.
 
     Returns:
         The same on every rank; a mean over nothing is absent, a total over nothing is 0.
     """
-    counts = counts or {}
-    totals = frozenset(sum_keys or ())
-    names = sorted(values.keys() | counts.keys() | totals)
-    operations: dict[str, RankReduction] = {name: "sum_and_worst" if name in totals else "mean" for name in names}
-    local: dict[str, Value] = dict.fromkeys(totals, 0.0)
-    for name, value in values.items():
+    counts, totals = counts or {}, frozenset(sum_keys or ())
+    names = values.keys() | counts.keys() | totals
+    operations: dict[str, RankReduction] = dict.fromkeys(sorted(names), "mean")
+    operations |= dict.fromkeys(totals, "sum_and_worst")
+    local: dict[str, Value] = {**dict.fromkeys(totals, 0.0), **values}
+    for name in (values.keys() & counts.keys()) - totals:
         # A mean over nothing may be NaN: its count 0 leaves it out.
-        is_weighted = name in counts and name not in totals
-        local[name] = SumCount(value * counts[name], counts[name]) if is_weighted else value
+        local[name] = SumCount(values[name] * counts[name], counts[name])
     return reduce_over_ranks(local, operations, group=group, device=device, world_size=world_size)

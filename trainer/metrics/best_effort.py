@@ -4,8 +4,8 @@
     token_types = diagnostics.best_effort("token_type")
     token_types.run(measure, batch)
 
-A collective must not stand inside a guard: other ranks would wait for it. Guard the local part, and let what is missing
-enter the reduction as the identity.
+A collective must not stand inside a guard: other ranks would wait for it. Guard the local part, and
+let what is missing enter the reduction as the identity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 EventCallback = Callable[[dict[str, Any]], None]
 LeaveOut = Callable[[str, str], object]
-"""Takes a metric's name and what is wrong with it; see `BestEffort.leave_out`."""
+"""Takes a metric's name and its mistake; see `BestEffort.leave_out`."""
 logger = get_logger(__name__, rank_zero_only=False)
 
 
@@ -42,25 +42,25 @@ def as_number(value: Any) -> float:
 
 
 def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], R]) -> dict[str, R | None]:
-    """The values by name; None for a value that is no number: a total without it would look right and be wrong.
+    """The values by name; None for one that is no number: a total without it would be wrong.
 
     Args:
-        take: `as_number`, or what else makes a value of what was given and raises `TypeError`.
+        take: makes a value of what was given, or raises `TypeError`: `as_number` for example.
 
     Raises:
         TypeError: they are not a mapping.
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
-    found: dict[str, R | None] = {}
+    taken: dict[str, R | None] = {}
     for name, value in values.items():
         if is_name(name, leave_out):
             try:
-                found[name] = value if type(value) is float else take(value)  # type: ignore[assignment]
+                taken[name] = take(value)
             except TypeError as error:
                 leave_out(name, message_of(error))
-                found[name] = None
-    return found
+                taken[name] = None
+    return taken
 
 
 def is_name(name: Any, leave_out: LeaveOut) -> bool:
@@ -72,7 +72,7 @@ def is_name(name: Any, leave_out: LeaveOut) -> bool:
 
 
 class SkipBatch(Exception):
-    """Raised by a diagnostic that cannot measure this batch, for an expected reason; the next batch is tried again."""
+    """A diagnostic cannot measure this batch, for an expected reason; the next is tried again."""
 
 
 class BestEffort:
@@ -80,14 +80,12 @@ class BestEffort:
 
     Attributes:
         enabled: False after an unexpected exception.
-        num_skipped, last_skip: batches passed over by `SkipBatch`, and the reason of the last of them.
+        num_skipped, last_skip: batches passed over by `SkipBatch`, and the last reason.
     """
 
     def __init__(self, name: str, *, on_event: EventCallback | None = None) -> None:
-        self.name = name
-        self.enabled = True
-        self.num_skipped = 0
-        self.last_skip = ""
+        self.name, self.enabled = name, True
+        self.num_skipped, self.last_skip = 0, ""
         self._left_out: set[str] = set()
         self._on_event = on_event
 
@@ -103,12 +101,12 @@ class BestEffort:
 
     def leave_out(self, key: str, problem: str) -> None:
         """Say, once, that a metric is left out; all others go on."""
-        if key not in self._left_out:
+        if key not in self._left_out:  # it may come with every step
             self._left_out.add(key)
             logger.warning("%s: metric %r is left out: %s", self.name, key, problem)
 
     def fail(self, error: Exception) -> None:
-        """Take note of what the diagnostic has raised: it is off from now on, with one warning, or skipped this batch."""
+        """Skip this batch, or turn the diagnostic off with one warning, by its exception."""
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
             self.last_skip = message_of(error)
@@ -122,7 +120,7 @@ class BestEffort:
         event = {"event": "diagnostic_disabled", "name": self.name, "error": error_text(error)}
         try:
             self._on_event({**event, "traceback": "".join(traceback.format_exception(error))})
-        except Exception as failure:  # noqa: BLE001 - a diagnostic must not stop the run by way of its report either
+        except Exception as failure:  # noqa: BLE001 - nor must its report stop the run
             logger.warning("could not record that %s is off: %s", self.name, error_text(failure))
 
 
@@ -130,7 +128,7 @@ class Diagnostics:
     """All guards of a run, one for each name.
 
     Attributes:
-        on_event: called with an event when a diagnostic fails; None until the file of events is open.
+        on_event: called when a diagnostic fails; None until the file of events is open.
     """
 
     def __init__(self, *, on_event: EventCallback | None = None) -> None:
@@ -149,13 +147,13 @@ class Diagnostics:
 
     @property
     def disabled(self) -> list[str]:
-        """Names of the diagnostics that have failed."""
         return [name for name, guard in self._guards.items() if not guard.enabled]
 
     def summary(self) -> list[str]:
-        """What was not measured, one line per diagnostic that failed or skipped a batch; for the end of a run."""
+        """Missing measurements, one line per diagnostic that failed or skipped a batch."""
         lines = [f"{name} failed during the run; what it reports is missing since then" for name in self.disabled]
         for name, guard in self._guards.items():
             if guard.num_skipped:
-                lines.append(f"{name} skipped {guard.num_skipped} batch(es), the last one because: {guard.last_skip}")
+                count, why = guard.num_skipped, guard.last_skip
+                lines.append(f"{name} skipped {count} batch(es), the last one because: {why}")
         return lines

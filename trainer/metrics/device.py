@@ -24,12 +24,12 @@ class MemoryStats:
 
     @property
     def mem_utilization(self) -> float:
-        """Peak over total: how near the run has come to running out."""
+        """Peak over total."""
         return self.peak_gb / self.total_gb
 
 
 def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
-    """Memory of a CUDA device (the peak is that since the process started), None for any other kind of device."""
+    """Memory of a CUDA device (the peak since the process started), None for other devices."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -42,8 +42,9 @@ def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
     )
 
 
-# Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse figure, twice as
-# large). The first pattern that matches the whole device name counts; a MIG slice or an unlisted card has no peak.
+# Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse
+# figure, twice as large). The first pattern that matches the whole device name counts; a MIG slice
+# or an unlisted card has no peak.
 PEAK_TFLOPS: Final[tuple[tuple[str, float], ...]] = (
     (r"NVIDIA B200.*", 2250.0),  # HGX B200: 36 PFLOPS sparse for eight
     (r"NVIDIA (H200 NVL|H100 NVL)", 835.5),  # H100 NVL, H200 NVL: 1,671 sparse
@@ -67,11 +68,13 @@ def lookup_peak_tflops(device_name: str) -> float | None:
 
 
 def resolve_peak_tflops(device: torch.device | str, override: float = 0.0) -> float | None:
-    """The peak to count with: the override if it is positive, else the device's own, None where it is unknown."""
+    """The override if it is positive, else the device's own peak, None where it is unknown."""
+    device = torch.device(device)
     if override > 0.0:
         return override
-    device = torch.device(device)
-    return lookup_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return lookup_peak_tflops(torch.cuda.get_device_name(device))
 
 
 def compute_mfu(

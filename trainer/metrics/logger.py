@@ -21,7 +21,7 @@ ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
 _RESET: Final = "\033[0m"
-_MOST_EARLY: Final = 1000
+_MOST_EARLY: Final = 1000  # records before the run's directory is known
 
 
 def _rank() -> int:
@@ -31,16 +31,16 @@ def _rank() -> int:
 class _RankFormatter(logging.Formatter):
     """`[rank N] LEVEL message`, optionally with a colored level, or after the time (UTC)."""
 
-    def __init__(self, *, colour: bool = False, has_time: bool = False) -> None:
+    def __init__(self, *, colour: bool = False, time_format: str = "") -> None:
         super().__init__("%(message)s")
-        self._colour, self._has_time = colour, has_time
+        self._colour, self._time_format = colour, time_format
 
     def format(self, record: logging.LogRecord) -> str:
         level = record.levelname
         if self._colour:
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
+        when = time.strftime(self._time_format, time.gmtime(record.created))
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime(record.created)) if self._has_time else ""
         return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))
 
 
@@ -70,7 +70,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _LogFile(logging.FileHandler):
-    """Appends to a plain file. On a full disk lines are lost, and nothing else: stderr has them too."""
+    """Appends to a plain file. A full disk only costs lines, which stderr has too."""
 
     def _open(self) -> io.TextIOWrapper:
         return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
@@ -84,7 +84,7 @@ class _LogFile(logging.FileHandler):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        pass
+        """A line is lost."""
 
 
 class _Early(logging.Handler):
@@ -105,25 +105,32 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
     Args:
         name: usually `__name__`; the prefix `trainer.` is added if missing.
-        rank_zero_only: drop this logger's records on other ranks (the rank is RANK of the environment, 0 if unset).
-            The last call for a name applies.
+        rank_zero_only: drop this logger's records on other ranks (the rank is RANK of the
+            environment, 0 if unset). The last call for a name applies.
     """
     root = logging.getLogger(ROOT)
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
+        # Below `trainer`, not at the root: the logging of a host program stays as it is.
         root.addHandler(_StderrHandler())
         root.addHandler(_Early())
         if root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
-    full_name = name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}"
-    (_RankFilter.every_rank.discard if rank_zero_only else _RankFilter.every_rank.add)(full_name)
+    if f"{name}.".startswith(f"{ROOT}."):
+        full_name = name
+    else:
+        full_name = f"{ROOT}.{name}"
+    if rank_zero_only:
+        _RankFilter.every_rank.discard(full_name)
+    else:
+        _RankFilter.every_rank.add(full_name)
     return logging.getLogger(full_name)
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append all of this rank's records to a file, those so far first, with their time, until `remove_log_file`."""
+    """Also append this rank's records, earlier ones included, with their time, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(_RankFormatter(has_time=True))
+    handler.setFormatter(_RankFormatter(time_format="%Y-%m-%dT%H:%M:%SZ "))
     root = logging.getLogger(ROOT)
     for early in [each for each in root.handlers if isinstance(each, _Early)]:
         root.removeHandler(early)
@@ -134,7 +141,7 @@ def add_log_file(path: Path) -> logging.Handler:
 
 
 def remove_log_file(handler: logging.Handler) -> None:
-    """End what `add_log_file` began."""
+    """Close the file of `add_log_file`."""
     root = logging.getLogger(ROOT)
     root.removeHandler(handler)
     handler.close()
@@ -144,7 +151,7 @@ def remove_log_file(handler: logging.Handler) -> None:
 def format_number(value: float | str) -> str:
     """A human-readable number: integers with k/M/B, floats with 4 decimals.
 
-    Floats below 0.01 or above 1e6 use scientific notation, except zero. Strings are returned unchanged.
+    Floats below 0.01 (but zero) or above 1e6 use scientific notation. Strings stay as they are.
     """
     if isinstance(value, str):
         return value
@@ -177,7 +184,9 @@ _IN_LINE: Final = (
 
 def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
     """The line of a training step from the payload's metrics; absent metrics are omitted."""
-    parts: dict[str, float | str] = {"loss": float(metrics["loss"])} if "loss" in metrics else {}
+    parts: dict[str, float | str] = {}
+    if "loss" in metrics:
+        parts["loss"] = float(metrics["loss"])
     for key, name, form in _IN_LINE:
         if key in metrics:
             parts[name] = format(metrics[key], form)

@@ -1,10 +1,11 @@
-"""The payload contract: the format of one row of metrics outside the trainer, and the only code that builds or checks it.
+"""The payload contract: the format of a row of metrics, and the only code to build or check it.
 
-A payload is one line of strict JSON,
-`{"schema_version": 1, "mode": "train" | "eval", "global_step": int, "metrics": {key: number}}`, plus optional sections
-that no consumer needs. JSON has no NaN or infinity, so such a metric appears in the section `non_finite` as a word.
-The first payload after a resume has the section `restart`, `{"from_step": int}`, and may be of an earlier step. Streams of
-earlier versions have a line of its own instead, `{"schema_version": 1, "event": "restart", "global_step": int}`.
+A payload is one line of strict JSON, `{"schema_version": 1, "mode": "train" | "eval",
+"global_step": int, "metrics": {key: number}}`, plus optional sections that no consumer needs. JSON
+has no NaN or infinity, so such a metric appears in the section `non_finite` as a word. The first
+payload after a resume has the section `restart`, `{"from_step": int}`, and may repeat an earlier
+step. Streams of earlier versions have a separate line instead, `{"schema_version": 1, "event":
+"restart", "global_step": int}`.
 
 Only the standard library is used, so that a dashboard can import this module without torch.
 """
@@ -27,23 +28,23 @@ MODES: Final = ("train", "eval")
 NON_FINITE_WORDS: Final = ("nan", "inf", "-inf")
 RESTART: Final = "restart"
 _REQUIRED: Final = ("schema_version", "mode", "global_step", "metrics")
+# JSON has no limits: an integer beyond this one would overflow a reader's floats.
 _LARGEST: Final = sys.float_info.max
 # torchrun prefixes each line of a worker with its role and rank: "[default0]:".
 _LAUNCHER_PREFIX: Final = re.compile(r"\A\[[^\[\]{}\"\s]+\]: ?")
 
 
 class PayloadError(ValueError):
-    """A payload that violates the contract: `key` is the location (a dotted path, or `line`), `reason` the violation."""
+    """A violation of the contract: its location `key` (a dotted path, or `line`), and `reason`."""
 
     def __init__(self, key: str, reason: str) -> None:
-        self.key = key
-        self.reason = reason
+        self.key, self.reason = key, reason
         super().__init__(f"{key}: {reason}")
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A valid payload: finite metrics, the others as `nan`, `inf` or `-inf`, and every other section unchanged."""
+    """A valid payload: metrics, those that are `nan`, `inf` or `-inf`, and further sections."""
 
     mode: Mode
     global_step: int
@@ -53,9 +54,10 @@ class Payload:
 
     @property
     def restart(self) -> Restart | None:
-        """That it is the first one after a resume."""
-        section = self.sections.get(RESTART)
-        return None if section is None else Restart(section["from_step"])
+        """The resume whose first payload it is, or None."""
+        if RESTART not in self.sections:
+            return None
+        return Restart(self.sections[RESTART]["from_step"])
 
     def values(self) -> dict[str, float]:
         """All metrics as floats, the non-finite ones included."""
@@ -64,7 +66,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Restart:
-    """The run resumed from `global_step`: later rows may repeat steps above it, and the last row of a step counts."""
+    """The run resumed from `global_step`. Rows may repeat later steps: the last one counts."""
 
     global_step: int
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +91,8 @@ def non_finite_word(value: float) -> str:
 
 def all_values(payload: Mapping[str, Any]) -> dict[str, float]:
     """All metrics of a valid payload as floats, the non-finite ones included."""
-    return {**payload["metrics"], **{key: float(word) for key, word in payload.get("non_finite", {}).items()}}
+    non_finite = {key: float(word) for key, word in payload.get("non_finite", {}).items()}
+    return {**payload["metrics"], **non_finite}
 
 
 def build_payload(
@@ -105,25 +108,25 @@ def build_payload(
     """A payload of these metrics and optional sections; NaN and infinities move to `non_finite`.
 
     Raises:
-        PayloadError: the result would be invalid (mode, step, no metrics at all, a value that is not a number).
+        PayloadError: a mode, step or value is invalid, or there are no metrics at all.
     """
     finite: dict[str, float] = {}
     words: dict[str, str] = {}
     value: Any
     for key, value in metrics.items():
-        if type(value) is not float and type(value) is not int:
-            # Other libraries' number types (numpy's) are converted.
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise PayloadError(f"metrics.{key}", f"must be a number, got {value!r}")
-            value = int(value) if isinstance(value, Integral) else float(value)
-        if math.isfinite(value):
-            finite[key] = value
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise PayloadError(f"metrics.{key}", f"must be a number, got {value!r}")
+        # Numbers of other libraries, such as numpy, are converted.
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if math.isfinite(number):
+            finite[key] = number
         else:
-            words[key] = non_finite_word(value)
-    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
-    payload["metrics"] = finite
-    sections = {"context": context, "batch_extras": batch_extras, "token_summary": token_summary, RESTART: restart}
-    for name, section in {"non_finite": words or None, **sections}.items():
+            words[key] = non_finite_word(number)
+    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode}
+    payload |= {"global_step": global_step, "metrics": finite}
+    sections = {"non_finite": words or None, "context": context, "batch_extras": batch_extras}
+    sections |= {"token_summary": token_summary, RESTART: restart}
+    for name, section in sections.items():
         if section is not None:
             payload[name] = dict(section)
     validate_payload(payload)
@@ -170,19 +173,21 @@ def parse_line(line: str | bytes) -> Payload | Restart:
     if obj["event"] != RESTART:
         raise PayloadError("event", f"must be {RESTART}, got {obj['event']!r:.80}")
     _check_step(obj.get("global_step"))
-    details = {name: value for name, value in obj.items() if name not in ("schema_version", "event", "global_step")}
+    details = {name: obj[name] for name in obj if name not in ("schema_version", "event", "global_step")}
     return Restart(obj["global_step"], details)
 
 
 def _payload_of(obj: Any) -> Payload:
     validate_payload(obj)
-    sections = {name: value for name, value in obj.items() if name not in _REQUIRED and name != "non_finite"}
+    sections = {name: obj[name] for name in obj if name not in (*_REQUIRED, "non_finite")}
     return Payload(obj["mode"], obj["global_step"], obj["metrics"], obj.get("non_finite", {}), sections)
 
 
 def _text(line: str | bytes) -> str:
+    if isinstance(line, str):
+        return line
     try:
-        return line.decode("utf-8") if isinstance(line, bytes) else line
+        return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PayloadError("line", f"not UTF-8 at byte {error.start}") from None
 
@@ -198,6 +203,7 @@ def _decode(line: str | bytes) -> Any:
         raise PayloadError("line", f"not one JSON object: {error}") from None
 
 
+# Python's json takes NaN, and the last of equal keys, without a word.
 def _reject_constant(token: str) -> NoReturn:
     raise PayloadError("line", f"{token} is not JSON; non-finite metrics belong in `non_finite`")
 
@@ -227,35 +233,44 @@ def validate_payload(obj: Any) -> None:
     if not isinstance(obj["mode"], str) or obj["mode"] not in MODES:
         raise PayloadError("mode", f"must be one of {', '.join(MODES)}, got {obj['mode']!r:.80}")
     _check_step(obj["global_step"])
-    for name, wanted in (("metrics", "a finite number"), ("non_finite", f"one of {', '.join(NON_FINITE_WORDS)}")):
-        if not isinstance(section := obj.get(name, {}), Mapping):
-            raise PayloadError(name, f"must be an object, got {type(section).__name__}")
-        for key, value in section.items():
-            if not isinstance(key, str) or not key:
-                raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
-            is_finite = type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
-            if not (is_finite if name == "metrics" else value in NON_FINITE_WORDS):
-                raise PayloadError(f"{name}.{key}", f"must be {wanted}, got {value!r:.80}")
-    _check_restart(obj.get(RESTART, {"from_step": 0}))
-    if both := obj["metrics"].keys() & obj.get("non_finite", {}).keys():
+    metrics, words = _section(obj, "metrics"), _section(obj, "non_finite")
+    for key, value in metrics.items():
+        if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:
+            raise PayloadError(f"metrics.{key}", f"must be a finite number, got {value!r:.80}")
+    for key, value in words.items():
+        if value not in NON_FINITE_WORDS:
+            wanted = ", ".join(NON_FINITE_WORDS)
+            raise PayloadError(f"non_finite.{key}", f"must be one of {wanted}, got {value!r:.80}")
+    if RESTART in obj:
+        _check_step(_section(obj, RESTART).get("from_step"), f"{RESTART}.from_step")
+    both = metrics.keys() & words.keys()
+    if both:
         raise PayloadError(f"non_finite.{min(both)}", "appears in metrics as well")
-    if not obj["metrics"] and not obj.get("non_finite"):
+    if not metrics and not words:
         raise PayloadError("metrics", "must not be empty")
+
+
+def _section(obj: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section, which may be missing; its keys are checked."""
+    section = obj.get(name, {})
+    if not isinstance(section, Mapping):
+        raise PayloadError(name, f"must be an object, got {type(section).__name__}")
+    for key in section:
+        if not isinstance(key, str) or not key:
+            raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
+    return section
 
 
 def _check_version(obj: Mapping[str, Any]) -> None:
     version = obj.get("schema_version")
+    problem = f"version {version} is not supported"
     if type(version) is int and version == SCHEMA_VERSION:
         return
-    problem = f"version {version} is not supported" if type(version) is int else f"must be an integer, got {version!r}"
-    problem = problem if "schema_version" in obj else "missing"
+    if "schema_version" not in obj:
+        problem = "missing"
+    elif type(version) is not int:
+        problem = f"must be an integer, got {version!r}"
     raise PayloadError("schema_version", f"{problem}; this reader supports version {SCHEMA_VERSION}")
-
-
-def _check_restart(section: Any) -> None:
-    if not isinstance(section, Mapping):
-        raise PayloadError(RESTART, f"must be an object, got {type(section).__name__}")
-    _check_step(section.get("from_step"), f"{RESTART}.from_step")
 
 
 def _check_step(step: Any, key: str = "global_step") -> None:
@@ -271,8 +286,8 @@ def strip_launcher_prefix(line: str) -> str:
 def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
     """Check a stream of lines, see `parse_line`; yields every violation in order.
 
-    Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one step) but must not
-    decrease, except to a restart's.
+    Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one
+    step) but must not decrease, except to a restart's.
     """
     last_step = 0
     for number, raw in enumerate(lines, start=1):
@@ -284,5 +299,6 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
         if isinstance(found, Payload) and found.restart is not None:
             last_step = found.restart.global_step
         if isinstance(found, Payload) and found.global_step < last_step:
-            yield Violation(number, "global_step", f"falls from {last_step} to {found.global_step} without a restart")
+            problem = f"falls from {last_step} to {found.global_step} without a restart"
+            yield Violation(number, "global_step", problem)
         last_step = found.global_step

@@ -1,4 +1,4 @@
-"""status.json, the state of a run: how the trainer and other loops write it, and whether a run that says `running` still is.
+"""status.json, the state of a run: how loops write it, and whether a `running` run is alive.
 
 with run_status(directory, rank=rank):
     train()
@@ -28,7 +28,7 @@ LOCK_NAME: Final = ".lock"
 OWN_LOOP: Final = "own"
 """`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
-_TAIL_BYTES: Final = 1 << 20
+_TAIL_BYTES: Final = 1 << 20  # has the last row of any file
 ROOM_BYTES, SHORTEST_REASON = 4096, 500
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
@@ -40,15 +40,16 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 @contextmanager
 def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None = None) -> Iterator[None]:
-    """Keep status.json of a loop that is not the trainer's: `running`, and at the end `done`, `stopped` or `failed`, and why.
+    """Keep status.json for your own loop: `running`, then `done`, `stopped` or `failed`, and why.
 
-    An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a code other than 0 is `failed`.
-    A process that is killed leaves `running`, which readers take for `died`, since nobody holds the directory's lock.
+    An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
+    code other than 0 is `failed`. A killed process leaves `running`, which readers take for `died`,
+    since the directory's lock is free.
 
     Args:
         directory: of the run; it is made.
         rank: other ranks than 0 do nothing.
-        world_size: number of ranks, which the diagnosis needs; None: what torchrun says, otherwise unknown.
+        world_size: number of ranks, which the diagnosis needs; None: torchrun's, otherwise unknown.
 
     Raises:
         UserError: another process writes its run there.
@@ -59,12 +60,17 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
         return
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    ranks = os.environ.get("WORLD_SIZE", "") if world_size is None else str(world_size)
-    own = {"loop": OWN_LOOP, **({"world_size": int(ranks)} if ranks.isdecimal() else {})}
+    own: dict[str, Any] = {"loop": OWN_LOOP}
+    launched = os.environ.get("WORLD_SIZE", "")
+    if world_size is not None:
+        own["world_size"] = world_size
+    elif launched.isdecimal():
+        own["world_size"] = int(launched)  # torchrun's
     with take_lock(path):
-        if (step := last_step(path)) is not None:
-            text = "%s has rows through step %d already, and those of this run follow them: another run needs another directory"
-            logger.warning(text, path, step)
+        step = last_step(path)
+        if step is not None:
+            text = "%s has rows through step %d already, and those of this run follow them: "
+            logger.warning(text + "another run needs another directory", path, step)
         write_status(path / STATUS_NAME, "running", reason="", step=step, **own)
         state, reason = "failed", ""
         try:
@@ -74,14 +80,15 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
             state, reason = _end_of(error)
             raise
         finally:
+            # Before the lock is free: without a process, `running` would mean that it died.
             write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), **own)
 
 
 def take_lock(directory: Path) -> BinaryIO:
-    """The lock of a run's directory, held until the file is closed or the process ends, however it ends.
+    """The lock of a run's directory, held until the file is closed or the process ends.
 
     Raises:
-        UserError: another process holds it; two runs in one record would spoil it.
+        UserError: another process holds it: two runs would spoil one record.
         OSError: the file cannot be written.
     """
     file = open_plain(directory / LOCK_NAME, "ab")
@@ -99,7 +106,7 @@ def take_lock(directory: Path) -> BinaryIO:
 
 
 def read_status(file: Path) -> dict[str, Any]:
-    """What status.json says; empty if there is none or it is damaged (it is for people: checkpoints decide)."""
+    """The content of status.json; empty if it is missing or damaged: checkpoints decide."""
     try:
         return usable(read_json(file))
     except (OSError, ValueError):
@@ -107,33 +114,36 @@ def read_status(file: Path) -> dict[str, Any]:
 
 
 def usable(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of status.json or env.json without values that none of their writers has written."""
-    found = {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}
-    return {key: value for key, value in found.items() if _is_usable(value)}
+    """The content of status.json or env.json without values that no writer has written."""
+    return {key: value for key, value in status.items() if _is_usable(key, value)}
 
 
-def _is_usable(value: Any) -> bool:
+def _is_usable(key: str, value: Any) -> bool:
+    if not isinstance(value, _TYPES.get(key, object)):
+        return False
     if isinstance(value, list):
         return all(isinstance(each, str) for each in value)
-    return is_count(value) if isinstance(value, int) else not isinstance(value, float) or 0 <= value < 2**63
+    if isinstance(value, int):
+        return is_count(value)
+    return not isinstance(value, float) or 0 <= value < 2**63
 
 
 def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:
-    """Say what state the run is in: `running`, `done`, `stopped` or `failed`, and why.
+    """Write the state of the run, `running`, `done`, `stopped` or `failed`, and why.
 
     Raises:
         OSError: it cannot be written.
     """
     known = {"state": state, "reason": reason, "last_step": step, **more}
-    known |= {"pid": os.getpid(), "host": socket.gethostname()}
-    known |= {"time": round(time.time(), 3)}
+    known |= {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
     data = _padded(known)
     try:
-        # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
+        # Not synced: it describes a live run, and a crash of the machine leaves the one before it.
         write_file(file, data, sync=False)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not file.exists():
             raise
+        # The disk is full: the old file is overwritten in its place, which needs no room.
         if len(data) > ROOM_BYTES:
             data = _padded({**known, "reason": reason[:SHORTEST_REASON]})
         descriptor = open_descriptor(file, os.O_WRONLY)
@@ -144,19 +154,19 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
 
 
 def _padded(status: Mapping[str, Any]) -> bytes:
-    """JSON that leaves room for the next one, which a full disk must not keep from being written in its place."""
+    """JSON, padded so that the next one fits in its place even on a full disk."""
     return json.dumps(status, indent=1).encode().ljust(ROOM_BYTES - 1) + b"\n"
 
 
 def run_state(directory: Path) -> dict[str, Any]:
-    """What status.json says, corrected where its process cannot: see `judged`."""
+    """The content of status.json, corrected where its process cannot: see `judged`."""
     return judged(read_status(directory / STATUS_NAME), directory)
 
 
 def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The status of a run that says `running`, as `died`, with the reason, if its process is gone; any other as it is.
+    """The status of a run; `running` becomes `died`, with the reason, if its process is gone.
 
-    It is `unknown` if the run was started on another machine: the lock of a process there may not be visible here.
+    On another machine it becomes `unknown`: its locks may not be visible here.
     """
     if status.get("state") != "running" or is_held(directory):
         return status
@@ -173,7 +183,7 @@ def dead(status: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The status of a run whose process is gone, though it says `running`."""
     steps = [step for step in (status.get("last_step"), last_step(directory)) if isinstance(step, int)]
     step = max(steps, default=None)
-    where = "" if step is None else f" at about step {step}"
+    where = f" at about step {step}" if steps else ""
     reason = f"{_process_of(status)} ended without a word{where}: it was killed, or crashed"
     return {**status, "state": "died", "reason": reason, "last_step": step}
 
@@ -183,7 +193,7 @@ def _process_of(status: dict[str, Any]) -> str:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a process holds the run's lock. One on another machine is seen only where the file system shares locks."""
+    """Whether a process holds the run's lock, as far as the file system shares locks."""
     try:
         descriptor = open_descriptor(directory / LOCK_NAME, os.O_RDONLY)
     except OSError:
@@ -230,6 +240,8 @@ def _end_of(error: BaseException) -> tuple[str, str]:
     # Lightning catches Ctrl-C and exits with 1.
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return "stopped", "stopped by SIGINT"
-    if isinstance(error, SystemExit):
-        return ("done", "") if error.code in (None, 0) else ("failed", f"exit: {error.code}")
-    return "failed", error_text(error)
+    if not isinstance(error, SystemExit):
+        return "failed", error_text(error)
+    if error.code in (None, 0):
+        return "done", ""
+    return "failed", f"exit: {error.code}"

@@ -1,9 +1,10 @@
-"""Weights & Biases, best effort and online where there is a login, otherwise offline; and TensorBoard.
+"""Weights & Biases, best effort: online where there is a login, otherwise offline.
 
-wandb drops a second `log` of a committed step with only a warning, so the training and evaluation payloads of a step are
-held back until the step is over and sent as one row. It also drops steps below the run's own counter, so after a rewind
-(resume from an older checkpoint) rows get the next number of that counter, and the x-axis is the logged `global_step`. The
-counter is kept here because wandb's own is 0 after a resume until the first row is sent.
+wandb drops a second `log` of a committed step with only a warning, so the training and evaluation
+payloads of a step are held back until the step is over and sent as one row. It also drops steps
+below the run's own counter, so after a rewind (resume from an older checkpoint) rows get the next
+number of that counter, and the x-axis is the logged `global_step`. The counter is kept here because
+wandb's own is 0 after a resume until the first row is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 from trainer.ending import within
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
-from trainer.metrics.payload_contract import RESTART, all_values
+from trainer.metrics.payload_contract import all_values
 from trainer.metrics.sinks import SAMPLE, display_key
 
 logger = get_logger(__name__)
@@ -34,29 +35,30 @@ WORDS: dict[str, WandbMode] = {
     "dryrun": "offline",
     "disabled": "disabled",
 }
-"""What wandb takes in WANDB_MODE -> mode."""
+"""wandb's words for WANDB_MODE -> mode."""
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
 FINISH_TIMEOUT_SEC = 60.0
 CLOSE_SEC = FINISH_TIMEOUT_SEC + 2 * _GRACE_SEC
-"""What `close` may take if the service does not answer: its timeout, the grace period and the service's teardown."""
+"""Longest `close` if the service does not answer: timeout, grace period and teardown."""
 
 
 def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, str]:
-    """(mode, why) of `auto`: what WANDB_MODE says; otherwise online with a login, offline without; disabled without wandb."""
+    """(mode, why) of `auto`: WANDB_MODE, else online with a login; disabled without wandb."""
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "the package is not installed (pip install wandb)"
-    if (said := environ.get("WANDB_MODE")) is not None:
-        if said in WORDS:
-            return WORDS[said], f"WANDB_MODE={said}"
-        return "disabled", f"WANDB_MODE={said} is none of online, offline, disabled"  # which wandb would refuse
+    mode = environ.get("WANDB_MODE")
+    if mode in WORDS:
+        return WORDS[mode], f"WANDB_MODE={mode}"
+    if mode is not None:  # wandb would refuse it
+        return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
     if has_login(environ.get("WANDB_BASE_URL") or SERVER, environ):
         return "online", "there is a login"
     return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
 
 
 def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether there is a key for the server: in WANDB_API_KEY, or in the netrc file, where `wandb login` puts it."""
+    """Whether WANDB_API_KEY or the netrc file (by `wandb login`) has a key for the server."""
     if environ.get("WANDB_API_KEY"):
         return True
     path = Path(environ.get("NETRC") or Path.home() / ".netrc")
@@ -67,7 +69,7 @@ def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class _Messages:
-    """Captures wandb's terminal output, part of which goes to stdout: the first warning is logged, all are recorded.
+    """Captures wandb's terminal output, some on stdout: logs the first warning, records all.
 
     Attributes:
         is_quiet: log nothing; while a run is being opened a failure raises anyway.
@@ -75,21 +77,21 @@ class _Messages:
     """
 
     def __init__(self, on_event: EventCallback | None) -> None:
-        self.is_quiet = True
-        self.count = 0
+        self.is_quiet, self.count = True, 0
         self._on_event = on_event
 
     def info(self, msg: str) -> None:
         """Ignore progress messages."""
 
     def warning(self, msg: str) -> None:
-        """Record the warning and log the first one."""
         self.count += 1
         if self._on_event is not None:
             self._on_event({"event": "wandb_warning", "text": msg})
         if not self.is_quiet:
             self.is_quiet = True
-            logger.warning("wandb: %s", msg.removeprefix("wandb: ").removeprefix("WARNING ").removeprefix("ERROR "))
+            for prefix in ("wandb: ", "WARNING ", "ERROR "):
+                msg = msg.removeprefix(prefix)
+            logger.warning("wandb: %s", msg)
 
     error = warning
 
@@ -118,9 +120,9 @@ class WandbSink:
 
         Args:
             mode: explicit, because wandb would prompt on the terminal.
-            run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run. WANDB_DIR and WANDB_NAME come first.
+            run_dir: holds wandb's files, and names the run; WANDB_DIR and WANDB_NAME win.
             run_id: continue this run; None starts a new one.
-            init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and end.
+            init_timeout_sec, finish_timeout_sec: longest delays by an unreachable server.
         """
         self.run_id: str | None = None
         self.last_step: int | None = None
@@ -130,14 +132,14 @@ class WandbSink:
         self._is_online = False
         self._files = ""
         self._row: dict[str, Any] = {}
-        self._row_step = 0
-        self._next_own_step = 0
+        self._row_step = self._next_own_step = 0
         self._messages = _Messages(on_event)
-        # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run is.
+        # silent: wandb's own lines repeat every metric, partly on stdout.
         settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": init_timeout_sec}
         settings |= {"login_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
         options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
-        options |= {"name": os.environ.get("WANDB_NAME") or run_dir.name, "config": dict(config or {})}
+        options["name"] = os.environ.get("WANDB_NAME") or run_dir.name
+        options["config"] = dict(config or {})
         self._guard.run(self._open, Path(os.environ.get("WANDB_DIR") or run_dir), options, settings)
 
     def _open(self, directory: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -145,8 +147,8 @@ class WandbSink:
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
-        fields = wandb.Settings.model_fields
-        known = {key: value for key, value in settings.items() if key in fields and value is not None}
+        # Older releases of wandb lack some of the settings.
+        known = {key: value for key, value in settings.items() if key in wandb.Settings.model_fields}
         silent = wandb.Settings(**known)
         wandb.setup()
         wandb.termsetup(silent, self._messages)
@@ -164,13 +166,14 @@ class WandbSink:
         self._files = str(directory / "wandb" / Path(self._run.settings.sync_dir).name)
         self.run_id = self._run.id
         self._next_own_step = self._run.starting_step
+        # Otherwise the x-axis would be wandb's own counter.
         self._run.define_metric(STEP_KEY, hidden=True)
         self._run.define_metric("*", step_metric=STEP_KEY, step_sync=True)
         if self._is_online:
             logger.info("wandb: %s", self._run.url)
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Add one payload to the row of its step, which is sent when the next step begins or at `close`."""
+        """Add one payload to the row of its step, sent when the next step begins or at `close`."""
         self._guard.run(self._log, payload)
 
     def _log(self, payload: Mapping[str, Any]) -> None:
@@ -184,6 +187,7 @@ class WandbSink:
 
     def _send(self) -> None:
         row, self._row = {**self._row, STEP_KEY: self._row_step}, {}
+        # wandb drops steps that are not above its counter, as after a rewind.
         own_step = max(self._row_step, self._next_own_step)
         self._next_own_step = own_step + 1
         self._run.log(row, step=own_step, commit=True)
@@ -208,11 +212,11 @@ class WandbSink:
         if self._row:
             self._guard.run(self._send)
         warnings = self._messages.count
-        # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
+        # wandb enforces the timeout itself; the grace period is for a dead service.
         is_done = within(self._finish_timeout_sec + _GRACE_SEC, partial(self._guard.run, self._run.finish))
         if not is_done or not self._guard.enabled:
             self.abandon()
-        elif self._messages.count > warnings:  # wandb tells a failed upload by a warning alone
+        elif self._messages.count > warnings:  # a failed upload is reported only by a warning
             self._say_unsent()
         self._run = None
 
@@ -235,57 +239,3 @@ class WandbSink:
                 self._guard.fail(error)
 
         within(_GRACE_SEC, leave)
-
-
-def _verbatim(text: str) -> str:
-    """As TensorBoard shows it verbatim: indented. Anything else would be rendered as Markdown."""
-    return "".join(f"    {line}\n" for line in text.splitlines() or [""])
-
-
-class TensorboardSink:
-    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step; and `config`, the
-    settings by their dotted keys, as text and as hyperparameters."""
-
-    def __init__(self, log_dir: Path, config: Mapping[str, Any] | None = None) -> None:
-        self._log_dir, self._config = log_dir, config or {}
-        self._writer: Any = None
-        self._purge_step: int | None = None
-
-    def _opened(self) -> Any:
-        if self._writer is None:
-            # Imported here: tensorboard is an extra, and its import takes seconds.
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
-            self._show_config()
-        return self._writer
-
-    def _show_config(self) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
-        if config := self._config:
-            self._config = {}  # once
-            self._writer.add_text("config", _verbatim("\n".join(f"{key} = {each!r}" for key, each in config.items())))
-            plain = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in config.items()}
-            # The writer's own `add_hparams` would make a run of its own of them; the third part says that it has ended.
-            for each in hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:  # type: ignore[no-untyped-call]
-                self._writer.file_writer.add_summary(each)
-
-    def log(self, payload: Mapping[str, Any]) -> None:
-        """Write one payload."""
-        for key, value in all_values(payload).items():
-            self._opened().add_scalar(display_key(key), value, payload["global_step"])
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        """After a restart, hide earlier rows of the repeated steps; show a sample as text."""
-        if event.get("event") == RESTART:
-            self.close()
-            self._purge_step = event["global_step"] + 1
-        elif event.get("event") == SAMPLE:
-            self._opened().add_text("sample/text", _verbatim(f"{event['prompt']}{event['text']}"), event["global_step"])
-
-    def close(self) -> None:
-        """Flush and close the files."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None

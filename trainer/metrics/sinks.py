@@ -1,4 +1,4 @@
-"""The sinks of a run's metrics: their interface, one that never waits, metrics.jsonl and events.jsonl, and standard output."""
+"""Sinks of a run's metrics: interface, background thread, metrics.jsonl, events.jsonl, stdout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 class Sink(Protocol):
     """Receives payloads, one per call, in step order.
 
-    An exception costs that sink alone, with one warning. Of a sink with the attribute `is_essential = True` it ends the run.
+    An exception costs that sink, with one warning; with `is_essential = True`, it ends the run.
     """
 
     def log(self, payload: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 def display_key(key: str) -> str:
-    """`loss` -> `train/loss`, `eval_loss` -> `eval/loss`, `eval_x/y` -> `eval/x/y`, and `x/y` unchanged."""
+    """`loss` -> `train/loss`, `eval_loss` -> `eval/loss`, `eval_x/y` -> `eval/x/y`; `x/y` stays."""
     if key.startswith(EVAL_PREFIX):
         return f"eval/{key.removeprefix(EVAL_PREFIX)}"
     return key if "/" in key else f"train/{key}"
@@ -50,14 +50,14 @@ def display_key(key: str) -> str:
 class BackgroundSink:
     """Passes payloads and events to a sink in a thread; `log` and `event` never wait.
 
-    The reader of a pipe may stop reading, and a service may stop answering: the thread then waits instead of the step, and with
-    it all ranks. Once the queue is full, rows are dropped and counted.
+    A pipe's reader may stop reading, and a service may stop answering: the thread then waits,
+    instead of all ranks. Once the queue is full, rows are dropped and counted.
 
     Args:
-        sink: what may wait; nobody else may use it while this is open.
-        capacity: rows that wait at most; further ones are dropped.
-        patience_sec: how long `close` waits without a row having been passed on before it gives up.
-        close_sec: how long it waits for the sink's own `close` after the last row.
+        sink: may wait; nobody else may use it while this is open.
+        capacity: most waiting rows; further ones are dropped.
+        patience_sec: `close` gives up after so long without progress.
+        close_sec: longest wait for the sink's own `close` after the last row.
 
     Attributes:
         num_dropped: rows and events that the sink did not get.
@@ -73,13 +73,10 @@ class BackgroundSink:
         patience_sec: float = 5.0,
         close_sec: float = 5.0,
     ) -> None:
-        self.sink = sink
-        self.name = name
-        self.num_dropped = 0
-        self._guard = guard
-        self._capacity = capacity
-        self._patience_sec = patience_sec
-        self._close_sec = close_sec
+        self.sink, self.name, self.num_dropped = sink, name, 0
+        self._guard, self._capacity = guard, capacity
+        self._patience_sec, self._close_sec = patience_sec, close_sec
+        # Its last entry is None, the request to close.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_passed = 0
         self._has_all = threading.Event()
@@ -88,15 +85,13 @@ class BackgroundSink:
         self._thread.start()
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Queue one payload."""
         self._put(partial(self.sink.log, payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Queue one event."""
         self._put(partial(self.sink.event, event))
 
     def close(self) -> None:
-        """Wait until the sink has everything and is closed, but no longer than it makes progress; say what was dropped."""
+        """Wait until the sink has it all and is closed, while it makes progress; report drops."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -107,15 +102,17 @@ class BackgroundSink:
         if self._has_all.is_set():
             self._thread.join(self._close_sec)
         else:
-            # The row that is being passed on, and those that wait; the last entry is the request to close.
+            # The row that is being passed on counts, but not the request to close.
             self.num_dropped += self._queue.qsize()
-        abandon = getattr(self.sink, "abandon", None)  # of a sink that could hold up the interpreter's exit
+        abandon = getattr(self.sink, "abandon", None)  # if the sink could hold up the interpreter's exit
         if self._thread.is_alive() and abandon is not None:
             self._guard.run(abandon)
         if self.num_dropped:
-            logger.warning("%s: %d rows were dropped, because they were not taken in time", self.name, self.num_dropped)
+            text = "%s: %d rows were dropped, because they were not taken in time"
+            logger.warning(text, self.name, self.num_dropped)
 
     def _put(self, call: Callable[[], None]) -> None:
+        # A sink that has failed takes nothing more: its queue must not grow.
         if self._is_closed or not self._guard.enabled:
             return
         if self._queue.qsize() >= self._capacity:
@@ -124,7 +121,7 @@ class BackgroundSink:
         self._queue.put(call)
 
     def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
+        for call in iter(self._queue.get, None):
             self._guard.run(call)
             self._num_passed += 1
         self._has_all.set()
@@ -136,13 +133,13 @@ SAMPLE: Final = "sample"
 
 
 class LineFile:
-    """Appends lines to a file; a line is completely passed to the operating system before `append` returns.
+    """Appends lines to a file; a line is completely passed to the operating system before `append`
+    returns.
 
-    The lines are JSON objects. On opening, a last line without a newline (the writer was killed, the disk was full) is
-    repaired: a complete object gets its newline, a fragment is removed.
-
-    If the file, or its directory, is removed or replaced by somebody, further lines would go into a nameless file.
-    That is noticed at the next line, which begins a new file, with a warning.
+    The lines are JSON objects. On opening, a last line without a newline (the writer was killed,
+    the disk was full) is repaired: a complete object gets its newline, a fragment is removed. If
+    the file or its directory was removed or replaced, further lines would go into a nameless file:
+    the next line begins a new file, with a warning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,17 +164,16 @@ class LineFile:
     def _repair_last_line(self) -> None:
         end = start = os.lseek(self._fd, 0, os.SEEK_END)
         tail = b""
-        while start > 0 and b"\n" not in tail:
+        while start > 0 and b"\n" not in tail:  # from the end, in growing pieces
             start = max(0, start - 65536)
             tail = os.pread(self._fd, end - start, start)
         tail = tail[tail.rfind(b"\n") + 1 :]
         if not tail:
             return
-        try:
-            is_complete = isinstance(parse_json(tail), dict)
-        except ValueError:
-            is_complete = False
-        if is_complete:
+        last: Any = None
+        with suppress(ValueError):
+            last = parse_json(tail)
+        if isinstance(last, dict):
             self._write(b"\n")
         else:
             os.ftruncate(self._fd, end - len(tail))
@@ -187,10 +183,11 @@ class LineFile:
         """Write one line.
 
         Raises:
-            OSError: the line could not be written completely (disk full, quota); the error names the file.
+            OSError: the file, which it names, is not complete (disk full, quota).
         """
         if not self._is_in_place():
-            logger.warning("%s was removed or replaced; what it held is lost, a new file continues here", self.path)
+            text = "%s was removed or replaced; what it held is lost, a new file continues here"
+            logger.warning(text, self.path)
             os.close(self._fd)
             self._open()
         self._write(line.encode("utf-8") + b"\n")
@@ -217,11 +214,6 @@ class JsonlSink(LineFile):
     is_essential = True
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Append one payload.
-
-        Raises:
-            OSError: it could not be written completely.
-        """
         self.append(encode_payload(payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -240,7 +232,7 @@ def _strict(value: Any) -> Any:
 
 
 class EventWriter(LineFile):
-    """Appends events, each one line of strict JSON with `event` (its name) and `time` (seconds since 1970)."""
+    """Appends events as strict JSON with `event` (the name) and `time` (seconds since 1970)."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(path)
@@ -266,14 +258,13 @@ STDOUT_MODES: Final = ("json", "line", "off")
 class PayloadStream:
     """A file descriptor to which lines are written as they are.
 
-    Without a buffer: one that cannot be flushed, because nobody reads, would block the interpreter at exit.
+    Unbuffered: a buffer that nobody reads would block the interpreter at exit.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def write(self, text: str) -> int:
-        """Write all of it, however long that takes."""
         data = text.encode("utf-8")
         while data:
             data = data[os.write(self._descriptor, data) :]
@@ -283,20 +274,18 @@ class PayloadStream:
         """Nothing is buffered."""
 
     def fileno(self) -> int:
-        """The descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
         return os.isatty(self._descriptor)
 
 
 Output = TextIO | PayloadStream
-"""What payloads are written to."""
+"""Where payloads are written."""
 
 
 def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
-    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes are returned unchanged."""
+    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes stay."""
     if mode == "auto":
         return "line" if (stream or sys.stdout).isatty() else "json"
     if mode not in STDOUT_MODES:
@@ -306,9 +295,9 @@ def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
 
 @contextmanager
 def kept_for_payloads() -> Iterator[Output]:
-    """What stdout was, for payloads alone: whatever else writes to it meanwhile (a model's `print`) goes to stderr.
+    """Reserve stdout for payloads: all other output (a model's `print`) goes to stderr.
 
-    That is done to the file descriptor, so that it holds for libraries in C and for child processes too.
+    The file descriptor is redirected, which includes libraries in C and child processes.
     """
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):
@@ -318,7 +307,7 @@ def kept_for_payloads() -> Iterator[Output]:
         except (OSError, ValueError, AttributeError):  # closed, absent, or replaced by something in memory
             yield stdout
             return
-        # Never closed: a thread may still wait in a write to it, which must not go to another file of the same number.
+        # Never closed: a thread's late write must not reach another file of the same number.
         own = os.dup(descriptor)
         os.dup2(stderr, descriptor)
         try:
@@ -328,19 +317,18 @@ def kept_for_payloads() -> Iterator[Output]:
 
 
 def render_line(payload: Mapping[str, Any]) -> str:
-    """The payload as a human-readable line."""
     step, values = payload["global_step"], all_values(payload)
     if payload["mode"] == "train":
         return format_train_line(step, values)
-    # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs; a set or task of one's own is not a part.
-    shown = {key: v for key, v in values.items() if "/" not in key or key.startswith("eval/")}
-    return format_metrics(step, {key: value for key, value in shown.items() if "/depth/" not in key})
+    # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs.
+    shown = [key for key in values if "/" not in key or (key.startswith("eval/") and "/depth/" not in key)]
+    return format_metrics(step, {key: values[key] for key in shown})
 
 
 class StdoutSink:
     """Writes one line per payload, in one write, flushed at once.
 
-    If the reader goes away (`| head`) or the stream fails, the output ends with one warning and the run continues.
+    If the reader leaves (`| head`) or the stream fails, the output ends with one warning.
     """
 
     def __init__(self, mode: StdoutMode, *, stream: Output | None = None) -> None:
@@ -348,21 +336,23 @@ class StdoutSink:
         self._stream: Output = stream or sys.stdout
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Write one payload."""
-        if self._mode != "off":
-            self._write(encode_payload(payload) if self._mode == "json" else render_line(payload))
+        if self._mode == "json":
+            self._write(encode_payload(payload))
+        elif self._mode == "line":
+            self._write(render_line(payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Events are no payloads."""
 
     def _write(self, line: str) -> None:
         try:
+            # In one write: lines of other writers must not end up within it.
             self._stream.write(line + "\n")
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._mode = "off"
             logger.warning("stdout failed and is off: %s: %s", type(error).__name__, error)
-            # Buffered output, and anything printed later, would fail when the interpreter flushes it at exit.
+            # The rest of the buffer would fail when the interpreter flushes it at exit.
             with suppress(OSError, ValueError):
                 target, null = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, target)

@@ -1,8 +1,7 @@
 """MetricsTracker: the per-step centre of all metrics.
 
-options = TrackerOptions(log_interval=10)
-tracker = MetricsTracker(options, num_devices=world_size, device=device, rank=rank, flops_per_token=flops)
-tracker.init_backends([StdoutSink("json"), JsonlSink(run_dir / "metrics.jsonl")])      # rank 0 only
+tracker = MetricsTracker(TrackerOptions(log_interval=10), num_devices=1, device=device)
+tracker.init_backends([StdoutSink("json"), JsonlSink(run_dir / "metrics.jsonl")])  # rank 0 only
 for step in range(1, steps + 1):
     tracker.start_step()
     with tracker.section("data"):
@@ -34,16 +33,16 @@ from trainer.metrics.sinks import Sink
 from trainer.options import TrackerOptions
 from trainer.wording import message_of
 
-# Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
 _SMOOTHED = ("loss", "tokens", "step_time")
+SMOOTHING = 0.1  # weight of the newest value in `smoothed/*`
 _OF_MEMORY = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
 
 
 class Ema:
     """`value = alpha * sample + (1 - alpha) * value`, from the first sample on.
 
-    Samples are numbers or 0-dim tensors; a tensor is averaged on its device and read only by `read`. A sample that is
-    not finite is passed over: one bad step would otherwise spoil the average for good.
+    Samples are numbers or 0-dim tensors; a tensor is averaged on its device and read only by
+    `read`. A sample that is not finite is passed over: it would spoil the average for good.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -53,39 +52,39 @@ class Ema:
         self._value: Scalar | None = None
 
     def update(self, sample: Scalar) -> None:
-        """Take in one sample."""
+        value = self._value
         if isinstance(sample, torch.Tensor):
             self._value = self._on_device(sample)
-        elif isinstance(self._value, torch.Tensor):
-            self._value = self._on_device(self._value.new_full((), sample))
+        elif isinstance(value, torch.Tensor):
+            self._value = self._on_device(value.new_full((), sample))
         elif math.isfinite(sample):
-            value = self._value
             self._value = sample if value is None else self.alpha * sample + (1.0 - self.alpha) * value
 
     def _on_device(self, sample: torch.Tensor) -> torch.Tensor:
         sample = sample.detach().to(torch.float64)
         if self._value is None:
-            # A copy: the caller may reuse its tensor. NaN marks that nothing finite has been seen yet.
+            # A copy: the caller may reuse its tensor. NaN: nothing finite has been seen yet.
             return torch.where(torch.isfinite(sample), sample, torch.nan)
-        value = self._value if isinstance(self._value, torch.Tensor) else sample.new_full((), self._value)
+        value = self._value
+        if not isinstance(value, torch.Tensor):
+            value = sample.new_full((), value)
         mixed = torch.where(torch.isnan(value), sample, torch.lerp(value, sample, self.alpha))
         return torch.where(torch.isfinite(sample), mixed, value)
 
     def read(self) -> float | None:
-        """The average as a number (waits for the device if it is a tensor); None before the first finite sample."""
+        """The average as a number, None without a finite sample; waits for a tensor's device."""
         if self._value is None:
             return None
         value = float(self._value)
         return None if math.isnan(value) else value
 
     def load(self, value: float | None) -> None:
-        """Continue from a saved average."""
         self._value = value
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Raw values of one logged step; None where a thing is unknown or does not exist on the device.
+    """Raw values of one logged step; None where unknown, or where the device has none.
 
     Units: tokens per second over all ranks, seconds, GB (1e9 bytes), fractions.
     """
@@ -109,15 +108,13 @@ class _OpenStep:
 
     start: float
     stop: float | None = None
-    """When the next step started; None: it has not."""
+    """Start of the next step, if it has started."""
     parts: dict[str, float] = field(default_factory=dict)
     """Section -> seconds."""
 
 
 @dataclass
 class _Since:
-    """The steps since the last payload."""
-
     steps: int = 0
     seconds: float = 0.0
     tokens: Scalar = 0
@@ -128,8 +125,11 @@ class _Since:
 class MetricsTracker:
     """Times steps, smooths, and sends payloads to the sinks on logging steps.
 
-    Nothing waits for the device outside logging steps: `loss`, `grad_norm` and `tokens_in_step` may be 0-dim tensors
-    and are read only when a step is logged, while the smoothing sees every step.
+    Only logging steps wait for the device: `loss`, `grad_norm` and `tokens_in_step` may be 0-dim
+    tensors, which are read when a step is logged, while the smoothing sees every step.
+
+    Attributes:
+        diagnostics: guards of all but the record, which the loop's other diagnostics share.
     """
 
     def __init__(
@@ -147,35 +147,34 @@ class MetricsTracker:
         """Build a tracker; `sinks` may also come later through `init_backends`.
 
         Args:
-            options: how often it logs, and what it smooths by; see `TrackerOptions`.
+            options: logging interval and smoothing; see `TrackerOptions`.
             num_devices: devices that share the work (the world size).
             flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
             rank: only rank 0 may have sinks.
-            strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one warning.
+            strict_keys: unknown keys raise `UnknownMetric` instead of one warning.
             clock: monotonic seconds.
         """
         self._log_interval = options.log_interval
         self._device = torch.device(device)
-        self._num_devices = num_devices
+        self._num_devices, self._rank = num_devices, rank
         peak = resolve_peak_tflops(self._device, options.peak_tflops)
         self._mfu_per_speed: Any = compute_mfu(
             tokens_per_sec=1.0, flops_per_token=flops_per_token, num_devices=num_devices, peak_tflops=peak
         )
-        self._rank = rank
-        self._strict_keys = strict_keys
-        self._clock = clock
+        self._strict_keys, self._clock = strict_keys, clock
         self.diagnostics = Diagnostics()
-        """Guards of everything here but the record; the loop's other diagnostics share them."""
-        self._smoothed = {name: Ema(options.smoothing_alpha) for name in _SMOOTHED}
-        # What all ranks have is said once.
+        self._smoothed = {name: Ema(SMOOTHING) for name in _SMOOTHED}
+        # All ranks have the same values: rank 0 alone warns about them.
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
-        self._epochs: dict[str, float | None] = {}  # by key, since the start; None: a part of it is not known
+        # By key, since the start. None: some of what was read before is not known.
+        self._epochs: dict[str, float | None] | None = {}
         self._outside_sec = 0.0
+        # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
-        self._checked_keys: set[str] = set()
+        self._checked_keys: set[str] = set()  # most keys come with every payload
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
@@ -198,7 +197,7 @@ class MetricsTracker:
         return step % self._log_interval == 0 or step == 1
 
     def start_step(self) -> None:
-        """Start the step's clock, and stop that of the step before it, whose numbers may come later: no time counts twice."""
+        """Start the step's clock and stop that of the step before, whose numbers may come later."""
         now = self._clock()
         if self._open:
             self._open[-1].stop = now
@@ -206,27 +205,30 @@ class MetricsTracker:
 
     @property
     def step_start(self) -> float:
-        """When the step that ends next started, by the tracker's clock."""
+        """Start of the step that ends next, by the tracker's clock."""
         return self._open[0].start
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Times a part of the step started last (`data`, `forward_backward`, `optimizer`); entered twice, it adds up."""
-        parts, began, outside = self._open[-1].parts if self._open else {}, self._clock(), self._outside_sec
+        """Times a part of the step started last, such as `data`; entered twice, it adds up."""
+        parts: dict[str, float] = {}
+        if self._open:
+            parts = self._open[-1].parts
+        began, outside = self._clock(), self._outside_sec
         yield
         parts[name] = parts.get(name, 0.0) + self._clock() - began - (self._outside_sec - outside)
 
     def times(self) -> dict[str, float]:
-        """Seconds of each section, a step, since the last payload and with the step that ends next; for `extra`, where ranks
-        combine them."""
-        found = {}
+        """Seconds per step of each section, since the last payload and with the step that ends
+        next; for `extra`, in which ranks combine them."""
+        means = {}
         for part, seconds in (self._since.parts + Counter(self._open[0].parts)).items():
-            found[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
-        return found
+            means[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
+        return means
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Takes a part out of the times of the step and of its sections: what measures a step is not work of that step."""
+        """Excludes a part from the times of the step: measuring a step is not its work."""
         began = self._clock()
         try:
             yield
@@ -250,16 +252,15 @@ class MetricsTracker:
     ) -> StepMetrics | None:
         """Close the step: timing, MFU, memory, smoothing, and on logging steps logging.
 
-        Times and speeds of a payload are those of all steps since the last one.
-
         Args:
             loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
             tokens_in_step: target tokens over all ranks; speeds follow from them.
-            tokens_trained: those that count in `tokens_seen`: 0 for a step whose update was skipped. None: all of them.
-            extra: other values over all ranks, by catalog key. The catalog says how those since the last logged step combine:
-                counters add up, means are taken. None is left out. What is no number, or has the name of something that the
-                tracker reports itself (`loss`, `mfu`), is left out with one warning. Times of sections are those of all ranks.
+            tokens_trained: those that count in `tokens_seen`: 0 for a skipped update; None: all.
+            extra: other values over all ranks, by catalog key, which says how those since the last
+                logged step combine: counters add up, means are taken. None is left out. A value
+                that is no number, or has a name of the tracker's own (`loss`, `mfu`), is left out
+                with one warning. Times of sections are those of all ranks.
             force_log: log this step whatever the interval says (the last step, an evaluation step).
 
         Returns:
@@ -272,16 +273,16 @@ class MetricsTracker:
         """
         if not self._open:
             raise RuntimeError("end_step without start_step")
-        ended = self._open.popleft()
-        step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
-        since = self._since
-        since.steps, since.seconds, since.tokens = (
-            since.steps + 1,
-            since.seconds + step_time,
-            since.tokens + tokens_in_step,
-        )
+        ended, since = self._open.popleft(), self._since
+        stop = self._clock() if ended.stop is None else ended.stop
+        step_time = stop - ended.start
+        since.steps += 1
+        since.seconds += step_time
+        since.tokens = since.tokens + tokens_in_step  # not in place, which would change the caller's tensor
         since.parts.update(ended.parts)
-        self._tokens_seen = self._tokens_seen + (tokens_in_step if tokens_trained is None else tokens_trained)
+        if tokens_trained is None:
+            tokens_trained = tokens_in_step
+        self._tokens_seen = self._tokens_seen + tokens_trained
         guard = self.diagnostics.best_effort
         for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
             if sample is not None:
@@ -291,76 +292,94 @@ class MetricsTracker:
         if not (force_log or self.will_log(step)):
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = guard("memory").run(get_memory_stats, self._device) if self._device.type == "cuda" else None
+        memory = None
+        if self._device.type == "cuda":
+            memory = guard("memory").run(get_memory_stats, self._device)
+        # Times and speeds of a payload are those of all steps since the last one.
         self._since, step_time = _Since(), since.seconds / since.steps
-        speed = float(since.tokens / since.seconds) if since.seconds > 0.0 else None
+        speed, mfu = self._rates(since.tokens, max(since.seconds, 0.0))
         metrics = StepMetrics(
             loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
             lr=float(lr),
             tokens_per_sec=speed,
-            mfu=None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed,
+            mfu=mfu,
             step_time_sec=step_time,
             **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         )
-        values: dict[str, float | None] = {}
-        for name, value in vars(metrics).items():
-            values[f"gpu/{name}" if name in _OF_MEMORY else name] = value
+        values: dict[str, float | None] = dict(vars(metrics))
+        for name in _OF_MEMORY:
+            values[f"gpu/{name}"] = values.pop(name)
         values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
         values["tokens_per_sec_per_device"] = None if speed is None else speed / self._num_devices
-        self._add_averages(values)
+        smooth_loss, smooth_tokens, smooth_time = map(Ema.read, self._smoothed.values())
+        # The averaged tokens over the averaged time: an average of speeds would be above it.
+        smooth_speed, smooth_mfu = self._rates(smooth_tokens, smooth_time)
+        values |= {"smoothed/loss": smooth_loss, "smoothed/tokens_per_sec": smooth_speed}
+        values |= {"smoothed/step_time": smooth_time, "smoothed/mfu": smooth_mfu}
         shares = set(map("time/{}_share".format, since.parts))
         self._add_extras(values, reserved={*values, *shares})
-        for key in {*self._epochs, *[key for key in values if key.startswith(EPOCHS)]}:
-            before, more = self._epochs.get(key, 0.0), values.get(key)
-            total = None if before is None or more is None else before + more
-            self._epochs[key] = total
-            values[key] = total and round(total, 9)  # whole epochs are whole numbers
         for part, seconds in since.parts.items():
             own = values.setdefault(f"time/{part}_sec", seconds / since.steps)
-            values[f"time/{part}_share"] = own / step_time if own is not None and step_time > 0.0 else None
+            if own is not None and step_time > 0.0:
+                values[f"time/{part}_share"] = own / step_time
         self._emit("train", step, values)
         return metrics
 
-    def _add_averages(self, values: dict[str, float | None]) -> None:
-        loss, tokens, seconds = map(Ema.read, self._smoothed.values())
-        # The averaged tokens over the averaged time.
-        speed = tokens / seconds if tokens is not None and seconds else None
-        mfu = None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed
-        values |= {"smoothed/loss": loss, "smoothed/tokens_per_sec": speed, "smoothed/step_time": seconds}
-        values["smoothed/mfu"] = mfu
+    def _rates(self, tokens: Scalar | None, seconds: float | None) -> tuple[float | None, float | None]:
+        """Tokens per second, and MFU; None where unknown."""
+        if tokens is None or not seconds:
+            return None, None
+        speed = float(tokens / seconds)
+        return speed, None if self._mfu_per_speed is None else speed * self._mfu_per_speed
 
     def _add_extras(self, values: dict[str, float | None], *, reserved: Collection[str]) -> None:
-        """Add what was reported since the last logged step; waits for its devices."""
-        for key, value in (self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}).items():
+        """Add the values reported since the last logged step; waits for their devices."""
+        drained = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
+        for key, value in drained.items():
             if key in reserved:
                 self._leave_out(key, "the name is one of the tracker's own")
             elif value is not None:
+                pair = value if isinstance(value, tuple) else (value, 1.0)
                 try:
-                    total, weight = map(float, value) if isinstance(value, tuple) else (float(value), 1.0)
+                    total, weight = map(float, pair)
+                    values[key] = total / weight if weight else None
                 except Exception as error:  # noqa: BLE001 - one value must not cost the others
                     self._leave_out(key, message_of(error))
-                else:
-                    values[key] = total / weight if weight else None
+        # Of epochs, the total since the start.
+        read = [key for key in values if key.startswith(EPOCHS)]
+        if self._epochs is None:
+            values |= dict.fromkeys(read)
+            return
+        totals: dict[str, float | None] = {}
+        for key in {*self._epochs, *read}:
+            before, more = self._epochs.get(key, 0.0), values.get(key)
+            totals[key] = values[key] = None  # one that lacks a part stays unknown
+            if before is not None and more is not None:
+                totals[key] = before + more
+                values[key] = round(before + more, 9)  # whole epochs are whole numbers
+        self._epochs = totals
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.
 
-        `eval_` is put in front of plain keys without it (`loss`). A key with a namespace (`moe/aux_loss`) is the caller's.
-        What is no number is left out with one warning.
+        Plain keys (`loss`) get the prefix `eval_`; a key with a namespace (`moe/aux_loss`) is the
+        caller's. A value that is no number is left out with one warning.
         """
         found = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, _read) or {}
-        prefixes = {key: "" if "/" in key or key.startswith(EVAL_PREFIX) else EVAL_PREFIX for key in found}
-        self._emit("eval", step, {prefixes[key] + key: value for key, value in found.items()})
+        values = {}
+        for key, value in found.items():
+            is_plain = "/" not in key and not key.startswith(EVAL_PREFIX)
+            values[f"{EVAL_PREFIX}{key}" if is_plain else key] = value
+        self._emit("eval", step, values)
 
     def log_restart(self, step: int) -> None:
-        """The run continues after this checkpointed step, so that steps may repeat: tell the sinks, and say so in the next
-        payload."""
+        """Tell the sinks that the run continues after this step: later ones may repeat."""
         self._restart = {"from_step": step}
         self.log_event(build_restart(step))
 
     def log_event(self, event: Mapping[str, Any]) -> None:
-        """Send an event to the sinks; each takes those that it has a use for."""
+        """Send an event to the sinks, which ignore those that they do not support."""
         self._send("event", event)
 
     def _emit(self, mode: Mode, step: int, values: Mapping[str, float | None]) -> None:
@@ -388,30 +407,33 @@ class MetricsTracker:
                 guard.run(call, *args)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues from: tokens seen and the smoothed values."""
+        """The state of a resumed run: tokens seen and the smoothed values."""
         return {
             "tokens_seen": int(self._tokens_seen),
-            "epochs": self._epochs.copy(),
+            "epochs": self._epochs,
             "smoothed": {name: average.read() for name, average in self._smoothed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
         self._tokens_seen = state["tokens_seen"]
-        self._epochs = dict(state["epochs"])
+        self._epochs = state.get("epochs")  # checkpoints of earlier versions lack them
         for name, average in self._smoothed.items():
             average.load(state["smoothed"][name])
 
     def close(self) -> None:
         """Close all sinks; a failure is raised then."""
+        # Whatever one of them raises, the others are closed.
         with ExitStack() as stack:
             while self._sinks:
                 sink, guard = self._sinks.pop(0)
-                stack.callback(sink.close) if guard is None else stack.callback(guard.run, sink.close)
+                if guard is None:
+                    stack.callback(sink.close)
+                else:
+                    stack.callback(guard.run, sink.close)
 
 
 def _read(value: Any) -> float | None:
-    """A number, or a pair's total over its weight; waits for its device. A mean over nothing is None."""
+    """A number, or a pair's total over its weight (None over nothing); waits for its device."""
     if isinstance(value, tuple) and len(value) == 2:
         weight = as_number(value[1])
         return as_number(value[0]) / weight if weight else None

@@ -1,4 +1,4 @@
-"""`RecurrentEncoder`: the reference model, a stack of gated linear recurrences and gated MLPs; and what families share."""
+"""`RecurrentEncoder`, the reference model: gated linear recurrences and MLPs; and shared parts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
 from trainer.model.recurrence import gated_scan
 
 NORM_EPS = 1e-5
-"""As flash-linear-attention and Llama have it. With torch's, 1.2e-7, the norm after the delta rule multiplies rounding."""
+"""As in Llama; with torch's 1.2e-7, the norm after the delta rule amplifies rounding."""
 INITIAL_DECAY_RANGE = (0.9, 0.999)
-"""Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
+"""Of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
 
 
 def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
-    """Draw a weight [outputs, inputs] from a normal distribution of standard deviation `scale / sqrt(inputs)`.
+    """Draw a weight [outputs, inputs] from N(0, scale^2 / inputs).
 
-    Normalized inputs then give outputs of about unit size. The usual fixed 0.02 is too small for widths below about a
-    thousand: gates and values start near zero, and recall over cells is learned far later.
+    Normalized inputs then give outputs of about unit size. The usual deviation of 0.02 is too small
+    below a width of a thousand: gates start near zero, and recall over cells is learned far later.
     """
     nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with a faster backward on CPUs, where torch's takes five times that of its LayerNorm."""
+    """torch's, with a faster backward on CPUs, where torch's is five times its LayerNorm's."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, eps=NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
-        # FSDP may gather weights in 16 bits, beside activations in 32.
+        # FSDP may gather weights in 16 bits while activations are in 32.
         if x.device.type != "cpu" or x.dtype.itemsize < 4 or x.dtype != self.weight.dtype:
             return super().forward(x)
         normalized: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -57,13 +56,15 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, scale, weight = ctx.saved_tensors
+        # With g = grad * weight: grad_x = scale * (g - unit * mean(g * unit)).
         product = grad * unit
         mean = (product @ weight).div_(-unit.shape[-1]).unsqueeze(-1)
-        return torch.addcmul(grad * weight, unit, mean).mul_(scale), product.flatten(0, -2).sum(dim=0), None
+        grad_x = torch.addcmul(grad * weight, unit, mean).mul_(scale)
+        return grad_x, product.flatten(0, -2).sum(dim=0), None
 
 
 class GatedMLP(nn.Module):
-    """`out(activation(gate(x)) * values(x))`: GEGLU, or SwiGLU with silu (Shazeer 2020, arXiv 2002.05202)."""
+    """`out(activation(gate(x)) * values(x))`: GEGLU, or SwiGLU with silu (arXiv 2002.05202)."""
 
     def __init__(self, dim: int, hidden: int, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
@@ -73,13 +74,12 @@ class GatedMLP(nn.Module):
         self.out = nn.Linear(hidden, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        """Draw all parameters; `residual_scale` applies to the output projection."""
         init_matrix(self.values.weight)
         init_matrix(self.gate.weight)
         init_matrix(self.out.weight, residual_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, T, D] position-wise."""
         mapped: Tensor = self.out(self.activation(self.gate(x)) * self.values(x))
         return mapped
 
@@ -87,7 +87,7 @@ class GatedMLP(nn.Module):
 def check_sizes(
     vocab_size: int, dim: int, num_layers: int, mlp_ratio: float, tie_embeddings: bool, *, heads: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The arguments of a `LanguageModel` whose MLP is `mlp_ratio` times as wide as `dim`, rounded to an integer.
+    """The arguments of a `LanguageModel` whose MLP is about `mlp_ratio` times as wide as `dim`.
 
     Args:
         heads: numbers of heads, each of which must divide the one before it, the first one `dim`.
@@ -96,38 +96,38 @@ def check_sizes(
         UserError: a size is not positive, or does not divide.
     """
     hidden = round(mlp_ratio * dim)
-    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers, "args.mlp_ratio": hidden}
-    problems = [(name, f"gives a size of {size}; it must be >= 1") for name, size in sizes.items() if size < 1]
-    for name, part, whole in zip(("args.heads", "args.kv_heads"), heads, (dim, *heads), strict=False):
-        problems += [(name, f"is {part}, which does not divide {whole}")] if part < 1 or whole % part else []
-    for name, problem in problems[:1]:
-        raise UserError(f"model.{name}", problem, "choose another size")
-    sizes["hidden"] = sizes.pop("args.mlp_ratio")
-    return {**sizes, "tie_embeddings": tie_embeddings}
+    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
+    for name, size in {**sizes, "args.mlp_ratio": hidden}.items():
+        if size < 1:
+            problem = f"gives a size of {size}; it must be >= 1"
+            raise UserError(f"model.{name}", problem, "choose another size")
+    for name, part, whole in zip(("heads", "kv_heads"), heads, (dim, *heads), strict=False):
+        if part < 1 or whole % part:
+            problem = f"is {part}, which does not divide {whole}"
+            raise UserError(f"model.args.{name}", problem, "choose another size")
+    return {**sizes, "hidden": hidden, "tie_embeddings": tie_embeddings}
 
 
 class ResidualBlock(nn.Module):
     """One layer: a mixer over time and an MLP, each of which adds to the residual stream."""
 
     def init_weights(self, num_layers: int) -> None:
-        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
+        """Draw all parameters; the 2 * num_layers projections into the stream start smaller."""
         for part in self.children():
             if not isinstance(part, RMSNorm):
                 part.init_weights(1.0 / math.sqrt(2 * num_layers))  # type: ignore[operator]
 
 
 class LanguageModel(nn.Module):
-    """What the built-in families share: embedding, blocks, norm and output layer, with their first weights.
+    """The common part of built-in families: embedding, blocks, norm, output layer, initial weights.
+
+    Parameters come from torch's global generator: `torch.manual_seed` reproduces them.
 
     Args:
         make_block: makes a block, with an `init_weights(num_layers)`.
-        vocab_size: number of token ids.
         dim: width of the residual stream.
-        num_layers: number of blocks.
         hidden: width of the gated MLP.
         tie_embeddings: share the embedding's weight with the output layer.
-
-    Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
     """
 
     resets_in_one_pass = True
@@ -144,6 +144,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size, self.dim, self.num_layers, self.hidden = vocab_size, dim, num_layers, hidden
+        # The order in which parts are made and drawn decides the weights that a seed gives.
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(make_block() for _ in range(num_layers))
         self.norm = RMSNorm(dim)
@@ -158,9 +159,9 @@ class LanguageModel(nn.Module):
 
 
 class GatedRecurrence(nn.Module):
-    """Temporal mixing: `out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
+    """`out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
 
-    The paper's short temporal convolution is omitted: it would be a second kind of state to carry between cells.
+    Without the paper's short convolution, which would be a second state to carry between cells.
     """
 
     scan = staticmethod(gated_scan)
@@ -175,7 +176,7 @@ class GatedRecurrence(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        """Draw all parameters; `residual_scale` applies to the output projection."""
         for linear in (self.values, self.output_gate, self.recurrence_gate, self.input_gate):
             init_matrix(linear.weight)
         nn.init.zeros_(self.recurrence_gate.bias)
@@ -189,11 +190,10 @@ class GatedRecurrence(nn.Module):
             self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
+        """Mix x [B, T, D] over time from state [B, D]; returns the output and the final state."""
         values = self.values(x)  # [B, T, D]
-        h, state = self.scan(
-            self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets, state
-        )  # [B, T, D], [B, D]
+        gates = self.recurrence_gate(values), self.input_gate(values)
+        h, state = self.scan(*gates, values, self.decay, resets, state)  # [B, T, D], [B, D]
         gate = F.gelu(self.output_gate(x))
         return self.out(gate * h.to(gate.dtype)), state
 
@@ -209,7 +209,7 @@ class Block(ResidualBlock):
         self.mlp = GatedMLP(dim, hidden)
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
+        """Map x [B, T, D] from state [B, D]; returns the output and the final state."""
         mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
@@ -218,8 +218,8 @@ class Block(ResidualBlock):
 class RecurrentEncoder(LanguageModel):
     """A causal language model with one recurrent state of width `dim` per layer.
 
-    Running a row cell by cell, each from the state that the previous cell returned, equals running it uncut.
-    The state's layout is `[layer 0 | layer 1 | ...]`, in float32 or wider, also under autocast.
+    Running a row cell by cell, each from the state that the previous cell returned, equals running
+    it uncut. The state is `[layer 0 | layer 1 | ...]`, in float32 or wider, also under autocast.
     """
 
     def __init__(self, **sizes: Any) -> None:
@@ -232,23 +232,26 @@ class RecurrentEncoder(LanguageModel):
         `resets` (bool [B, T]) marks positions before which every layer resets its state to zero.
         """
         if state is None:
+            # Under autocast too: rounding to 16 bits would add up over many cells.
             dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
             state = torch.zeros(tokens.shape[0], self.state_width, dtype=dtype, device=tokens.device)
         x = self.embedding(tokens)  # [B, T, D]
         ends = []
-        for block, layer_state in zip(self.blocks, state.chunk(self.num_layers, dim=1), strict=True):
-            x, end = block(x, layer_state, resets)
+        for block, start in zip(self.blocks, state.chunk(self.num_layers, dim=1), strict=True):
+            x, end = block(x, start, resets)
             ends.append(end)
         return ModelOutput(logits=self.head(self.norm(x)), state=torch.cat(ends, dim=1))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token: 6 per weight of a matrix product and 5 per state channel.
+        """FLOPs per trained token: 6 per weight of a matrix product and 5 per state channel.
 
-        A product with a weight matrix costs a multiply-add (2) per weight forward and two of them backward (gradients of
-        the input and of the weight); the recurrence 2 per channel forward and 3 backward. Norms, activations and gates,
-        below 1 % at usual widths, the embedding, and work that only this scan adds are not counted.
+        A product with a weight matrix costs a multiply-add (2) per weight in the forward and two in
+        the backward (for the gradients of input and weight); the recurrence 2 per channel forward
+        and 3 backward. Not counted: norms, activations and gates (below 1 %), the embedding, extra
+        work of this scan.
         """
-        matrix_weights = self.num_layers * (5 * self.dim**2 + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
+        layer_weights = 5 * self.dim**2 + 3 * self.dim * self.hidden
+        matrix_weights = self.num_layers * layer_weights + self.dim * self.vocab_size
         return 6.0 * matrix_weights + 5.0 * self.num_layers * self.dim
 
 

@@ -1,11 +1,12 @@
 """The gated linear recurrence: its coefficients, and the scan over time, by torch and by Triton.
 
-`h_t = a_t * h_{t-1} + b_t`, elementwise, with `a_t` in [0, 1]. The recurrence is linear in `h`, so cutting a row anywhere
-and carrying `h` over the cut changes only rounding. The coefficients are those of the RG-LRU (De et al. 2024, "Griffin",
-arXiv 2402.19427, equations 1 to 4).
+`h_t = a_t * h_{t-1} + b_t`, elementwise, with `a_t` in [0, 1]. It is linear in `h`, so cutting a
+row anywhere and carrying `h` over the cut changes only rounding. The coefficients are those of the
+RG-LRU (De et al. 2024, "Griffin", arXiv 2402.19427, equations 1 to 4).
 
-The scan is one registered operator: `torch.compile` and fake tensors see a single opaque node each way instead of about a
-thousand elementwise ones. On CUDA gates and scan together are one (`fused_scan`); what a CPU runs is its reference.
+The scan is one registered operator: `torch.compile` and fake tensors see one opaque node per
+direction instead of about a thousand elementwise ones. On CUDA, gates and scan are one kernel
+(`fused_scan`); the CPU code is its reference.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ def gated_scan(
 ) -> tuple[Tensor, Tensor]:
     """Run the RG-LRU over time, by Triton kernels on CUDA.
 
-    `log a = -c * softplus(Lambda) * sigmoid(r)` and `b = sqrt(1 - a^2) * sigmoid(i) * x` (De et al. 2024, equations 1 to 4).
-    `a_t = 0` is an exact reset to zero: no value or gradient passes it.
+    `log a = -c * softplus(Lambda) * sigmoid(r)` and `b = sqrt(1 - a^2) * sigmoid(i) * x`. `a_t = 0`
+    is an exact reset to zero: no value or gradient passes it.
 
-    It is computed in float32 (float64 inputs: in float64) whatever the inputs' dtype, the carried state included; only the
-    returned h is rounded to x's dtype. The kernels' backward reads that h: with 16-bit inputs the gradients of
-    `recurrence_gate` and `decay` then include h's rounding, of the size of the inputs' own.
+    Computed in float32 (float64 inputs: in float64) whatever the dtype of the inputs, the carried
+    state included; only the returned h is rounded to the dtype of x. The backward of the kernels
+    reads that h: with 16-bit inputs, the gradients of `recurrence_gate` and `decay` include its
+    rounding, of the same size as that of the inputs.
 
     Args:
         recurrence_gate, input_gate, x: r, i and x, [B, T, D]; T >= 1.
@@ -52,7 +54,7 @@ def gated_scan(
     if x.is_cuda and x.dtype in KERNEL_DTYPES:
         if HAS_TRITON:
             return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
-        _warn_of_plain_scan()  # not inside a compiled graph: without Triton torch.compile makes none for CUDA
+        _warn_of_plain_scan()  # never in a compiled graph: torch.compile needs Triton for CUDA, too
     dtype = torch.promote_types(x.dtype, torch.float32)
     rate = -GATE_SHARPNESS * F.softplus(decay.to(dtype))
     gates = recurrence_gate.to(dtype), input_gate.to(dtype)
@@ -66,7 +68,7 @@ def _warn_of_plain_scan() -> None:
 
 
 class _GatedScan(torch.autograd.Function):
-    """Gates and scan in fewer passes than by autograd, whose nodes a CPU does not fuse. x is kept in its own type."""
+    """Gates and scan in fewer passes than autograd, whose nodes a CPU does not fuse."""
 
     @staticmethod
     def forward(
@@ -74,8 +76,8 @@ class _GatedScan(torch.autograd.Function):
     ) -> Tensor:
         r, i = r.sigmoid(), i.sigmoid()
         log_a = r * rate
-        # -expm1(2 log a) is 1 - a^2, accurate where a is close to 1. Where a gate underflows its root has no finite slope: with
-        # the floor a gate's gradient is 0 there, not NaN.
+        # -expm1(2 log a) is 1 - a^2, accurate where a is close to 1. Where a gate underflows, its
+        # root has no finite slope: the floor makes the gradient 0 there, not NaN.
         scale = (2.0 * log_a).expm1_().neg_().clamp_min_(torch.finfo(r.dtype).tiny).sqrt_()
         a = log_a.exp_()
         if resets is not None:
@@ -93,30 +95,31 @@ class _GatedScan(torch.autograd.Function):
         grad_x = grad_b * scale
         grad_i = (grad_x * x).mul_(i)  # by log(sigmoid(i))
         grad_x.mul_(i)
-        # By log a: through a, and through the scale, of which d scale / d log a = scale - 1 / scale.
+        # By log a: through a, and through the scale (d scale / d log a = scale - 1 / scale).
         grad_r = torch.cat([state.unsqueeze(1), h[:, :-1]], dim=1).mul_(grad_b).mul_(a).add_(grad_i)
         grad_r.sub_((grad_i / scale).div_(scale)).mul_(r)
         grad_rate = grad_r.flatten(0, -2).sum(dim=0)
         grad_r.mul_(rate)
-        grad_r, grad_i = torch.addcmul(grad_r, grad_r, r, value=-1), torch.addcmul(grad_i, grad_i, i, value=-1)
+        # The slope of a sigmoid s is s - s^2; the factor s is in both already.
+        grad_r = torch.addcmul(grad_r, grad_r, r, value=-1)
+        grad_i = torch.addcmul(grad_i, grad_i, i, value=-1)
         return grad_r, grad_i, grad_x.to(x.dtype), a[:, 0] * grad_b[:, 0], grad_rate, None
 
 
 @torch.library.custom_op("trainer::linear_scan", mutates_args=())
 def _scan_op(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
-    """The scan in about 3 * sqrt(T) vectorized operations instead of T.
-
-    Time is split into chunks of about sqrt(T). First all chunks run at once from zero, which gives their end states and
-    the products of their decays; then the true state is carried from chunk to chunk; then all chunks run again from their
-    true initial states. The products only shrink (a <= 1) and are neither divided by nor logged, so nothing overflows and
-    an underflow is a correct zero. The remainder after the last whole chunk runs step by step.
-    """
+    """The scan in about 3 * sqrt(T) vectorized operations instead of T."""
+    # Time is split into chunks of about sqrt(T). All chunks run at once from zero, for their end
+    # states and the products of their decays; then the true state is carried from chunk to chunk;
+    # then all chunks run again from their true initial states, and the remainder step by step. The
+    # products only shrink (a <= 1) and are neither divided by nor logged: nothing overflows, and an
+    # underflow is a correct zero.
     num_steps = a.shape[1]
     h = torch.empty_like(b)
     length = math.isqrt(num_steps)
     num_chunks = num_steps // length
     whole = num_chunks * length
-    # A reversed scan has its remainder at the front, so that both directions start at a chunk boundary.
+    # A reversed scan has its remainder at the front: both directions start at a chunk.
     first = num_steps - whole if is_reversed else 0
     shape = (a.shape[0], num_chunks, length, a.shape[2])
     a_chunks = a.narrow(1, first, whole).view(shape)
@@ -149,14 +152,16 @@ def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """How a kernel cuts its work. Rounding depends on it, so it is fixed, and neither tuned nor derived from the batch."""
+    """How a kernel divides its work."""
+
+    # Rounding depends on these: they are fixed, neither tuned nor derived from the batch.
 
     channels: int = 32
-    """Per program: as few as let few rows fill a device."""
+    """Per program: few, so that few rows fill a device."""
     segments: int = 16
     """Side by side in time."""
     steps: int = 4
-    """Per segment, held in registers: 4 channels, 8 bytes, per thread and step, so that addresses and masks cost little."""
+    """Per segment, held in registers: 4 channels (8 bytes) each, so addresses cost little."""
     num_warps: int = 4
 
 
@@ -166,13 +171,14 @@ BLOCKS: Final = Blocks()
 def fused_scan(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gated_scan` by one Triton kernel each way (`scan_kernels.py`), on a CUDA device or in Triton's interpreter.
+    """`gated_scan` by one Triton kernel each way (`scan_kernels.py`), on CUDA or interpreted.
 
-    The coefficients `a` and `b` never reach memory: forward reads r, i and x and writes h, backward reads those, h and its
-    gradient and writes three gradients.
+    The coefficients `a` and `b` never reach memory: the forward reads r, i and x and writes h, the
+    backward reads those, h and its gradient and writes three gradients.
     """
     given = (tensor.contiguous() for tensor in (recurrence_gate, input_gate, x, decay))
-    h, final_state = _gated_scan_op(*given, None if resets is None else resets.contiguous(), state.float().contiguous())
+    resets = resets if resets is None else resets.contiguous()
+    h, final_state = _gated_scan_op(*given, resets, state.float().contiguous())
     return h, final_state
 
 
@@ -221,6 +227,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> Non
     _, _, x, _, resets, _ = inputs[:6]
     batch, num_steps, dim = x.shape
     programs = batch * math.ceil(dim / BLOCKS.channels)
+    # Triton launches on the current device, which need not be that of x.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         kernel[(programs,)](
             *tensors,
@@ -235,11 +242,13 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> Non
 
 
 def _save_all(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+    # h instead of the decays: it exists anyway.
     ctx.save_for_backward(*inputs, output[0])
 
 
 def _gated_gradients(ctx: Any, grad_h: Tensor, grad_final_state: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, grad_state = _gated_scan_backward_op(grad_h.contiguous(), grad_final_state.contiguous(), *ctx.saved_tensors)
+    grads_out = grad_h.contiguous(), grad_final_state.contiguous()
+    *grads, grad_state = _gated_scan_backward_op(*grads_out, *ctx.saved_tensors)
     return *grads, None, grad_state
 
 

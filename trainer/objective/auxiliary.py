@@ -1,162 +1,61 @@
-"""Losses beside that of the tokens: those of the model's output, and components of the user's own by import path.
+"""Losses and metrics of a model's output in addition to its logits: none, for a plain run.
 
-A loss "by tokens" is a number per target token, [B, T], or one for all of them, []; the objective has its mean over the target
-tokens of the step. A loss "by rows" is a number per row, [B]; the objective has its mean over the rows with a target. A row
-that is run cell by cell has the mean over its cells, by their target tokens: one of padding alone counts for nothing. Both are
-sums over micro-batches and ranks, so that any split of a step is one big batch. A number [] counts for all target tokens of its
-micro-batch: what it says of them is the model's affair.
+Models that declare some, and `[objective.losses]`, are given a class that adds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from trainer.arrays import IGNORED
 from trainer.errors import UserError
-from trainer.import_path import users_code
 from trainer.metrics.best_effort import BestEffort
-from trainer.objective.loss import ObjectiveError, ObjectiveOutput, Term
+from trainer.objective.loss import ObjectiveOutput
 from trainer.wording import few
-
-By = Literal["tokens", "rows"]
-
-
-@dataclass(frozen=True)
-class AuxiliaryLoss:
-    """One loss, by what it is averaged."""
-
-    by: By = "tokens"
-    weight: float = 1.0
-    function: Callable[..., Any] | None = None
-    """Computes it from `output` and `micro`; None: the model's output has it."""
-
-
-def declared_losses(model: Any) -> dict[str, By]:
-    """What a model says of the losses in its output: `loss_keys`, a mapping of names to "tokens" or "rows".
-
-    Raises:
-        UserError: it is something else.
-    """
-    keys = getattr(model, "loss_keys", {})
-    if not isinstance(keys, Mapping) or not all(
-        isinstance(name, str) and name.isidentifier() and by in ("tokens", "rows") for name, by in keys.items()
-    ):
-        fix = 'make it a dict of plain names, such as {"balance": "tokens"}; the other value is "rows"'
-        raise UserError("model.target", f"{type(model).__name__}.loss_keys is {keys!r}", fix)
-    return dict(keys)
-
-
-def loss_problem(found: Mapping[str, Any], declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool) -> str:
-    """What is wrong with the losses of a model's output; empty if nothing is.
-
-    Args:
-        shape: [B, T] of the targets.
-        needs_all: as in training; an evaluation does without those that the model leaves out.
-    """
-    if unknown := sorted(found.keys() - declared.keys()):
-        return f'the loss {few(unknown)}, which is not in its loss_keys: {{"{unknown[0]}": "tokens"}}, or "rows"'
-    if missing := sorted(declared.keys() - found.keys() if needs_all else ()):
-        return f"no loss {few(missing)} in train(), which its loss_keys name"
-    problems = (shape_problem(name, value, declared[name], shape) for name, value in found.items())
-    return next(filter(None, problems), "")
-
-
-def shape_problem(name: str, value: Any, by: By, shape: Sequence[int]) -> str:
-    """What is wrong with one loss; empty if nothing is."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return f"the loss {name} as a {getattr(value, 'dtype', type(value).__name__)}, not as a tensor of floats"
-    rows, length = shape
-    fitting = ([rows],) if by == "rows" else ([rows, length], [])
-    if list(value.shape) in fitting:
-        return ""
-    return f"the loss {name} by {by} with the shape {list(value.shape)}, not {' or '.join(map(str, fitting))}"
-
-
-def _of_rows(value: Any, by: By | None, mask: Tensor) -> Any:
-    """A loss by rows that `Cellwise` gives for each token, [B, T], as [B]: the mean over those with a target, or zero."""
-    if by != "rows" or getattr(value, "shape", None) != mask.shape:
-        return value
-    value = value.to(torch.promote_types(value.dtype, torch.float32)).masked_fill(~mask, 0.0)
-    return value.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 class Auxiliary:
-    """Adds the losses and metrics of an output to what the objective makes of its logits.
+    """Refuses losses of an output and leaves out its metrics, since the model declares none.
 
-    Args:
-        losses: by name.
-        metric_keys: the metrics that the model's output may have; others are left out with one warning.
+    Attributes:
+        losses: by name; each has a `weight`, and `by`: "tokens" or "rows".
+        metric_keys: the metrics that the output may have; others are left out with one warning.
+        by_rows: keys of the losses by rows.
+        is_on: whether there is any loss or metric.
     """
 
-    def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
+    def __init__(self, losses: Mapping[str, Any] | None = None, metric_keys: Sequence[str] = ()) -> None:
         self.losses, self.metric_keys = losses or {}, tuple(metric_keys)
         self.by_rows = [f"objective/{name}" for name, each in self.losses.items() if each.by == "rows"]
-        """Keys of the losses by rows."""
         self.is_on = bool(self.losses or self.metric_keys)
-        self._declared = {name: each.by for name, each in self.losses.items() if each.function is None}
         self._guard = BestEffort("model")
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
-        """Find what a loss by rows is multiplied by, since the step divides by tokens. Every rank must call it.
-
-        Args:
-            window: micro-batches of this rank.
-        """
-        masks = [micro.targets != IGNORED for micro in window]
-        counts = torch.stack([torch.stack([mask.sum(), mask.any(dim=1).sum()]) for mask in masks]).sum(0)
-        if world_size > 1:
-            dist.all_reduce(counts)
-        self._tokens_per_row = counts[0] / counts[1].clamp(min=1).double()
+        """Prepare the window's micro-batches of this rank. Every rank must call it."""
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
 
-        In an evaluation, without gradient, losses by rows are among the parts alone: nobody has counted its rows.
-
         Raises:
-            UserError: the output has other losses than the model declares; a function of the user's own fails.
-            ObjectiveError: one of the user's own has another shape.
+            UserError: the output has other losses than the model declares.
         """
-        shape, trains = micro.targets.shape, torch.is_grad_enabled()
-        mask = micro.targets != IGNORED  # [B, T]
-        losses: Mapping[str, Any] = getattr(output, "losses", None) or {}
-        own = {name: _of_rows(value, self._declared.get(name), mask) for name, value in losses.items()}
-        if problem := loss_problem(own, self._declared, shape, needs_all=trains):
-            raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")
-        total, parts = result.loss_sum, dict(result.parts)
-        found = {**own, **self._of_functions(output, micro)}
-        for name, each in self.losses.items():
-            if (value := found.get(name)) is None:
-                continue
-            applies = mask.any(dim=1) if each.by == "rows" else mask
-            value = value.to(torch.promote_types(value.dtype, torch.float32)).expand(applies.shape)
-            term = each.weight * value.masked_fill(~applies, 0.0).sum()
-            if each.by == "tokens":
-                total = total + term
-            elif trains:
-                total = total + term * self._tokens_per_row.to(term)
-            parts[name] = Term(term.detach(), applies.sum())
-        return replace(result, loss_sum=total, parts=parts, metrics=self._metrics(output))
+        losses, metrics = getattr(output, "losses", None), getattr(output, "metrics", None)
+        # What nobody trains on must not look as if somebody did.
+        if losses:
+            refuse_output(undeclared(sorted(losses)))
+        self._leave_out_but(self.metric_keys, metrics or {})
+        return result
 
-    def _of_functions(self, output: Any, micro: Any) -> dict[str, Tensor]:
-        found = {}
-        for name, each in self.losses.items():
-            if each.function is not None:
-                with users_code(f"objective.losses.{name}"):
-                    found[name] = each.function(output=output, micro=micro)
-                if problem := shape_problem(name, found[name], each.by, micro.targets.shape):
-                    raise ObjectiveError(name, f"returned {problem}", micro.located)
-        return found
-
-    def _metrics(self, output: Any) -> dict[str, Any]:
-        """Those that were declared."""
-        metrics: Mapping[str, Any] = getattr(output, "metrics", None) or {}
-        for name in metrics.keys() - set(self.metric_keys):
+    def _leave_out_but(self, known: Iterable[str], metrics: Mapping[str, Any]) -> None:
+        for name in metrics.keys() - set(known):
             self._guard.leave_out(name, "the model's metric_keys do not list it")
-        return {name: metrics[name] for name in self.metric_keys if name in metrics}
+
+
+def undeclared(names: Sequence[str]) -> str:
+    """The mistake of an output with these further losses, after "it returns"."""
+    return f'the loss {few(names)}, which is not in its loss_keys: {{"{names[0]}": "tokens"}}, or "rows"'
+
+
+def refuse_output(problem: str) -> None:
+    if problem:
+        raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")

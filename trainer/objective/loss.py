@@ -1,4 +1,4 @@
-"""The training objective: the components of the loss, their sum, and loss and accuracy by type of the target token."""
+"""The training objective: components of the loss, their sum, and results by type of token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.import_path import users_code
 from trainer.options import CoordOptions, ObjectiveOptions
 
 COMPONENTS = ("token_ce", "z_loss", "coord")
-"""Names of all built-in components; "own" is that of a loss of the user's own."""
+"""Names of all built-in components; "own" is that of a custom loss."""
 
 
 class ObjectiveError(RuntimeError):
@@ -24,13 +24,11 @@ class ObjectiveError(RuntimeError):
     Args:
         component: name of the component.
         problem: the reason.
-        meta: the micro-batch's `instability_meta_json`, which locates its data; None if it has none.
+        meta: the micro-batch's `instability_meta_json`, which locates its data, or None.
     """
 
     def __init__(self, component: str, problem: str, meta: object) -> None:
-        self.component = component
-        self.problem = problem
-        self.meta = meta
+        self.component, self.problem, self.meta = component, problem, meta
         batch = "unknown" if meta is None else meta
         super().__init__(f"objective component {component}: {problem}; batch: {batch}")
 
@@ -39,10 +37,9 @@ class Term(NamedTuple):
     """A component's contribution to one micro-batch."""
 
     sum: Tensor
-    """Summand of the loss sum: a scalar, float32 or wider, the component's weight included."""
-
+    """Summand of the loss sum, the component's weight included: [], float32 or wider."""
     num_tokens: Tensor
-    """Number of tokens (of a loss by rows, of rows) that it applies to: a scalar, int64."""
+    """Number of tokens (of a loss by rows, of rows) that it applies to: [], int64."""
 
 
 class Prepared(NamedTuple):
@@ -50,22 +47,19 @@ class Prepared(NamedTuple):
 
     logits: Tensor
     """[B, T, V], float32 or wider."""
-
     log_normalizer: Tensor
     """logsumexp of the logits, [B, T]."""
-
     targets: Tensor
     """[B, T], int64; `IGNORED` where masked."""
-
     mask: Tensor
     """[B, T], False where masked."""
-
     token_loss: Tensor
     """Cross entropy -log p(target) in nats, [B, T], 0 where masked."""
 
 
 def prepare(logits: Tensor, targets: Tensor) -> Prepared:
     """Upcast the logits [B, T, V] and compute the cross entropy of the targets [B, T]."""
+    # In 16 bits the normalizer of a large vocabulary would lose the small terms.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_normalizer = torch.logsumexp(logits, dim=-1)
     mask = targets != IGNORED
@@ -77,7 +71,7 @@ def prepare(logits: Tensor, targets: Tensor) -> Prepared:
 def z_loss(prepared: Prepared, coefficient: float) -> Term:
     """`coefficient * logsumexp(logits)^2`, summed over the unmasked targets.
 
-    It keeps the softmax normalizer near 1 (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5).
+    It keeps the softmax normalizer near 1 (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
     """
     squares = prepared.log_normalizer.square().masked_fill(~prepared.mask, 0.0)
     return Term(coefficient * squares.sum(), prepared.mask.sum())
@@ -86,13 +80,14 @@ def z_loss(prepared: Prepared, coefficient: float) -> Term:
 def coord(prepared: Prepared, settings: CoordOptions, meta: object) -> Term:
     """Distributional supervision of the targets that are bins, summed and weighted.
 
-    With p the softmax over the bins alone, k the true bin and n the number of bins, each such target costs
+    With p the softmax over the bins alone, k the true bin, n the number of bins, each such target
+    costs
 
-        -sum_j q_j log p_j + sum_j p_j |j - k| / n,    q_j proportional to exp(-(j - k)^2 / (2 sigma^2)).
+        -sum_j q_j log p_j + sum_j p_j |j - k| / n,
+        q_j proportional to exp(-(j - k)^2 / (2 sigma^2)).
 
-    The first term is the cross entropy against soft targets around the true bin. The second is the 1-Wasserstein
-    distance from p to the point mass at k, in units of the whole range: all mass must move to k, so the distance is the
-    expected |j - k|.
+    The first term is the cross entropy against soft targets around the true bin, the second the
+    1-Wasserstein distance from p to the point mass at k: all mass must move to k.
 
     Raises:
         ObjectiveError: bins exceed the vocabulary.
@@ -100,12 +95,13 @@ def coord(prepared: Prepared, settings: CoordOptions, meta: object) -> Term:
     vocab_size = prepared.logits.shape[-1]
     stop = settings.first_token + settings.num_bins
     if stop > vocab_size:
-        raise ObjectiveError("coord", f"bins end at token {stop - 1}, but the vocabulary at {vocab_size - 1}", meta)
+        problem = f"bins end at token {stop - 1}, but the vocabulary at {vocab_size - 1}"
+        raise ObjectiveError("coord", problem, meta)
     true_bin = prepared.targets - settings.first_token  # [B, T]
     applies = prepared.mask & (true_bin >= 0) & (true_bin < settings.num_bins)
     log_p = prepared.logits[..., settings.first_token : stop].log_softmax(-1)  # [B, T, n]
     bins = torch.arange(settings.num_bins, device=log_p.device, dtype=log_p.dtype)
-    # Other targets are treated as bin 0 and masked below, so that no shape depends on how many there are.
+    # Other targets are treated as bin 0 and masked below: no shape depends on their number.
     offset = bins - true_bin.masked_fill(~applies, 0).unsqueeze(-1)  # [B, T, n]
     q = torch.softmax(-0.5 * (offset / settings.sigma).square(), dim=-1)
     soft_cross_entropy = -(q * log_p).sum(-1)
@@ -119,40 +115,34 @@ class ObjectiveOutput:
     """The loss of one micro-batch and its parts, as tensors on the logits' device."""
 
     loss_sum: Tensor
-    """Sum of all parts: a scalar with a gradient. The window's loss is the sum of these over micro-batches and ranks,
-    divided by the sum of `num_tokens`."""
-
+    """Sum of all parts: [], with a gradient. The window's loss is the sum of these over
+    micro-batches and ranks, divided by the sum of `num_tokens`."""
     num_tokens: Tensor
-    """Number of unmasked targets: a scalar, int64."""
-
+    """Number of unmasked targets: [], int64."""
     parts: dict[str, Term]
     """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
-
     token_loss: Tensor | None
-    """Cross entropy of each target, whatever its weight, or the loss that replaces it: [B, T], detached, 0 where masked.
-    None if there is no such number."""
-
+    """Unweighted cross entropy (or own loss): [B, T], detached, 0 where masked; or None."""
     is_correct: Tensor | None
-    """Whether the most likely token is the target, bool [B, T], False where masked. None if the output is no scores."""
-
+    """Whether the most likely token is the target, bool [B, T]; None if the output is no scores."""
     metrics: Mapping[str, Any] | None = None
     """Those of the model's output."""
 
 
 class Loss(Protocol):
-    """What computes the loss of a model's output [B, T, ...] against targets int64 [B, T]; see `Objective`."""
+    """Computes the loss of an output [B, T, ...] against targets int64 [B, T]; see `Objective`."""
 
     def __call__(self, output: Tensor, targets: Tensor, /, *, meta: object = None) -> ObjectiveOutput: ...
 
 
 class Objective:
-    """The loss: cross entropy plus the enabled components, or one of the user's own.
+    """The loss: cross entropy plus the enabled components, or a custom one.
 
     Args:
         options: weights of the built-in components; one of 0 is off.
-        own: replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over the unmasked targets and
-            the number of these, [] both.
-        vocab_size: width of an output that is known to be scores; of others, accuracy needs a component but `own`.
+        own: replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum
+            over the unmasked targets and the number of these, both [].
+        vocab_size: width of an output of scores; others have no accuracy with `own`.
     """
 
     def __init__(
@@ -163,24 +153,26 @@ class Objective:
         vocab_size: int = 0,
     ) -> None:
         self._options, self._own, self._vocab_size = options, own, vocab_size
+        self._has_built_in = bool(options.token_ce or options.z_loss or options.coord is not None)
 
     def __call__(self, logits: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
-        """Compute the loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
+        """The loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
 
-        `meta` is the batch's `instability_meta_json`, for the message if a component fails. A non-finite loss is
-        returned like any other; the optimizer step handles it.
+        `meta` is the batch's `instability_meta_json`, for the message if a component fails. A
+        non-finite loss is returned like any other; the optimizer step handles it.
 
         Raises:
             ObjectiveError: an enabled component cannot be computed.
-            UserError: the user's own fails, or returns something else.
+            UserError: a custom loss fails, or returns something else.
         """
         terms: dict[str, Term] = {}
         options = self._options
-        token_loss, has_scores = None, logits.shape == (*targets.shape, self._vocab_size)
+        token_loss, is_correct = None, None
+        has_scores = logits.shape == (*targets.shape, self._vocab_size)
         num_tokens = (targets != IGNORED).sum()
         if self._own is not None:
-            terms["own"], token_loss = self._of_own(self._own, logits, targets, num_tokens)
-        elif options.token_ce or options.z_loss or options.coord is not None:
+            terms["own"], token_loss = self._custom(self._own, logits, targets, num_tokens)
+        elif self._has_built_in:
             if logits.shape[:-1] != targets.shape:
                 shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
                 raise ObjectiveError("token_ce", shapes, meta)
@@ -193,6 +185,8 @@ class Objective:
                 terms["z_loss"] = z_loss(prepared, options.z_loss)
             if options.coord is not None:
                 terms["coord"] = coord(prepared, options.coord, meta)
+        if has_scores:
+            is_correct = logits.detach().argmax(-1) == targets
         sums, parts = [], {}
         for name, term in terms.items():
             sums.append(term.sum)
@@ -201,20 +195,23 @@ class Objective:
             loss_sum=torch.stack(sums or [torch.zeros((), device=targets.device)]).sum(),
             num_tokens=num_tokens,
             parts=parts,
-            token_loss=None if token_loss is None else token_loss.detach(),
-            is_correct=logits.detach().argmax(-1) == targets if has_scores else None,
+            token_loss=token_loss if token_loss is None else token_loss.detach(),
+            is_correct=is_correct,
         )
 
-    def _of_own(
+    def _custom(
         self, own: Callable[[Tensor, Tensor], Any], output: Tensor, targets: Tensor, num_tokens: Tensor
     ) -> tuple[Term, Tensor | None]:
-        """The user's own loss, and that of each token if it is known."""
+        """The custom loss, and that of each token if it is known."""
         with users_code("objective.target"):
-            found = own(output, targets)
-            is_sum = isinstance(found, tuple) and len(found) == 2
-            loss, count = found if is_sum else (found, num_tokens)
-            if getattr(loss, "shape", None) != (() if is_sum else targets.shape) or not loss.is_floating_point():
-                shown = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            loss, count, shape = own(output, targets), num_tokens, targets.shape
+            is_sum = isinstance(loss, tuple) and len(loss) == 2
+            if is_sum:
+                (loss, count), shape = loss, torch.Size()
+            if getattr(loss, "shape", None) != shape or not loss.is_floating_point():
+                shown = type(loss).__name__
+                if isinstance(loss, Tensor):
+                    shown = f"{loss.dtype} {list(loss.shape)}"
                 wanted = f"losses {list(targets.shape)} as floats, or their sum and number"
                 raise TypeError(f"returned {shown}, not {wanted}")
             if torch.is_grad_enabled() and not loss.requires_grad:
@@ -222,7 +219,7 @@ class Objective:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
             if not is_sum:
                 loss = loss.masked_fill(targets == IGNORED, 0.0)
-            # A sum over other tokens would give a wrong mean that looks right. To refuse it, the host would have to wait.
+            # A sum over other tokens would give a plausible, wrong mean. NaN needs no wait.
             total = loss.sum().masked_fill(num_tokens != torch.as_tensor(count), math.nan)
         return Term(total, num_tokens), None if is_sum else loss
 
@@ -245,19 +242,18 @@ def token_type_sums(
     """Sum loss, correct predictions and targets by the type of the target.
 
     Args:
-        token_loss: loss of each target, [B, T].
-        is_correct: bool [B, T].
-        token_types: type of each target, integers [B, T]; values outside 0..num_types-1 (such as -1) are not counted.
-        num_types: number of types.
-        mask: bool [B, T], False where the target is masked: such a position has no loss and must not count, whatever its
-            type. None: the types say it, as -1.
+        token_loss, is_correct: of each target, [B, T].
+        token_types: of each target, integers [B, T]; those outside 0..num_types-1 do not count.
+        mask: bool [B, T], False where the target is masked and must not count, whatever its type.
+            None: the types mark such targets with -1.
 
     Raises:
         TokenTypeMismatch: the shapes differ.
     """
     if not token_loss.shape == is_correct.shape == token_types.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (token_loss, is_correct, token_types))
-        raise TokenTypeMismatch(f"losses, predictions and token types must have the same shape, got {shapes}")
+        problem = "losses, predictions and token types must have the same shape"
+        raise TokenTypeMismatch(f"{problem}, got {shapes}")
     types = torch.arange(num_types, device=token_types.device)
     # A masked sum, not a scatter: its order of additions is fixed on every device.
     belongs = token_types.reshape(-1, 1) == types  # [B * T, num_types]

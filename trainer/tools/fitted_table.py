@@ -1,8 +1,8 @@
-"""Tables for terminals of any width: cells are never truncated; the least important columns are dropped instead."""
+"""Tables for terminals of any width: no cell is cut; the least important columns are dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -10,24 +10,19 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-_PER_COLUMN: Final = 3  # of rich's default box: a border and two spaces; one more border closes the row
+_PER_COLUMN: Final = 3  # of rich's default box: a border and two spaces; one more at the end
 _LEAST_FIRST: Final = 8  # width below which the first column is not folded
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: a heading, maybe of several lines, and cells of rich markup.
-
-    Args:
-        leave_out: priority for dropping if the table is too wide: highest first; 0 is never dropped.
-        wraps: whether cells may break between words; others stay on one line.
-    """
+    """One column: a heading, maybe of several lines, and cells of rich markup."""
 
     heading: str
     cells: Sequence[str]
     justify: Literal["left", "right"] = "left"
-    leave_out: int = 0
-    wraps: bool = False
+    leave_out: int = 0  # of a table that is too wide, the highest are dropped first; 0: never
+    wraps: bool = False  # cells may break between words
 
     @property
     def name(self) -> str:
@@ -36,14 +31,11 @@ class Column:
 
     def least(self) -> int:
         """Minimum width: the longest line, or the longest word if it wraps."""
-        parts = list(self._lines())
+        text = "\n".join(Text.from_markup(each).plain for each in (self.heading, *self.cells))
+        parts = text.split("\n")
         if self.wraps:
-            parts = [word for line in parts for word in line.split()]
+            parts = text.split()
         return max(map(cell_len, parts), default=0)
-
-    def _lines(self) -> Iterator[str]:
-        for text in (self.heading, *self.cells):
-            yield from Text.from_markup(text).plain.split("\n")
 
 
 def needed_width(columns: Sequence[Column]) -> int:
@@ -51,22 +43,24 @@ def needed_width(columns: Sequence[Column]) -> int:
     return sum(column.least() + _PER_COLUMN for column in columns) + 1
 
 
-def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "", **options: Any) -> Table:
+def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "; --json has all", **options: Any) -> Table:
     """A table that fits into `width` characters.
 
-    Columns are dropped, highest `leave_out` first, until the others fit, and the caption names them. If the rest is still
-    too wide, the first column and those that wrap are folded.
+    Columns are dropped, highest `leave_out` first, until the others fit, and the caption names
+    them. If the rest is still too wide, the first column and those that wrap are folded.
 
     Args:
-        hint: appended to that caption, such as where to find the rest.
+        hint: appended to that caption: where to find the rest.
         options: passed to `rich.table.Table`.
     """
     kept = list(columns)
     while needed_width(kept) > width and any(column.leave_out for column in kept):
         kept.remove(max(kept, key=lambda column: column.leave_out))
+    options.setdefault("title_justify", "left")
     if len(kept) < len(columns):
         names = ", ".join(column.name for column in columns if column not in kept)
-        options |= {"caption": f"omitted to fit the terminal: {names}{hint}", "caption_justify": "left"}
+        options["caption"] = f"omitted to fit the terminal: {names}{hint}"
+        options["caption_justify"] = "left"
     is_too_wide = needed_width(kept) > width
     table = Table(**options)
     for position, column in enumerate(kept):

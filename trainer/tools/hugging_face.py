@@ -19,7 +19,7 @@ OTHER_MODEL = "name a causal model with an output layer"
 
 
 def load(folder: str) -> tuple[Adapted, int, str]:
-    """A model for the checks, its number of token ids, and what was loaded in words. Nothing is downloaded.
+    """A model for the checks, its number of token ids, and its name. Nothing is downloaded.
 
     Args:
         folder: a directory of `save_pretrained`.
@@ -37,21 +37,24 @@ def load(folder: str) -> tuple[Adapted, int, str]:
         except UserError:
             raise
         except CallFailed as error:
-            raise UserError("--hf", f"{folder} cannot be checked: {str(error)[:600]}", OTHER_MODEL) from error
+            problem = f"{folder} cannot be checked: {str(error)[:600]}"
+            raise UserError("--hf", problem, OTHER_MODEL) from error
         except Exception as error:  # a damaged directory may raise anything
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            said = format_error(cause)[:600]
-            raise UserError("--hf", f"{folder} cannot be checked: {said}", "name another directory") from error
+            problem = f"{folder} cannot be checked: {format_error(cause)[:600]}"
+            raise UserError("--hf", problem, "name another directory") from error
     config = model.config.get_text_config()
     parameters = sum(each.numel() for each in model.parameters())
-    return adapted, config.vocab_size, f"{type(model).__name__} of {parameters:,} parameters, in {model.dtype}{note}"
+    what = f"{type(model).__name__} of {parameters:,} parameters, in {model.dtype}{note}"
+    return adapted, config.vocab_size, what
 
 
 def _read(transformers: Any, folder: str) -> Any:
     if not (Path(folder) / "config.json").is_file():
-        raise UserError("--hf", f"{folder} has no config.json", "name a directory that save_pretrained wrote")
+        fix = "name a directory that save_pretrained wrote"
+        raise UserError("--hf", f"{folder} has no config.json", fix)
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, output_loading_info=True
     )
@@ -63,8 +66,8 @@ def _read(transformers: Any, folder: str) -> Any:
 
 
 def _adapted(transformers: Any, model: Any) -> tuple[Adapted, str]:
-    """With a cache that answers what only layers of attention can, where the model's own refuses for lack of such layers; and
-    a note of that."""
+    """With a cache that answers what only layers of attention can, where the model's own refuses
+    for lack of such layers; and a note of that."""
     references_on_cpu(model)
     adapted = Adapted(model)
     if adapted.state_name == "past_key_values" and "get_seq_length" in adapted.why_stateless:

@@ -1,8 +1,10 @@
-"""The thresholds of every judgement on a run, before it (`preview`, `check`) and after it (`diagnose`, `report`), in one table.
+"""The thresholds of every judgement on a run, before it (`preview`, `check`) and after it
+(`diagnose`, `report`), in one table.
 
-Above each threshold stand its unit and its reason. Those that follow from no formula were set by calibration: high enough that
-the healthy runs of `scripts/calibrate_diagnosis.py` raise no alarm, low enough that its injected faults are found in time
-(docs/diagnosis.md). A limit that needs more than a number is a function below, which also says what to set instead.
+Above each threshold stand its unit and its reason. Those that follow from no formula were set by
+calibration: high enough that the healthy runs of `scripts/calibrate_diagnosis.py` raise no alarm,
+low enough that its injected faults are found in time (docs/diagnosis.md). A limit that needs more
+than a number is a function below, which also says what to set instead.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ ALPHA: Final = 1e-3
 LEAST_JUDGED: Final = 0.5
 # learning rate: AdamW moves every weight by about this much per step; `check` warns above it, so no rule suggests more.
 LARGEST_LR: Final = 0.1
+# share of the run: a longer warm-up leaves most steps below the configured learning rate.
+LONG_WARMUP: Final = 0.5
+# share of the learning rate: a smaller jump at a resume is not worth a warning.
+RATE_MARGIN: Final = 0.01
 # learning rate: the same for other optimizers, of which SGD trains with rates up to about 1.
 LARGEST_PLAIN_LR: Final = 1.0
 # learning rate: the default of optimizer.lr, to try where half of the present one would still be too large.
@@ -187,12 +193,8 @@ class Assessment:
 
 
 def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
-    """At most `OVERSIZE_FILL` of the rows of a rank's ledger are used at once, and the rest takes much memory.
-
-    Args:
-        capacity, used: rows.
-        device_bytes: memory of the device; 0: of unknown size.
-    """
+    """At most `OVERSIZE_FILL` of a rank's ledger is used at once, and the rest is large.
+    `capacity`, `used`: rows. `device_bytes`: memory of the device; 0: of unknown size."""
     spare = (capacity - used) * row_bytes
     much = OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES
     share = f"at most {used / max(capacity, 1):.1%} of its room for {capacity:,} states"
@@ -204,20 +206,22 @@ def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: fl
 def surprise_bound(picks: float) -> float:
     """Largest `pick_surprise_max` that chance explains after so many picks, in nats.
 
-    The surprise accumulated since a reader's last pick is a unit exponential in any pool, so it exceeds ln(picks / ALPHA) in
-    one of 1 / ALPHA runs.
+    The surprise accumulated since a reader's last pick is a unit exponential in any pool, so it
+    exceeds ln(picks / ALPHA) in one of 1 / ALPHA runs.
     """
     return math.log(max(picks, 2) / ALPHA)
 
 
 def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:
-    """Upper bound on the wait of a group for its next cell, in optimizer steps: what the stale threshold must exceed.
+    """Upper bound on the wait of a group for its next cell, in optimizer steps.
 
-    With weighted picks, a reader with one pick left waits for about the remaining picks of the whole pool, at most K n; waits
-    beyond 2 K n are negligible (docs/ledger.md; counted in docs/preview.md). This holds from about 20 picks per slice; below
-    that, use the counted waits. A single reader waits only for its source, whose draws are independent: longer than w
-    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K longest slices. A source with a
-    share of the m micro-batches per step needs 1 / (share m) steps per pick.
+    With weighted picks, a reader with one pick left waits for about the remaining picks of the
+    whole pool, at most K n; waits beyond 2 K n are negligible (docs/ledger.md; counted in
+    docs/preview.md). This holds from about 20 picks per slice; below that, use the counted waits. A
+    single reader waits only for its source, whose draws are independent: longer than w
+    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K longest
+    slices. A source with a share of the m micro-batches per step needs 1 / (share m) steps per
+    pick.
 
     Args:
         picks_per_slice: n of every slice.

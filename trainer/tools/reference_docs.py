@@ -17,17 +17,17 @@ _Node = dict[str, Any]
 def render_config_markdown() -> str:
     """docs/config.md: every table and key with its type, default and meaning."""
     schema = RunConfig.model_json_schema()
-    parts = [(resources.files("trainer.tools") / "reference" / "config.md").read_text(encoding="utf-8")]
+    head = resources.files("trainer.tools") / "reference" / "config.md"
+    parts = [head.read_text(encoding="utf-8")]
     for title, table in _tables("", schema, schema["$defs"]):
         summary = table["description"].split("`: ", 1)[-1]
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
         parts.append("\n")
-        alternatives = {name for option in table.get("oneOf", ()) for name in option["required"]}
         for name, node in table["properties"].items():
             # The keys of a set's files are those of a source.
             is_told_before = title == "`[[eval.source]]`" and name in FilesTable.model_fields
             if "description" in node and not is_told_before:
-                parts.append(_row(name, node, is_alternative=name in alternatives))
+                parts.append(_row(name, node))
     return "".join(parts)
 
 
@@ -40,7 +40,8 @@ def render_config_schema() -> str:
 def _tables(prefix: str, table: _Node, definitions: _Node) -> Iterator[tuple[str, _Node]]:
     """The tables in the order of the file, each with its TOML header."""
     for name, node in table["properties"].items():
-        named = next(iter(node.get("patternProperties", {}).values()), None)  # tables under names of the user's
+        # Tables under names of the user's.
+        named = next(iter(node.get("patternProperties", {}).values()), None)
         path = prefix + name
         if named:
             path += ".<name>"
@@ -58,18 +59,22 @@ def _references(node: _Node) -> Iterator[str]:
         yield from _references(child)
 
 
-def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
+def _row(name: str, node: _Node) -> str:
     default = node.get("default")
-    has_value = default is not None and "$ref" not in node and not is_alternative
-    is_plain = (
-        has_value and node.get("type") in ("string", "integer", "number", "boolean", "object") and "enum" not in node
-    )
-    value = f" = {json.dumps(default)}" if has_value else ""
-    needed = ", one of the two" if is_alternative else ", required" if "default" not in node else ""
+    has_value = default is not None and "$ref" not in node
     meaning = node["description"].replace("\n", " ")
-    is_plain |= has_value and "enum" in node and all(f"{value}:" in meaning for value in node["enum"])
-    kind = "" if is_plain else f" ({_type(node)}{needed})"
-    return f"- `{name}{value}`{kind}: {meaning}\n"
+    if "enum" in node:
+        is_clear = all(f"{value}:" in meaning for value in node["enum"])
+    else:
+        is_clear = node.get("type") in ("string", "integer", "number", "boolean", "object")
+    if has_value and is_clear:  # the value shows the type
+        return f"- `{name} = {json.dumps(default)}`: {meaning}\n"
+    kind, value = _type(node), ""
+    if "default" not in node:
+        kind += ", required"
+    if has_value:
+        value = f" = {json.dumps(default)}"
+    return f"- `{name}{value}` ({kind}): {meaning}\n"
 
 
 def _type(node: _Node) -> str:

@@ -1,4 +1,4 @@
-"""What rides on a run: an `Extension` is called at named moments of the loop, and one guard stands around every call.
+"""Extensions of a run: called at named moments of the loop, each call behind a guard.
 
     class RouterBalance(Extension):
         metric_keys = ("moe/balance",)
@@ -6,12 +6,13 @@
         def micro_done(self, micro, result):
             self.run.record("moe/balance", self.run.model.balance_loss)
 
-`[[extension]] target = "my_package.my_module:RouterBalance"` in the config adds it to a run. A moment that no extension
-overrides costs the loop a look at an empty list. An extension that fails is off from then on, with one warning and an event;
-the run goes on without it.
+`[[extension]] target = "my_package.my_module:RouterBalance"` in the config adds it to a run. A
+moment that no extension overrides costs the loop a look at an empty list. An extension that fails
+is off from then on, with one warning and an event; the run continues without it.
 
-An extension must not communicate by itself: if it failed on one rank, the others would wait for it. What `updated` returns is
-summed over ranks for `summed`; anything else goes through `to_exchange`.
+An extension must not communicate by itself: if it failed on one rank, the others would wait for it.
+The return value of `updated` is summed over ranks for `summed`; anything else goes through
+`to_exchange`.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """Measures or shows something of a run. Override the moments it needs; all of them are called on every rank.
+    """Measures or shows something of a run. Override the moments it needs; all ranks call them.
 
     Args:
-        run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and the run's other parts.
+        run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and other parts.
         args: `args` of its `[[extension]]`.
 
-    Attributes:
+    Attributes, of which those about sums and steps must be the same on all ranks:
         metric_keys: the names of all metrics that it reports.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
-        every_step: it measures steps that are not logged too; to measure is to call the moments from `window_read` to `summed`.
-        measure_every: it measures steps that are multiples of this. The same on all ranks, as `every_step` is.
-        boundary_every: every so many steps the next step waits for `at_boundary`; 0: only logged ones. The same on all ranks.
-        keeps: what the noise scale's hooks keep for it in the windows that it measures: `pairs`, `by_parameter` or nothing.
+        every_step: measure all steps, not only logged ones. A step that it measures calls the
+            moments from `window_read` to `summed`.
+        measure_every: measure only steps that are multiples of this.
+        boundary_every: the next step waits for `at_boundary` so often; 0: after logged ones.
+        keeps: values that the noise scale's hooks keep for it: `pairs`, `by_parameter` or nothing.
     """
 
     metric_keys: Sequence[str] = ()
@@ -64,7 +66,8 @@ class Extension:
     def __init__(self, run: Run, **args: Any) -> None:
         self.run = run
         if args:
-            raise UserError("extension.args", f"{type(self).__name__} takes no {', '.join(args)}", "take them out")
+            problem = f"{type(self).__name__} takes no {', '.join(args)}"
+            raise UserError("extension.args", problem, "take them out")
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch] | None:
         """Before a step's first forward pass. Returns micro-batches to run instead, or None."""
@@ -76,11 +79,7 @@ class Extension:
         """After a backward pass."""
 
     def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
-        """Before clipping and the update.
-
-        Args:
-            squares: square norm of each gradient; of a shard this rank's share.
-        """
+        """Before clipping and the update, with each gradient's squared norm (for a shard, its share)."""
 
     def updated(self) -> Tensor | None:
         """After the update. Returns float64 [num_sums], to be summed over ranks."""
@@ -89,46 +88,46 @@ class Extension:
         """The sums over ranks, if no rank failed.
 
         Args:
-            grad_sq: square norm of the step's gradient.
+            grad_sq: squared norm of the step's gradient.
             grad_factor: c, where that gradient is c times that of the mean loss.
             is_taken: False: the update was skipped.
         """
 
     def step_launched(self, step: int) -> None:
-        """The loop turns to the next step; the numbers of this one may still be on their way."""
+        """The step is queued; its numbers may still be on their way."""
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """The numbers of a launched step have been read; they are the same on all ranks."""
 
     def drain_metrics(self) -> Mapping[str, Reported]:
-        """On a logged step: the metrics that it does not `record` as they come."""
+        """On a logged step: the metrics that it does not `record` immediately."""
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step that the next one waits for: every logged one, every `boundary_every`-th, and others."""
+        """After a step that the next one waits for: a logged one, every `boundary_every`-th, others."""
 
     def to_exchange(self) -> Any:
-        """What the other ranks get, within two steps after `run.extensions.asks = True` on any rank."""
+        """A value for all ranks, within two steps of `run.extensions.asks = True` on any rank."""
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
-        """What `to_exchange` returned on each rank, None where it failed; of this rank alone where the run has failed."""
+        """Receives `to_exchange` of each rank, None where it failed; of a failed run this rank's alone."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: fits JSON, and is the same on all ranks."""
+        """The state for a resumed run: fits JSON, and is the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
 
     def closed(self) -> None:
-        """The run ends, in whatever way."""
+        """The run ends, in any way."""
 
 
-MOMENTS = [name for name, value in vars(Extension).items() if callable(value) and not name.startswith("_")]
+MOMENTS = [name for name in vars(Extension) if callable(getattr(Extension, name)) and name[0] != "_"]
 
 
 @dataclass(frozen=True)
-class _Rider:
+class _Guarded:
     """An extension and its guard."""
 
     name: str
@@ -142,8 +141,9 @@ class _Rider:
         return self.guard.run(getattr(self.extension, moment), *args, **kwargs)
 
     def fill(self, part: Tensor) -> None:
-        """Write 1 and what `updated` returns, if anything, into a part [1 + num_sums] of what is summed."""
-        if (sums := self.extension.updated()) is not None:
+        """Write 1 and the result of `updated`, if any, into its part [1 + num_sums] of the sums."""
+        sums = self.extension.updated()
+        if sums is not None:
             part[1:] = sums.reshape(self.extension.num_sums)  # too few would be broadcast
             part[0].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
 
@@ -151,24 +151,19 @@ class _Rider:
 class Measured(NamedTuple):
     """The sums of a step on their way to the host."""
 
-    riders: list[_Rider]
+    extensions: list[_Guarded]
     numbers: HostCopy
 
 
 class Extensions:
-    """The extensions of a run, each behind its guard.
-
-    Args:
-        extensions: by name, see `add`.
-        device: where sums are reduced.
-    """
+    """The extensions of a run, each behind its guard. Sums are reduced on `device`."""
 
     def __init__(
         self, extensions: Mapping[str, Extension], diagnostics: Diagnostics, *, device: torch.device, world_size: int
     ) -> None:
-        self._riders: list[_Rider] = []
+        self._all: list[_Guarded] = []
         self._diagnostics, self._device, self._world_size = diagnostics, device, world_size
-        self._states: dict[str, Any] = {}
+        self._states: dict[str, Any] = {}  # the last ones, also of extensions that failed
         self.periods: set[int] = set()
         """The next step waits for a boundary after steps that are multiples of one of these."""
         self.asks = False
@@ -180,22 +175,25 @@ class Extensions:
 
     def add(self, extensions: Mapping[str, Extension]) -> None:
         """Add some, by name. Those that sum or exchange must be the same on all ranks."""
-        for name, each in extensions.items():
-            rider = _Rider(name, each, self._diagnostics.best_effort(name))
-            if rider.has("updated") and not each.num_sums:
-                raise UserError("extension", f"{name} has updated() but num_sums = 0", "set num_sums to its length")
-            self._riders.append(rider)
-            self.periods |= {each.boundary_every} - {0}
+        for name, extension in extensions.items():
+            # All calls of an extension share one guard: one failure switches it off.
+            added = _Guarded(name, extension, self._diagnostics.best_effort(name))
+            if added.has("updated") and not extension.num_sums:
+                problem = f"{name} has updated() but num_sums = 0"
+                raise UserError("extension", problem, "set num_sums to its length")
+            self._all.append(added)
+            self.periods |= {extension.boundary_every} - {0}
         self._arrange()
 
     def _arrange(self) -> None:
-        self._always = [each for each in self._riders if each.extension.every_step]
-        self._by_moment = {moment: [each for each in self._riders if each.has(moment)] for moment in MOMENTS}
+        self._always = [each for each in self._all if each.extension.every_step]
+        # A moment that no extension overrides has an empty list.
+        self._by_moment = {each: [one for one in self._all if one.has(each)] for each in MOMENTS}
 
     @property
     def metric_keys(self) -> list[str]:
         """The names of all their metrics on this rank."""
-        return [key for each in self._riders for key in each.extension.metric_keys]
+        return [key for each in self._all for key in each.extension.metric_keys]
 
     def call(self, moment: str, *args: Any, **kwargs: Any) -> None:
         """Call a moment of all extensions that have it."""
@@ -204,52 +202,56 @@ class Extensions:
 
     def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> Sequence[MicroBatch]:
         """Note which extensions measure the step. Returns its micro-batches."""
-        # By numbers alone, the same on all ranks: one that has failed here keeps its place in the sums until all ranks know.
-        asked = self._riders if is_logged else self._always
-        if asked or self._measuring:
+        # By shared settings: one that failed here keeps its place in the sums until all ranks know.
+        asked = self._all if is_logged else self._always
+        if asked or self._measuring:  # else nothing changes
             self._measure([each for each in asked if step % each.extension.measure_every == 0])
         for each in self._measuring:
             if each.has("window_read"):
                 window = each.call("window_read", step, window) or window
         return window
 
-    def _measure(self, riders: Sequence[_Rider]) -> None:
-        """Note who measures the step: the calls of its moments, and what the noise scale's hooks keep."""
+    def _measure(self, measuring: Sequence[_Guarded]) -> None:
+        """Note which extensions measure the step, and which values the noise scale's hooks keep."""
 
         def calls(moment: str) -> list[Callable[..., Any]]:
-            return [partial(each.call, moment) for each in riders if each.has(moment)]
+            return [partial(each.call, moment) for each in measuring if each.has(moment)]
 
-        self._measuring = riders
-        self.on_state, self.on_micro, self.on_gradient = map(calls, ("state_found", "micro_done", "gradient_ready"))
-        self.kept = {each.extension.keeps for each in riders}
+        self._measuring = measuring
+        self.on_state, self.on_micro = calls("state_found"), calls("micro_done")
+        self.on_gradient = calls("gradient_ready")
+        self.kept = {each.extension.keeps for each in measuring}
 
     def sum_up(self) -> Measured | None:
-        """Call `updated`, and start to sum over ranks; None if nobody measures the step."""
+        """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""
         if not self._measuring:
             return None
-        riders = [each for each in self._measuring if each.extension.num_sums]
-        if not riders:
+        summing = [each for each in self._measuring if each.extension.num_sums]
+        if not summing:
             return None
         parts = []
-        for each in riders:
-            parts.append(torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device))
-            each.guard.run(each.fill, parts[-1])
+        for each in summing:
+            part = torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device)
+            each.guard.run(each.fill, part)
+            parts.append(part)
         packed = torch.cat(parts)
+        # One collective for all: the first number of each part counts the ranks on which it worked.
         if self._world_size > 1:
             dist.all_reduce(packed)
-        return Measured(riders, HostCopy(packed))
+        return Measured(summing, HostCopy(packed))
 
     def summed(self, measured: Measured, *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
-        """Hand out the sums; an extension that has failed on any rank is off on all from now on."""
+        """Pass on the sums; an extension that has failed on any rank is off on all from now on."""
         numbers = measured.numbers.read()
-        for each in measured.riders:
+        for each in measured.extensions:
             length = 1 + each.extension.num_sums
             (num_ranks, *sums), numbers = numbers[:length], numbers[length:]
             if num_ranks == self._world_size:
                 each.call("summed", sums, grad_sq=grad_sq, grad_factor=grad_factor, is_taken=is_taken)
-            elif each in self._riders:
+            elif each in self._all:
+                # Failed elsewhere: off here too, so that its part of the vector goes on all ranks.
                 each.guard.enabled = False
-                self._riders.remove(each)
+                self._all.remove(each)
                 self._arrange()
 
     def has(self, moment: str) -> bool:
@@ -265,35 +267,34 @@ class Extensions:
         return found
 
     def exchange(self, *, alone: bool = False) -> None:
-        """Exchange what `to_exchange` returns. Every rank must call it at the same step.
-
-        Args:
-            alone: the run has failed, and the other ranks cannot be asked.
-        """
-        riders, self.asks = self._by_moment["to_exchange"], False
-        if not riders:
+        """Exchange the results of `to_exchange`. Collective, unless the run has failed (`alone`)."""
+        exchanging, self.asks = self._by_moment["to_exchange"], False
+        if not exchanging:
             return
-        own = [each.call("to_exchange") for each in riders]
-        by_rank = [own] if alone else gather_from_ranks(own, world_size=self._world_size)
-        for index, each in enumerate(riders):
+        own = [each.call("to_exchange") for each in exchanging]
+        world_size = 1 if alone else self._world_size
+        by_rank = gather_from_ranks(own, world_size=world_size)
+        for index, each in enumerate(exchanging):
             each.call("exchanged", [values[index] for values in by_rank])
 
     def close(self) -> None:
-        """Close all of them, and let go of them: they refer to the run."""
+        """Close and release all of them: they refer to the run."""
         self.call("closed")
-        self._riders.clear()
+        self._all.clear()
         self._arrange()
         self._measure(())
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the extensions that have one, by name; of one that is off what it was."""
+        """The states of the extensions that have one, by name; of one that is off, its last."""
         found = {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}
         self._states |= {name: state for name, state in found.items() if state is not None}
-        return {name: self._states[name] for name in (*found, *self._diagnostics.disabled) if name in self._states}
+        names = [*found, *self._diagnostics.disabled]
+        return {name: self._states[name] for name in names if name in self._states}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from saved states; an extension without one starts anew."""
         self._states |= {name: state for name, state in states.items() if state is not None}
         for each in self._by_moment["load_state_dict"]:
             if states.get(each.name) is not None:
+                # Unguarded: a state that cannot be restored is the checkpoint's fault.
                 each.extension.load_state_dict(states[each.name])

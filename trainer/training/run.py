@@ -38,8 +38,7 @@ class StepInFlight:
     """A step that was launched and is not finished."""
 
     step: int
-    reached: int
-    """See `Length`."""
+    reached: int  # see `Length`
     window: Sequence[MicroBatch]
     launched: Launched
     lr: float
@@ -47,7 +46,7 @@ class StepInFlight:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
-    """The parts of a run, made by `open_run`. During the run only `position` changes, and what the parts hold."""
+    """The parts of a run, made by `open_run`. Only `position` and their own state change."""
 
     plan: Plan
     config: RunConfig
@@ -61,7 +60,7 @@ class Run:
     position: Position
     stop: StopRequest
     moments: dict[str, float]
-    """Of its start; empty after the first step."""
+    """When each part of the start was done; empty after the first step."""
     events: EventWriter | None
     """Rank 0 only."""
     wandb_run_id: str | None
@@ -69,16 +68,16 @@ class Run:
     reading: Reading
     loss: Loss
     row_model: nn.Module
-    """What a row is run through."""
+    """The model as it runs one row."""
     train_step: TrainStep
     schedule: Schedule
     evaluator: Evaluator | None
     num_micros: int
-    """Micro-batches of every step of each data shard, where nothing makes that change."""
+    """Micro-batches of each data shard in every step, without `growth`."""
     growth: Any
-    """Decides on a step's micro-batches; None: all steps have as many."""
+    """Decides on a step's micro-batches; None: all steps have equally many."""
     periods: Set[int]
-    """The config wants a step that is a multiple of one of these to be read before the next is launched."""
+    """Multiples of these are read before the next step: evaluations, saves, decisions."""
     extensions: Extensions
     saver: Saver
     watchdog: Watchdog
@@ -90,7 +89,7 @@ class Run:
 
     @property
     def recorder(self) -> Recorder:
-        """Holds what was recorded since the last logged step."""
+        """Holds the metrics recorded since the last logged step."""
         return self.position.unlogged[0]
 
     @property
@@ -98,13 +97,8 @@ class Run:
         """The model itself, without DDP."""
         return self.state.model
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The state's."""
-        return self.state.optimizer
-
     def ledger_of(self, micro: MicroBatch) -> Ledger | None:
-        """What carries a micro-batch's states; None for a model without state."""
+        """The ledger that carries a micro-batch's states; None for a model without state."""
         return self.state.shards[micro.shard].ledger
 
     @property
@@ -120,11 +114,11 @@ class Run:
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.
 
-        The catalog says how the values between two logged steps and those of all ranks combine (`trainer.metrics.register`
-        adds metrics). A value that is no number is left out with one warning.
+        The catalog says how the values between two logged steps and those of all ranks combine
+        (`trainer.metrics.register` adds metrics). A value that is no number is left out.
 
         Args:
-            value: a number, a tensor of one element, a pair (sum, weight), or None: it should be there and is not known.
+            value: a number, a tensor of one element, a pair (sum, weight), or None if unknown.
         """
         self.recorder.add({name: value})
 

@@ -1,4 +1,4 @@
-"""The run directory: where everything that a run writes lives, and what state it is in."""
+"""The run directory: the files that a run writes, and its state."""
 
 from __future__ import annotations
 
@@ -31,23 +31,20 @@ METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
 DIGESTS, REQUESTS = "digests.jsonl", "mix.jsonl"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
 ID_FILE = "remote.json"
-"""The id under which the run is known to its store."""
+"""The run's id in its store."""
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
-OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, DIGESTS, REQUESTS, LOCK_NAME, ID_FILE)
+OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, DIGESTS, REQUESTS)
 
 
 class RunDir:
-    """Paths inside one run's directory, and its small JSON files.
-
-    Args:
-        is_new: a directory of that name is to be made; see `claim`.
-    """
+    """Paths inside a run's directory, and its small JSON files. `claim` makes a new one."""
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
         self.is_locked = False
-        self.on_end: Callable[..., object] = lambda *_, **__: None  # takes the state, `reason` and `step` of an end
+        self.on_end: Callable[..., object] = lambda *_, **__: None
+        """Called with the state, `reason` and `step` of an end."""
         self._status_at = 0.0
         self._set(path)
 
@@ -61,14 +58,11 @@ class RunDir:
         self.logs = path / "logs"
 
     def claim(self) -> None:
-        """Make the directory if it does not exist; a new run's takes the next free name if another run was faster (rank 0).
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Make the directory (rank 0); a new run takes the next free name if another was faster."""
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stem, count = self.path, 1
+            # `mkdir` decides between runs that start together, also on a shared file system.
             while self.is_new:
                 try:
                     self.path.mkdir()
@@ -83,34 +77,28 @@ class RunDir:
         return any(self.checkpoints.glob("step_*"))
 
     def create(self) -> None:
-        """Make what belongs into the directory, and remove what killed processes left behind (rank 0, holding the lock).
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Make the subdirectories, and remove files of killed processes (rank 0, locked)."""
         with self._writing():
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            remove_leftovers(self.path)
+            remove_leftovers(self.path)  # temporary files of atomic writes
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A failure to write is the user's to mend."""
+        """Around writes: a failure is a UserError."""
         try:
             yield
         except OSError as error:
-            problem, fix = f"cannot be written: {error.strerror}", "choose another place with --run-dir"
-            raise UserError(str(error.filename or self.path), problem, fix) from None
+            problem = f"cannot be written: {error.strerror}"
+            where, fix = str(error.filename or self.path), "choose another place with --run-dir"
+            raise UserError(where, problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
-        """Write what the run was started with (rank 0). What an earlier launch wrote is kept: `config.resolved.1.toml`.
+        """Write config and environment (rank 0), and keep earlier ones: `config.resolved.1.toml`.
 
         Args:
             source: where the config was read from.
             sizes: of the model, and of a full step, for env.json.
-
-        Raises:
-            UserError: it cannot be written.
         """
         with self._writing():
             # A run that continues from it keeps the one written by hand.
@@ -120,68 +108,72 @@ class RunDir:
             write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
 
     def lock(self) -> BinaryIO:
-        """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).
+        """Lock the directory until the file is closed or the process ends in any way (rank 0).
 
-        Raises:
-            UserError: another process holds it; two runs in one record would spoil it. Or a link, a pipe or the like is in
-                the place of one of its files, none of which has been written to then.
+        A UserError if another process holds it, or if one of its files is a link or a pipe.
         """
         with self._writing():
-            for path in (*(self.path / name for name in OWN_FILES), *self.logs.glob("rank_*")):
+            # Before anything is written: a link may point elsewhere, and a pipe blocks for ever.
+            own = [self.path / name for name in (*OWN_FILES, LOCK_NAME, ID_FILE)]
+            latest = self.checkpoints / LATEST
+            if not latest.is_symlink():  # as we make it
+                own.append(latest)
+            for path in (*own, *self.logs.glob("rank_*")):
                 refuse_special(path)
-            if not (latest := self.checkpoints / LATEST).is_symlink():
-                refuse_special(latest)
             file = take_lock(self.path)
         self.is_locked = True
         return file
 
     def status(self) -> dict[str, Any]:
-        """The state of the run; see `run_state`. Of one that this process holds, what status.json says."""
+        """The state of the run, see `run_state`; for a run of this process, as in status.json."""
         return run_state(self.path)
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
-        """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
+        """Write the state and why: `running`, `done`, `stopped` (with a checkpoint), `failed`."""
         self._status_at = time.monotonic()
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
     def keep_status(self, step: int, *, wandb_run_id: str | None, every_sec: float = 1.0) -> None:
-        """Note a finished step, now and then. It is for people alone, so a failure to write it is no reason to stop."""
-        if time.monotonic() - self._status_at >= every_sec:
+        """Write a finished step now and then, for people: a failure is no reason to stop."""
+        if time.monotonic() - self._status_at >= every_sec:  # steps may take milliseconds
             try:
                 self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
-        """Write the state that the run ends in (rank 0; other ranks do nothing). A failure to write it is logged."""
+        """Write the state in which the run ends (only rank 0). A failure is logged."""
         if not info.is_main:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-            self.write_status(state, reason=reason, step=step, wandb_run_id=self.status().get("wandb_run_id"))
+            wandb_run_id = self.status().get("wandb_run_id")
+            self.write_status(state, reason=reason, step=step, wandb_run_id=wandb_run_id)
         except OSError as error:
-            # The reason itself goes to stderr: what ended the run must not be hidden behind a second failure.
+            # Not raised: the error that ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
         self.on_end(state, reason=reason, step=step)
 
     def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
-        """Write that the run failed, if nothing says yet that it has ended (rank 0; other ranks do nothing)."""
+        """Write that the run failed, unless its end is recorded already (only rank 0)."""
         if info.is_main and self.status().get("state") in (None, "running"):
             self.leave_status(info, "failed", reason=reason, step=step)
 
     def has_nothing(self) -> bool:
-        """Whether the run in it failed, stopped or died without a checkpoint or a row: there is nothing to lose."""
-        if self.has_saved() or self.status().get("state") not in (None, "failed", "stopped", "died"):
+        """Whether nothing would be lost: the run ended without a checkpoint or a row, and not done."""
+        state = self.status().get("state")
+        if self.has_saved() or state not in (None, "failed", "stopped", "died"):
             return False
         try:
             return all(isinstance(parse_line(line), Restart) for line in read_lines(self.metrics))
         except FileNotFoundError:
             return True
-        except (OSError, ValueError, PayloadError):  # what cannot be read may be worth something
+        except (OSError, ValueError, PayloadError):
+            # An unreadable record may still be worth something.
             return False
 
     def replay_command(self, step: int) -> str:
-        """What repeats a step, and shows its rows."""
+        """The command that repeats a step and shows its rows."""
         return f"train replay {shlex.quote(str(self.path))} --step {step}"
 
     def log_file(self, rank: int) -> Path:
@@ -190,23 +182,22 @@ class RunDir:
 
 
 def _write_kept(path: Path, data: bytes) -> None:
-    """Write a file. Another content that it has is kept beside it, under the next number."""
-    if path.is_file() and (before := read_bytes(path)) != data:
+    """Write a file. Its former content, if different, is kept under the next free number."""
+    before = read_bytes(path) if path.is_file() else data
+    if before != data:
         kept = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
         write_file(next(name for name in kept if not name.exists()), before)
     write_file(path, data)
 
 
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:
-    """The run's directory (rank 0 decides, the others are told).
+    """The run's directory; rank 0 decides, and tells the others.
 
-    `given` (--run-dir) wins. With `resume = auto` and none given, it is the newest run of this name that has a checkpoint
-    and is not done. A checkpoint's path continues the run that it belongs to. Otherwise (also for a checkpoint's URL, which is
-    downloaded) a new one, named by the time.
+    `given` (--run-dir) wins. Otherwise `resume = auto` takes the newest run of this name that has a
+    checkpoint and is not done, and a checkpoint's path the run that it belongs to. Otherwise (also
+    for the URL of a checkpoint, which is downloaded) it is a new one, named by the time.
 
-    Raises:
-        UserError: the directory given holds a corpus; or a run that has logged or saved something, or still runs, and it
-            is not to be resumed; or there is no such checkpoint.
+    A UserError if there is no such checkpoint, or if the directory is refused, see `refuse_taken`.
     """
     if given is not None:
         refuse_taken(given, resume)
@@ -216,19 +207,23 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         return run
     parent = Path(config.run.dir)
     if resume == "auto":
-        earlier = [RunDir(path) for path in parent.glob(f"{config.run.name}-*") if _is_run_of(path, config.run.name)]
-        open_runs = [r for r in earlier if r.has_saved() and r.status().get("state") != FINISHED]
+        name = config.run.name
+        earlier = [RunDir(path) for path in parent.glob(f"{name}-*") if _is_run_of(path, name)]
+        open_runs = [run for run in earlier if run.has_saved() and run.status().get("state") != FINISHED]
         if open_runs:
             return max(open_runs, key=lambda run: run.path.name)
     elif resume != "off" and not is_url(resume):
-        refuse_absent(resume)
+        refuse_absent(resume)  # RUN_DIR/checkpoints/step_...
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RunDir(parent / f"{config.run.name}-{stamp}", is_new=True)
 
 
 def refuse_taken(given: str, resume: str) -> None:
-    """Refuse a directory that holds something else than a run that may be begun or continued there."""
+    """Refuse a directory with a corpus, another program's record, or a run not to be resumed.
+
+    A run that left nothing may be begun anew in its directory.
+    """
     run = RunDir(Path(given))
     held, fix = "", "name another directory"
     # A run that lost its status.json still has its config, or checkpoints.
@@ -244,20 +239,8 @@ def refuse_taken(given: str, resume: str) -> None:
         raise UserError("--run-dir", f"{given} holds {held}", fix)
 
 
-def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
-    """The command line that resumes a run from the same working directory, with all its settings.
-
-    Only where it cannot be known, the options to add: included files are named relative to the first config, and of
-    several nodes each has a launcher of its own.
-    """
-    options = f"--resume auto --run-dir {shlex.quote(str(run_dir.path))}"
-    if any(source.include is not None for source in config.data.source) or world_size != local_world_size:
-        return f"the same command line and {options}"
-    ranks = f"--nproc {world_size} " if world_size > 1 else ""
-    return f"train {ranks}--config {shlex.quote(str(run_dir.resolved_config))} {options}"
-
-
 def _is_run_of(path: Path, name: str) -> bool:
+    # date, time, and a number if two runs began in the same second
     stamp = path.name.removeprefix(f"{name}-").split("-")
     return len(stamp) in (2, 3) and all(part.isdigit() for part in stamp)
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,27 +19,28 @@ from trainer.import_path import place_of
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
-# A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal after it: within this
-# time a further signal is the same request.
+# A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal:
+# within this time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
-# A process that was asked to stop before its watchdog runs ends when it has done nothing for so long.
+# A process that was asked to stop before its watchdog runs is ended after so long without any work.
 GRACE_SEC = 10.0
 
 
-class StopNow(BaseException):  # which no `except Exception` around a user's code swallows
+class StopNow(BaseException):  # no `except Exception` around a user's code swallows it
     """A request to stop, raised where nothing is lost by it."""
 
 
 def say_stopping(name: str) -> None:
-    """What a person is told at the first request."""
-    logger.warning("%s: stopping after this step (again after %.0f s: at once)", name, SAME_REQUEST_SEC)
+    """Log the first request."""
+    text = "%s: stopping after this step (again after %.0f s: at once)"
+    logger.warning(text, name, SAME_REQUEST_SEC)
 
 
 class StopRequest:
-    """Whether somebody asked this process to stop. A second request stops it at once.
+    """Whether this process was asked to stop: `on_first` is called with the signal's name, in the
+    handler.
 
-    Args:
-        on_first: called with the signal's name when the first request comes (in the handler: keep it short).
+    A second request stops it at once.
     """
 
     def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,33 +52,34 @@ class StopRequest:
         self._former: dict[signal.Signals, Any] = {}
         """The handlers that were there before; empty: not installed."""
         self.is_heard = False
-        """True from the first signal on, also while the main thread is in a call that handles none."""
+        """True from the first signal on, even while the main thread cannot handle it."""
         self.is_watched = False
         """Set once something else ends the process if it cannot come to its next step."""
         self.requested = False
         """True from the first signal on."""
         self.on_end: Callable[[str], object] = str
-        """Called with the reason before a stop that waits for nothing ends the process."""
+        """Called with the reason before the process is ended without waiting."""
         self.signal_name: str | None = None
         self._cause: str | None = None
 
     def request(self, cause: str) -> None:
-        """Request the stop because of `cause`, from any thread; a stop that is requested already goes on."""
+        """Request the stop because of `cause`, from any thread, unless it is requested already."""
         if not self.requested:
             self._cause = cause
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # handled in the main thread
 
     def install(self) -> bool:
         """Handle the stop signals of this process, from its main thread. False: it does already."""
         if self._former:
             return False
         reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
+        os.set_blocking(self._writer, False)  # the handler must never wait
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are its own
+        # A worker's signals are its own.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         for number in STOP_SIGNALS:
-            # nohup has the program ignore SIGHUP, which then survives when the terminal is closed.
+            # After nohup SIGHUP must stay ignored: it comes when the terminal is closed.
             former = signal.getsignal(number)
             if number != signal.SIGHUP or former is not signal.SIG_IGN:
                 self._former[number] = former
@@ -85,7 +87,7 @@ class StopRequest:
         return True
 
     def uninstall(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Restore the former handlers."""
         self.is_watched = True
         for number, former in self._former.items():
             signal.signal(number, former)
@@ -94,12 +96,14 @@ class StopRequest:
         self._former = {}
 
     def _listen(self, reader: int) -> None:
-        """Hear signals also while the main thread handles none, and end the process if it waits for ever as it starts."""
-        while (heard := os.read(reader, 1)) and heard[0] not in STOP_SIGNALS:
-            pass
-        if not heard:  # uninstalled
-            os.close(reader)
-            return
+        """Notice signals while the main thread handles none; end a process that hangs at its start."""
+        # Python runs handlers between bytecodes of the main thread; the pipe gets signals at once.
+        heard = b""
+        while not heard or heard[0] not in STOP_SIGNALS:
+            heard = os.read(reader, 1)
+            if not heard:  # uninstalled
+                os.close(reader)
+                return
         number, self.is_heard = heard[0], True
         use, since = ProcessorUse(), time.monotonic()
         while not self.is_watched and time.monotonic() - since < GRACE_SEC:
@@ -111,16 +115,16 @@ class StopRequest:
             self.end(128 + number, f"{text}; ending without waiting for more")
 
     def end(self, code: int, reason: str) -> NoReturn:
-        """End the process at once, and say why."""
+        """End the process at once, and log why."""
 
-        def last_words() -> None:
+        def report() -> None:
             self.on_end(reason)  # first: the main thread may hold the lock of the log
             logger.warning(reason)
 
-        end_process(code, last_words)
+        end_process(code, report)
 
     def mute(self) -> None:
-        """Say nothing from now on, since the run ends by itself: torchrun ends the ranks that are left when one has ended."""
+        """Log no request from now on: the run ends by itself, and torchrun ends other ranks."""
         self._on_first = lambda name: None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -142,18 +146,13 @@ class UnexpectedExit(Exception):
 class _Exit(BaseException):
     """`os._exit(0)` was called."""
 
-    code = 0
-
 
 @contextmanager
 def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
-    """Turn `sys.exit`, `os._exit(0)` and whatever else is no `Exception` into an `UnexpectedExit`.
+    """Turn `sys.exit`, `os._exit(0)` and any other `BaseException` into an `UnexpectedExit`.
 
-    Nothing of Python's runs after `os._exit`, so it is replaced meanwhile; in a forked process it stays what it is, and C code
-    that ends the process is not seen.
-
-    Args:
-        when: at what point of the run, as ` after step 7`.
+    `os._exit` runs no Python code, so it is replaced meanwhile, but not in forked processes. The
+    message of an exit says `when` in the run it came, as ` after step 7`.
     """
     real, process = os._exit, os.getpid()
 
@@ -174,43 +173,12 @@ def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
 
 
 def as_exception(error: BaseException, when: str = "") -> Exception:
-    """The exception itself, or an `UnexpectedExit` for what is no `Exception`."""
+    """The exception itself, or an `UnexpectedExit` for any other `BaseException`."""
     if isinstance(error, Exception):
         return error
     what = f"{type(error).__name__} was raised"
-    if isinstance(error, SystemExit | _Exit):
-        what = f"{'os._exit' if isinstance(error, _Exit) else 'sys.exit'}({error.code!r}) was called"
+    if isinstance(error, _Exit):
+        what = "os._exit(0) was called"
+    elif isinstance(error, SystemExit):
+        what = f"sys.exit({error.code!r}) was called"
     return UnexpectedExit(f"{what}{when}{place_of(error)}")
-
-
-PARENT = "TRAINER_PARENT"
-"""Who starts a process that must not outlive it sets this to its own process id; torchrun need not."""
-CHECK_EVERY_SEC = 1.0
-EXIT_ORPHANED = 1
-
-
-def stop_with_parent(
-    stop: Callable[[], None],
-    *,
-    within_sec: float,
-    end: Callable[[int, str], object] = lambda code, reason: os._exit(code),
-    environ: MutableMapping[str, str] = os.environ,
-) -> None:
-    """Call `stop` from a thread when the launcher that started this process is gone, and `end` `within_sec` after that.
-
-    The parent is asked for again and again: Linux's signal of its death comes with the end of the parent's thread already,
-    and other systems have none. A process that has no launcher (a shell's, a scheduler's) goes on without its parent.
-    """
-    named = environ.pop(PARENT, "")  # not for the processes that this one starts
-    if not named and "TORCHELASTIC_RUN_ID" not in environ:
-        return
-    parent = int(named) if named else os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(CHECK_EVERY_SEC)
-        stop()
-        time.sleep(within_sec)
-        end(EXIT_ORPHANED, f"its launcher is gone, and no step ended within {within_sec:.0f} s of that")
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()

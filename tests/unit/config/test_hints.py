@@ -14,7 +14,7 @@ from tests.support.config_fuzz import Path as KeyPath
 from tests.support.config_fuzz import schema_keys
 from tests.support.in_process import program
 from trainer.config.load import load_config, load_dataset_file, to_toml
-from trainer.config.messages import EXPLAINED, OTHER_NAMES, SAME_KEYS, hint, keys_of, user_errors
+from trainer.config.messages import EXPLAINED, OTHER_NAMES, REMOVED, SAME_KEYS, hint, keys_of, user_errors
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
@@ -49,6 +49,13 @@ def test_the_keys_that_are_named_exist_and_the_unknown_ones_do_not():
     names = [name for names in OTHER_NAMES.values() for name in names.split()]
     assert len({*names, *EXPLAINED}) == len(names) + len(EXPLAINED)
     assert [name for name in (*names, *EXPLAINED) if "." in name and exists(name)] == []
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_key_of_an_earlier_version_is_refused_with_what_to_do_instead(key: str):
+    assert not exists(key)
+    path = [part for name in key.split(".") for part in ([name, 0] if name == "source" else [name])]
+    assert hint(tuple(path), RunConfig) == REMOVED[key]
 
 
 def test_a_dataset_file_knows_its_own_keys(tmp_path):

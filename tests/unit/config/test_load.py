@@ -52,7 +52,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("optimizer.lr=nan", "optimizer.lr: must be a finite number, got NaN"),
         ("optimizer.betas=[0.9]", "optimizer.betas: must have a length >= 2, got [0.9]"),
         ("data.mixing.pick_mode=heaviest", 'must be one of weighted, uniform, round_robin; got "heaviest"'),
-        ("gns.zzz=3", "gns.zzz: unknown key; known keys: components_every, ema, enabled"),
+        ("gns.zzz=3", "gns.zzz: unknown key; known keys: components_every, enabled"),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("data.source.first.weight=-1", "data.source.0.weight: must be >= 0.0, got -1"),
         ("data.source.first.weight=heavy", 'data.source.0.weight: must be a number, got "heavy"'),
@@ -227,4 +227,18 @@ def test_options_accept_what_their_table_accepts(pair: str) -> None:
 
 def test_a_checkpoint_may_have_keys_that_are_gone():
     old = {"distributed": {"backend": "auto", "shards": 2}, "metrics": {"wandb": {"entity": None}}, "train": 1}
-    assert without_removed(old) == {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}
+    old["data"] = {"source": [{"name": "a", "layout": "nested"}, {"name": "b"}]}
+    kept = {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}
+    assert without_removed(old) == {**kept, "data": {"source": [{"name": "a"}, {"name": "b"}]}}
+
+
+def test_older_configs_may_set_what_always_holds(tmp_path):
+    source = '[[data.source]]\nname = "a"\nroot = "data"\nlayout = "{}"\n'
+    tables = "[gns]\nema = {}\n[ledger]\nprobe_cells = 8\nsweep_every = 3\n[train]\nmax_skips = 10\nsteps = 1\n"
+    config = load(tmp_path, source.format("nested") + tables.format(0.95))
+    assert config.ledger.wipe_every == 3
+    assert [table.root for table in config.data.source] == ["data"]
+    refused = "\n".join(refusal(tmp_path, source.format("direct") + tables.format(0.9)))
+    assert "gns.ema" in refused
+    assert "layout" in refused
+    assert "probe_cells" not in refused

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
 from trainer.data.layout import discover_direct, discover_nested, find_files, unread_parts
 from trainer.errors import UserError
-from trainer.tools.corpus.paths import discover
+from trainer.tools.corpus.documents import discover
 
 PATTERNS = ("**/*.txt", "*/**/*.txt", "a/**", "a/**/b/*", "**/b/**/*.txt", "[ab]/*", "a/../**/c.txt", "**", "./**/*")
 

@@ -8,6 +8,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_a_nested_root_gives_the_streams_of_the_local_corpus_and_only_what_chang
     corpus, tmp_path, monkeypatch
 ):
     got = counting(monkeypatch)
-    cache = Cache(tmp_path / "cache", 0)
+    cache = Cache(tmp_path / "cache")
     (corpus / "a" / "_SUCCESS").write_text("")
     (corpus / "a" / "notes.docx").write_text("not data")
     streams, copy = stored_nested(f"file://{corpus}", None, format="auto", cache=cache)
@@ -63,7 +64,7 @@ def test_a_nested_root_gives_the_streams_of_the_local_corpus_and_only_what_chang
 
 
 def test_a_cut_file_of_a_copy_is_downloaded_again(corpus, tmp_path, monkeypatch):
-    cache = Cache(tmp_path / "cache", 0)
+    cache = Cache(tmp_path / "cache")
     streams, copy = stored_nested(f"file://{corpus}", None, format="auto", cache=cache)
     whole = Path(streams[1].path).read_bytes()
     Path(streams[1].path).write_bytes(whole[:10])
@@ -74,17 +75,29 @@ def test_a_cut_file_of_a_copy_is_downloaded_again(corpus, tmp_path, monkeypatch)
     assert Path(streams[1].path).read_bytes() == whole
 
 
-def test_a_source_that_does_not_fit_is_refused_with_both_numbers(tmp_path):
+def disk_of(size: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of this many bytes, on which nothing but copies counts."""
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=size - sum(each.stat().st_size for each in cache.glob("*/files/**/*.txt")))
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    monkeypatch.chdir(cache.parent)
+
+
+def test_a_source_that_does_not_fit_is_refused_with_both_numbers(tmp_path, monkeypatch):
     root = tmp_path / "big" / "a"
     root.mkdir(parents=True)
     (root / "x.txt").write_text("x" * 3000)
-    with pytest.raises(UserError, match=r"takes 3e-06 GB as a local copy; data.cache_gb = 2e-06"):
-        stored_nested(f"file://{root.parent}", None, format="auto", cache=Cache(tmp_path / "cache", 2e-6))
+    disk_of(2000, tmp_path / "cache", monkeypatch)
+    with pytest.raises(UserError, match=r"takes 3e-06 GB as a local copy; 2e-06 GB are free in cache"):
+        stored_nested(f"file://{root.parent}", None, format="auto", cache=Cache("cache"))
     assert not list((tmp_path / "cache").glob("*/"))
 
 
-def test_the_least_recently_used_copy_makes_room_but_none_that_is_in_use(tmp_path):
-    cache = Cache(tmp_path / "cache", 2.5e-6)
+def test_the_least_recently_used_copy_makes_room_but_none_that_is_in_use(tmp_path, monkeypatch):
+    disk_of(2500, tmp_path / "cache", monkeypatch)
+    cache = Cache("cache")
     roots = {}
     for name in "xyz":
         (tmp_path / name / "a").mkdir(parents=True)
@@ -95,7 +108,7 @@ def test_the_least_recently_used_copy_makes_room_but_none_that_is_in_use(tmp_pat
         return stored_nested(roots[name], None, format="auto", cache=cache)[1]
 
     x, y = open_("x"), open_("y")
-    with pytest.raises(UserError, match=r"data.cache_gb = 2.5e-06, of which 2e-06 GB are in use"):
+    with pytest.raises(UserError, match=r"takes 1e-06 GB as a local copy; 5e-07 GB are free"):
         open_("z")
     x.lock.close()
     z = open_("z")
@@ -107,12 +120,12 @@ def test_the_least_recently_used_copy_makes_room_but_none_that_is_in_use(tmp_pat
 def test_globs_and_files_by_url_have_their_urls_as_names(corpus, tmp_path):
     root = f"file://{corpus}"
     paths = [f"{root}/a/*.jsonl", f"{root}/b/stream1.jsonl", str(corpus / "b" / "stream0.jsonl")]
-    streams, copies = stored_direct(paths, format="auto", cache=Cache(tmp_path / "cache", 0))
+    streams, copies = stored_direct(paths, format="auto", cache=Cache(tmp_path / "cache"))
     names = [f"{root}/a/stream0.jsonl", f"{root}/a/stream1.jsonl", f"{root}/b/stream1.jsonl"]
     assert [s.relative_path for s in streams] == sorted([*names, str(corpus / "b" / "stream0.jsonl")])
     assert [s.modality for s in streams if "://" in s.relative_path] == ["a", "a", "b"]
     assert len(copies) == 2
-    found = discover_stored([f"{root}/a"], format="auto", cache=Cache(tmp_path / "cache", 0))
+    found = discover_stored([f"{root}/a"], format="auto", cache=Cache(tmp_path / "cache"))
     assert found.paths == (f"{root}/a/*",)
 
 
@@ -122,14 +135,14 @@ def test_the_index_beside_a_token_file_comes_with_it(tmp_path):
         (tmp_path / "tokens" / name).write_bytes(b"1234")
     for path in ("*.bin", "x.bin"):
         streams, copies = stored_direct(
-            [f"file://{tmp_path}/tokens/{path}"], format="auto", cache=Cache(tmp_path / "cache", 0)
+            [f"file://{tmp_path}/tokens/{path}"], format="auto", cache=Cache(tmp_path / "cache")
         )
         assert (copies[0].directory / "x.idx").exists()
         assert all(stream.path.endswith(".bin") for stream in streams)
 
 
 def test_what_is_not_there_is_refused(corpus, tmp_path):
-    cache = Cache(tmp_path / "cache", 0)
+    cache = Cache(tmp_path / "cache")
     for url, modalities, message in (
         (f"file://{corpus}/nothing", None, "nothing in it"),
         ("nosuch://x", None, "cannot be used as a store"),
@@ -147,7 +160,7 @@ def test_a_key_that_leads_out_of_the_copy_is_refused(tmp_path):
     storage.write("a/x.txt", b"x")
     files = {"a/../../x.txt": storage.files()["a/x.txt"]}
     with pytest.raises(UserError, match="which cannot be a file"):
-        copy_files(Cache(tmp_path / "cache", 0), storage, files)
+        copy_files(Cache(tmp_path / "cache"), storage, files)
 
 
 def test_those_that_start_together_download_once(corpus, tmp_path, monkeypatch):
@@ -156,7 +169,7 @@ def test_those_that_start_together_download_once(corpus, tmp_path, monkeypatch):
 
     def start(_):
         together.wait()
-        return stored_nested(f"file://{corpus}", None, format="auto", cache=Cache(tmp_path / "cache", 0))
+        return stored_nested(f"file://{corpus}", None, format="auto", cache=Cache(tmp_path / "cache"))
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(start, range(3)))
@@ -177,7 +190,7 @@ def test_a_directory_that_another_process_makes_just_now_is_taken(tmp_path, monk
                 os.makedirs(place)
 
     monkeypatch.setattr(Path, "stat", made_after_a_look)
-    assert Cache(place, 0).directory == place
+    assert Cache(place).directory == place
 
 
 def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
@@ -188,4 +201,4 @@ def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
     with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data cannot be a directory"):
-        Cache(None, 0)
+        Cache(None)

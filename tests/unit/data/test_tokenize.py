@@ -20,7 +20,7 @@ from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.lab import tokenized as pool
 from trainer.tools.corpus import tokens as module
-from trainer.tools.corpus.paths import discover
+from trainer.tools.corpus.documents import discover
 from trainer.tools.corpus.tokens import tokenize
 
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
@@ -94,7 +94,7 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, i
         "from pathlib import Path\n"
         "from trainer.lab import tokenized as pool\n"
         "from trainer.tools.corpus.tokens import tokenize\n"
-        "from trainer.tools.corpus.paths import discover\n"
+        "from trainer.tools.corpus.documents import discover\n"
         "pool._join = lambda *_: time.sleep(600)\n"  # it is killed in the middle of its work
         "if __name__ == '__main__':\n"
         f"    tokenize(discover(['text']).streams, Path('out'), tokenizer='tokenizer.json', **{settings})\n"

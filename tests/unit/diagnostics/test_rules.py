@@ -14,7 +14,8 @@ import pytest
 from tests.support.records import record_of, rows_of
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.diagnostics.diagnose import RULES, Ruling, diagnose
-from trainer.tools.diagnostics.rule import Outcome, batches_through, micro_batches
+from trainer.tools.diagnostics.facts import batches_through, micro_batches
+from trainer.tools.diagnostics.rule import Outcome
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 

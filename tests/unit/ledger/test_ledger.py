@@ -14,15 +14,15 @@ from tests.support.ranks import differences
 from tests.unit.training.test_no_waiting import META, NoBlockingCopies
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
+from trainer.lab.nested_state import NestLayout
 from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, LedgerOptions, index, owner_of
-from trainer.model.protocol import StateLayout
 from trainer.options import WipeMode
 
 WIDTH = 2
 
 
 def new_ledger(wipe_mode="none", capacity=4, device="cpu", dtype=None, **settings):
-    settings = {"stale_threshold": 2, "wipe_every": 3, **settings}
+    settings = {"stale_threshold": 2, "wipe_every": 3 if wipe_mode == "full" else 0, **settings}
     options = LedgerOptions(wipe_mode, capacity, **settings)
     return Ledger(options, state_width=WIDTH, device=device, dtype=dtype)
 
@@ -56,7 +56,7 @@ def test_loaded_states_are_detached_copies() -> None:
 
 def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
     state = {"h": torch.randn(2, 3, 4), "c": (torch.randn(2, 5).bfloat16(), torch.tensor([[2**40], [-1]]))}
-    ledger = Ledger(LedgerOptions(capacity=4), layout=StateLayout(state))
+    ledger = Ledger(LedgerOptions(capacity=4), layout=NestLayout(state))
     ledger.begin_step(1)
     groups, cells = np.array([7, 9]), np.array([1, 1])
     ledger.store(groups, cells - 1, np.array([False, False]), state)
@@ -196,7 +196,7 @@ REFUSED = {
 @pytest.mark.parametrize("mode", ["lru", "none", "periodic_stale", "full"])
 def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) -> None:
     """Not the step of the last store either, before which no step may begin again."""
-    settings = {"stale_threshold": 3, "wipe_every": 100}
+    settings = {"stale_threshold": 3, "wipe_every": 100 if mode == "full" else 0}
     options = LedgerOptions(capacity=2, wipe_mode=mode, **settings)
     ledger, other = (Ledger(options, state_width=2) for _ in range(2))
     groups, cells, is_last, count = REFUSED[kind]
@@ -239,7 +239,7 @@ def ledger_on(device: torch.device, wipe_mode: str) -> tuple[Ledger, torch.Tenso
     capacity = 4 if wipe_mode == "lru" else 64
     states = torch.ones(4, WIDTH)
     states[1, 0] = float("nan")
-    return new_ledger(wipe_mode, capacity, device=device, sweep_every=2), states.to(device)
+    return new_ledger(wipe_mode, capacity, device=device, wipe_every=2), states.to(device)
 
 
 def run_steps(ledger: Ledger, states: torch.Tensor, steps: range) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.config.schema import WandbTable
+from trainer.lab.tensorboard import TensorboardSink
 from trainer.metrics.payload_contract import build_payload, build_restart
-from trainer.metrics.services import TensorboardSink, WandbSink, resolve_mode
+from trainer.metrics.services import WandbSink, resolve_mode
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -243,5 +243,5 @@ def test_a_drain_reports_each_skip_once_also_across_a_resume() -> None:
 
 @pytest.mark.parametrize("ema", [0.0, 1.0])
 def test_an_ema_outside_the_unit_interval_is_refused(ema: float) -> None:
-    with pytest.raises(UserError, match=r"gns\.ema: must be between 0 and 1"):
+    with pytest.raises(UserError, match=r"ema: must be between 0 and 1"):
         NoiseScaleAverage(ema)

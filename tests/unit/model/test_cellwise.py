@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from trainer.data.batch import MicroBatch
 from trainer.errors import UserError
+from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
+from trainer.lab.cellwise import Cellwise
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
-from trainer.model.wrappers import Cellwise
-from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
 from trainer.objective.loss import Objective
 
 VOCAB, CELL, ROWS = 13, 8, 3
@@ -153,7 +153,7 @@ def test_losses_of_a_row_are_those_of_its_cells_together(recompute):
     assert outputs[1].metrics == {"my/tokens": CELL}  # a gauge: the mean over the cells
     weights = torch.rand(ROWS, 3 * CELL).double()
     targets[1, CELL:], targets[2, CELL + 2 :] = -100, -100
-    objective = Auxiliary(
+    objective = AuxiliaryLosses(
         {"tokens": AuxiliaryLoss(), "rows": AuxiliaryLoss("rows"), "all": AuxiliaryLoss()}, ["my/tokens"]
     )
     with torch.no_grad():  # as an evaluation: no window has counted the rows

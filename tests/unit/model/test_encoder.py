@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
+from trainer.lab.cellwise import recompute_blocks
 from trainer.model import RecurrentEncoder, build
 from trainer.model.encoder import RMSNorm
-from trainer.model.wrappers import recompute_blocks
 
 VOCAB = 11
 

@@ -114,7 +114,7 @@ def test_the_loss_of_a_mixture_of_experts_is_weighed_as_transformers_does():
     model = noisy("qwen3_next", **experts, output_router_logits=True).train()
     tokens = torch.randint(VOCAB, (3, 20))
     micro = SimpleNamespace(targets=nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED), meta=None)
-    auxiliary = make_auxiliary(ObjectiveTable(losses={"aux_loss": 0.3}), model)
+    auxiliary = make_auxiliary(ObjectiveTable(losses={"aux_loss": 0.3}), model, PARTS)
 
     def total(output: ModelOutput) -> Tensor:
         result = auxiliary(Objective()(output.logits, micro.targets), output, micro)

@@ -70,20 +70,12 @@ def test_saturated_gates_have_finite_gradients(gate: float, rate: float) -> None
 def make_case(
     seed: int, length: int, *, strongest: float = 0.5, resets: float = 0.0
 ) -> tuple[list[Tensor], Tensor | None]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator, dtype=torch.float64)
-
-    rows, heads, key, value = 2, 2, 5, 4
-    keys = F.normalize(normal(rows, heads, length, key), dim=-1)
-    inputs = [normal(rows, heads, length, key), keys, normal(rows, heads, length, value)]
-    gates = [-strongest * uniform(rows, heads, length), uniform(rows, heads, length)]
-    arguments = [*inputs, *gates, normal(rows, heads, key, value)]
-    is_reset = uniform(rows, length) < resets if resets else None
+    drawn = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+    queries, keys, values = torch.randn(3, 2, 2, length, 5, **drawn)
+    decay, rate = torch.rand(2, 2, 2, length, **drawn)
+    inputs = [queries, F.normalize(keys, dim=-1), values[..., :4].clone(), -strongest * decay, rate]
+    arguments = [*inputs, torch.randn(2, 2, 5, 4, **drawn)]
+    is_reset = torch.rand(2, length, **drawn) < resets if resets else None
     return [argument.requires_grad_() for argument in arguments], is_reset
 
 
@@ -158,6 +150,7 @@ def test_the_short_convolution_is_that_of_documents_apart(resets):
     x, taps = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 20, 3), (4, 3)))
     is_reset = torch.rand(2, 20, generator=generator) < resets
     found, recent = short_convolution(x, taps, torch.zeros(2, 3, 3, dtype=torch.float64), is_reset if resets else None)
+    assert recent.untyped_storage().nbytes() == recent.nbytes  # a carried state does not hold the row
     for row in range(2):
         start = 0
         for t in range(20):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.model.protocol import ModelOutput, StateLayout, carry_flat
+from trainer.lab.nested_state import NestLayout, carry_flat
+from trainer.model.protocol import ModelOutput
 
 FLOATS = (torch.float32, torch.bfloat16)
 SHAPES = st.lists(st.integers(1, 3), max_size=3).map(tuple)
@@ -47,7 +48,7 @@ def leaves(state: Any) -> list[torch.Tensor]:
 
 @given(nest=NESTS, rows=st.integers(1, 4))
 def test_any_nest_comes_back_bit_for_bit(nest, rows):
-    layout, state = StateLayout(filled(nest, 2)), filled(nest, rows)
+    layout, state = NestLayout(filled(nest, 2)), filled(nest, rows)
     flat = layout.flatten(state)
     assert flat.shape == (rows, layout.width)
     assert flat.dtype in (torch.float32, torch.float64)
@@ -74,13 +75,13 @@ class Memory:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_ledger_of_any_dtype_keeps_integers_exactly(dtype):
     counts = torch.tensor([0, -1, 2**24 + 1, 2**63 - 1])
-    layout = StateLayout(counts)
+    layout = NestLayout(counts)
     assert torch.equal(layout.unflatten(layout.flatten(counts).to(dtype).float()), counts)
 
 
 def test_dataclasses_come_back_as_they_were():
     state = Memory(torch.randn(2, 3), [Position(torch.arange(2), torch.randn(2, dtype=torch.complex64))])
-    layout = StateLayout(state)
+    layout = NestLayout(state)
     found = layout.unflatten(layout.flatten(state))
     assert type(found) is Memory
     assert type(found.positions[0]) is Position
@@ -90,7 +91,7 @@ def test_dataclasses_come_back_as_they_were():
 
 def test_gradients_pass_through_complex_and_real_leaves():
     state = (torch.randn(2, 3, dtype=torch.complex64, requires_grad=True), torch.randn(2, requires_grad=True))
-    layout = StateLayout(state)
+    layout = NestLayout(state)
     found = layout.unflatten(layout.flatten((*state,)))
     (found[0].abs().square().sum() + found[1].sum()).backward()
     torch.testing.assert_close(state[0].grad, 2 * state[0].detach())
@@ -98,7 +99,7 @@ def test_gradients_pass_through_complex_and_real_leaves():
 
 
 def test_a_state_of_another_layout_is_refused():
-    layout = StateLayout([torch.zeros(2, 3), torch.zeros(2, 4)])
+    layout = NestLayout([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(ValueError, match=r"another layout than state\[0\] \[3\], state\[1\] \[4\]"):
         layout.flatten([torch.zeros(2, 4), torch.zeros(2, 3)])
     assert layout.to_json() == [["state[0]", [3]], ["state[1]", [4]]]

@@ -9,10 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
-from trainer.model.protocol import ModelOutput
-from trainer.model.wrappers import Headless, output_layer, refuse_more_than_a_head
+from trainer.lab.chunked import ChunkedObjective, Headless, refuse_more_than_a_head
+from trainer.model.protocol import ModelOutput, output_layer
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
-from trainer.objective.chunked import ChunkedObjective
 
 VOCAB = 61
 CPU = torch.device("cpu")

@@ -36,7 +36,7 @@ def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Pr
 
 def sources(*each: str, root: str = "ROOT") -> str:
     """`[[data.source]]`: name, modalities and more of each."""
-    tables = (f'{{layout="nested",root="{root}",{rest}}}' for rest in each)
+    tables = (f'{{root="{root}",{rest}}}' for rest in each)
     return f"data.source=[{','.join(tables)}]"
 
 

@@ -10,7 +10,7 @@ import pytest
 from trainer.tools.diagnostics.depth import last_curves
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
-from trainer.tools.report.depth_chart import depth_figure, depth_figures
+from trainer.tools.report.figures import depth_figure, depth_figures
 from trainer.tools.report.page import DEPTH, render_parts
 from trainer.tools.runs.depth_curve import curves_of, in_words
 

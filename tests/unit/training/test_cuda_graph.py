@@ -21,12 +21,12 @@ from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
+from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.lab.cuda_graph import MicroGraphs, make
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
 from trainer.training.extension import Extension, Extensions
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 4, 6, 11, 8
@@ -94,7 +94,7 @@ def _guard(name: str) -> Any:
 def made(folder: Any, *sets: str, is_own: bool = True, ranks: int = 1, losses: Any = None) -> MicroGraphs | None:
     config = load_config(write_tiny_config(folder), [FULL_ROWS, *sets])
     plan: Any = SimpleNamespace(config=config, has_built_in_model=is_own)
-    return make(plan, RankInfo(world_size=ranks), CPU, Strategy(), Auxiliary(losses))
+    return make(plan, RankInfo(world_size=ranks), CPU, Strategy(), AuxiliaryLosses(losses))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,9 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary
+from trainer.tools import evaluation_sample
+from trainer.tools.evaluation_sample import Sample
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
-from trainer.training.setup.evaluation_sample import Sample
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -54,7 +55,7 @@ def model_of(plan: Plan) -> torch.nn.Module:
 
 
 def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None, sets=()):  # noqa: B008
-    cell_model, loss = model_and_loss(model, plan.config, None)
+    cell_model, loss = model_and_loss(model, plan, None)
     sets, diagnostics = sets or eval_sets(plan, info, CPU), diagnostics or Diagnostics()
     found = make_evaluator(
         plan, model, cell_model, loss, Auxiliary(), info, CPU, diagnostics, sets, strategy=Strategy()
@@ -161,8 +162,6 @@ def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
 
 
 def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
-    from trainer.training.setup import evaluation_sample
-
     sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
     monkeypatch.setattr(evaluation_sample, "LEAST", 4)

@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
+from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
+from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
-from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
-from trainer.training.setup import evaluation_sample
+from trainer.objective.auxiliary import Auxiliary
+from trainer.tools import evaluation_sample
+from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
-from trainer.training.setup.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -126,7 +128,7 @@ def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
 
 
 def evaluated(plan: Plan, model: torch.nn.Module, auxiliary: Auxiliary = Auxiliary()) -> tuple[dict[str, float], str]:  # noqa: B008
-    cell_model, loss = model_and_loss(model, plan.config, None)
+    cell_model, loss = model_and_loss(model, plan, None)
     sets = eval_sets(plan, RankInfo(), CPU)
     made = make_evaluator(
         plan, model, cell_model, loss, auxiliary, RankInfo(), CPU, Diagnostics(), sets, strategy=Strategy()
@@ -222,7 +224,7 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
             each = make_evaluator(
                 plan,
                 model,
-                *model_and_loss(model, plan.config, None),
+                *model_and_loss(model, plan, None),
                 Auxiliary(),
                 RankInfo(),
                 CPU,
@@ -254,7 +256,7 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
         ),
         "by_rows": AuxiliaryLoss("rows", 1.0, lambda *, output, micro: 2 * odd(micro.targets)[:, 0]),
     }
-    auxiliary = Auxiliary(own if has_others else {}, ["my/number"])
+    auxiliary = AuxiliaryLosses(own if has_others else {}, ["my/number"])
     whole, read = evaluated(plan, model, auxiliary)
     assert read.startswith("all ")
     assert "eval_loss_se" not in whole
@@ -305,9 +307,9 @@ def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_fi
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
     monkeypatch.setattr(evaluation_sample, "LEAST", 4)
     opened: set[str] = set()
-    original = evaluation_sample.ShardSource.open
+    original = ShardSource.open
     monkeypatch.setattr(
-        evaluation_sample.ShardSource,
+        ShardSource,
         "open",
         lambda self, stream: opened.add(stream.relative_path) or original(self, stream),
     )
@@ -397,7 +399,7 @@ def test_ranks_that_hold_shards_run_as_many_forwards_however_uneven_the_document
 
         own = copy.deepcopy(model)
         own.register_forward_hook(counted)
-        cell_model, loss = model_and_loss(own, plan.config, None)
+        cell_model, loss = model_and_loss(own, plan, None)
         sets = eval_sets(plan, RankInfo(rank, rank, 3), CPU)
         evaluator = make_evaluator(
             plan, own, cell_model, loss, Auxiliary(), RankInfo(), CPU, Diagnostics(), sets, strategy=Lockstep()

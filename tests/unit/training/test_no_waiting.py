@@ -34,7 +34,8 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.on_device import HostCopy
-from trainer.training import around_step, loop
+from trainer.tools import summary
+from trainer.training import loop
 from trainer.training.extension import Extensions
 from trainer.training.run import Run, StepInFlight
 from trainer.training.step.step import HEAD, TrainStep
@@ -186,7 +187,7 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
 
     monkeypatch.setattr(loop, "take_step", forbid)
     monkeypatch.setattr(HostCopy, "read", allow)
-    monkeypatch.setattr(around_step, "SLOW_START_SEC", 0.0)
+    monkeypatch.setattr(summary, "SLOW_START_SEC", 0.0)
     train_here(path, tmp_path / "run", *sets)
     assert forbidden == in_flight == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
     assert re.search(

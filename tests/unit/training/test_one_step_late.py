@@ -15,6 +15,7 @@ from tests.support.runs import read_rows, write_tiny_config
 from trainer.data.batch import take_apart
 from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo
+from trainer.training import around_step
 
 EXTRA = """
 stdout = "off"
@@ -60,7 +61,7 @@ def both(tmp_path, monkeypatch):
     [
         LRU,
         ("ledger.wipe_mode=full", "ledger.wipe_every=3", "metrics.per_source=true"),
-        ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2", "ledger.sweep_every=2"),
+        ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2", "ledger.wipe_every=2"),
         ("train.on_non_finite=skip", "train.micro_batches=1", "gns.enabled=false"),
         ("sample.every=10", "sample.tokens=2", "checkpoint.background=true"),
     ],
@@ -97,8 +98,9 @@ def test_a_run_that_must_stop_ends_with_the_row_of_the_bad_step(both, step):
     assert any(key.startswith("ledger/") for key in rows[1]) == (step == 8)
 
 
-def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both):
-    settings = ("train.on_non_finite=skip", "train.max_skips=2", "eval.every=0")
+def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeypatch):
+    monkeypatch.setattr(around_step, "MAX_SKIPS", 2)
+    settings = ("train.on_non_finite=skip", "eval.every=0")
     both(*settings, "train.steps=3", fault={"what": "nan", "step": 2})
     # The process's own steps 1 and 2 are steps 4 and 5.
     both(*settings, "train.steps=5", fault={"what": "nan", "step": 1, "steps": 2})
@@ -138,7 +140,6 @@ def test_the_data_end_at_the_same_step(both):
         "ledger.capacity=64",
         "ledger.wipe_mode=periodic_stale",
         "ledger.stale_threshold=2",
-        "ledger.sweep_every=1",
         "eval.every=0",
         "checkpoint.every=0",
     )

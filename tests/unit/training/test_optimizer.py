@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import differences
+from trainer.cli.parts import PARTS
 from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.model import build
@@ -52,7 +53,7 @@ def test_the_first_step_is_that_of_its_formula(name):
     lr, decay, momentum = 0.01, 0.2, 0.9
     model = build(11, dim=8, num_layers=2)
     table = OptimizerTable(name=name, lr=lr, weight_decay=decay, momentum=momentum)
-    optimizer = build_optimizer(model, table)
+    optimizer = build_optimizer(model, table, PARTS)
     set_gradients(model)
     before = copy.deepcopy(dict(model.named_parameters()))
     set_lr(optimizer, lr)
@@ -82,7 +83,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(na
     for has_bad_step in (False, True):
         torch.manual_seed(1)
         model = build(11, dim=8, num_layers=1)
-        optimizer = build_optimizer(model, OptimizerTable(name=name))
+        optimizer = build_optimizer(model, OptimizerTable(name=name), PARTS)
         assert supports_found_inf(optimizer)
         for step in range(num_steps_before):
             set_gradients(model, step)
@@ -107,14 +108,14 @@ def test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(na
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resume_restores_the_state_and_takes_the_settings_of_the_config(name):
     model = build(11, dim=8, num_layers=1)
-    optimizer = build_optimizer(model, OptimizerTable(name=name))
+    optimizer = build_optimizer(model, OptimizerTable(name=name), PARTS)
     set_gradients(model)
     optimizer.step()
     saved, whole = copy.deepcopy(named_state(optimizer, model)), copy.deepcopy(optimizer.state_dict())
-    same = build_optimizer(model, OptimizerTable(name=name))
+    same = build_optimizer(model, OptimizerTable(name=name), PARTS)
     load_named_state(same, model, saved)
     assert differences(same.state_dict(), whole) == []
-    other = build_optimizer(model, OptimizerTable(name=name, weight_decay=0.7))
+    other = build_optimizer(model, OptimizerTable(name=name, weight_decay=0.7), PARTS)
     load_named_state(other, model, saved)
     assert {group["weight_decay"] for group in other.param_groups} == {0.0, 0.7}
     set_lr(other, 0.5)
@@ -124,7 +125,7 @@ def test_a_resume_restores_the_state_and_takes_the_settings_of_the_config(name):
 
 def test_muon_takes_the_matrices_between_embedding_and_output():
     model = build(11, dim=8, num_layers=2)
-    parts = build_optimizer(model, OptimizerTable(name="muon")).parts
+    parts = build_optimizer(model, OptimizerTable(name="muon"), PARTS).parts
     names = {id(p): name for name, p in model.named_parameters()}
     of = {key: {names[id(p)] for g in part.param_groups for p in g["params"]} for key, part in parts.items()}
     assert of["muon"] | of["adamw"] == set(names.values())
@@ -162,14 +163,14 @@ def no_optimizer(groups, lr):
 def test_one_of_ones_own_is_called_with_groups_and_rate():
     model = build(11, dim=8, num_layers=1)
     here = f"{__name__}:rmsprop"
-    optimizer = build_optimizer(model, OptimizerTable(target=here, args={"alpha": 0.5}, lr=0.25))
+    optimizer = build_optimizer(model, OptimizerTable(target=here, args={"alpha": 0.5}, lr=0.25), PARTS)
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert {(group["lr"], group["alpha"]) for group in optimizer.param_groups} == {(0.25, 0.5)}
     for args, message in (({"beta": 1}, "optimizer.args: cannot call"), ({"alpha": -1}, "optimizer.target: ")):
         with pytest.raises(UserError, match=message):
-            build_optimizer(model, OptimizerTable(target=here, args=args))
+            build_optimizer(model, OptimizerTable(target=here, args=args), PARTS)
     with pytest.raises(UserError, match="gave a dict, not an optimizer"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:no_optimizer"))
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:no_optimizer"), PARTS)
 
 
 def first_group_alone(groups, lr):
@@ -183,16 +184,16 @@ def with_a_closure(groups, lr):
 def test_one_of_ones_own_that_would_not_train_all_parameters_is_refused_with_their_names():
     model = build(11, dim=8, num_layers=1)
     with pytest.raises(UserError, match=r"leaves \d+ parameters out, which would never be trained: .*bias"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"))
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"), PARTS)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.ndim >= 2 and "head" not in name)
-    build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"))  # the others are frozen
+    build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"), PARTS)  # the others are frozen
 
 
 def test_one_of_ones_own_whose_step_needs_a_closure_is_refused():
     model = build(11, dim=8, num_layers=1)
     with pytest.raises(UserError, match=r"LBFGS takes arguments.*'closure'"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:with_a_closure"))
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:with_a_closure"), PARTS)
 
 
 def test_keys_that_would_have_no_effect_beside_a_target_are_refused():

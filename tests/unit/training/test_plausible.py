@@ -15,7 +15,7 @@ from tests.support.runs import make_corpus, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.training.setup import plausible
+from trainer.tools import doubts
 from trainer.training.setup.plan import Plan, make_plan
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_what_needs_cuda_is_refused_by_a_run_and_said_by_check(config, tmp_path,
     ],
 )
 def test_memory_that_no_machine_of_this_size_has_is_an_unmet_need(config, monkeypatch, overrides, key, what):
-    monkeypatch.setattr(plausible, "memory_bytes", lambda device: 16 * 10**9)
+    monkeypatch.setattr(doubts, "memory_bytes", lambda device: 16 * 10**9)
     (found,) = plan(config, *overrides).unmet_needs(CPU)
     assert found.key == key
     assert what in found.problem
@@ -134,7 +134,7 @@ def test_to_compile_on_a_cpu_takes_a_compiler_that_works(config, monkeypatch, co
 def test_of_a_sharded_model_a_rank_needs_memory_for_its_shards_alone(config, monkeypatch):
     large = ["model.dim=4096", "ledger.capacity=64"]
     needed = plan(config, *large).num_parameters() * 4 * 4
-    monkeypatch.setattr(plausible, "memory_bytes", lambda device: needed * 2 // 3)
+    monkeypatch.setattr(doubts, "memory_bytes", lambda device: needed * 2 // 3)
 
     def unmet(world_size: int, *sets: str) -> list[str]:
         overrides = [*large, *(f"distributed.{each}" for each in sets)]

@@ -16,6 +16,7 @@ from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
+from trainer.tools.summary import resume_command
 from trainer.training import signals
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.restore import check_config
@@ -27,7 +28,7 @@ from trainer.training.checkpointing.tensor_files import (
     rank_file,
     write_part,
 )
-from trainer.training.run_dir import RunDir, choose_run_dir, resume_command
+from trainer.training.run_dir import RunDir, choose_run_dir
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 

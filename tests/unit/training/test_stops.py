@@ -17,7 +17,7 @@ from tests.support.in_process import train_here
 from tests.support.launched import wait_for_end
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import ROOT, environment, losses, read_rows, write_tiny_config
-from trainer.training.signals import PARENT, stop_with_parent
+from trainer.ending import PARENT, stop_with_parent
 
 EXTRA = """
 stdout = "off"
@@ -127,7 +127,7 @@ def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
 
 CHILD = """
 import os, sys, time
-from trainer.training.signals import PARENT, stop_with_parent
+from trainer.ending import PARENT, stop_with_parent
 from pathlib import Path
 stop_with_parent(lambda: Path(sys.argv[1]).write_text("stopping"), within_sec=0.2)
 assert PARENT not in os.environ

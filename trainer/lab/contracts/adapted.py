@@ -1,7 +1,7 @@
 """Adapts a causal model of any make to `forward(tokens, state)`.
 
-Calls find out which argument carries the tokens and the state, and whether one keeps documents apart. It could go if every
-model were written for `trainer.model.protocol`.
+Calls find out which argument carries the tokens and the state, and whether one keeps documents
+apart. It could go if every model were written for `trainer.model.protocol`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trainer.lab.contracts.subject import CallFailed, one_line, shape_of
 from trainer.lab.contracts.trial import relative
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
-STATES = ("state", "states", "past_key_values", "cache_params", "hidden_state", "hidden", "hx", "h", "cache", "mems")
-CACHES = ("past_key_values", "cache_params")  # of transformers, whose forwards take use_cache in their keywords
+CACHES = ("past_key_values", "cache_params")  # of transformers: such forwards take use_cache
+STATES = ("state", "states", *CACHES, "hidden_state", "hidden", "hx", "h", "cache", "mems")
 ROW, MORE = 8, 3  # tokens of the rows that are tried, and how many more show what grows
 APART = 1e-5  # of the logits' spread: nothing but rounding, in any precision that is tried here
 
@@ -32,28 +32,26 @@ class Output(NamedTuple):
 
 
 class Adapted(nn.Module):
-    """A model behind `forward(tokens, state)`, whose state is a list of the tensors with rows that its own
-    cache holds. Raises CallFailed: it takes no rows of token ids, or returns no logits.
+    """A model behind `forward(tokens, state)`, whose state is a list of the tensors with rows that
+    its own cache holds. Raises CallFailed: it takes no rows of token ids, or returns no logits.
 
     `why_stateless` is the reason where its cache cannot be such a state; `state_width` is then 0.
-
-    Args:
-        model: `forward` takes token ids [B, T] and returns logits [B, T, V]: alone, in a tuple with the state, or as
-            `.logits` of an object.
-        new_cache: makes the cache for a row's start; None: the model starts without one.
+    The model returns logits [B, T, V] alone, in a tuple with the state, or as `.logits` of an
+    object. `new_cache` makes the cache for a row's start; None: the model starts without one.
     """
 
     def __init__(self, model: nn.Module, *, new_cache: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self.model = model
-        self.parameters_taken = {name: each.kind for name, each in inspect.signature(model.forward).parameters.items()}
+        parameters = inspect.signature(model.forward).parameters
+        self.parameters_taken = {name: each.kind for name, each in parameters.items()}
         self.tokens_name = str(self._first(TOKENS))
         self.state_name = self._first(STATES)
         self.why_stateless = ""
         self._new_cache = new_cache
         self._blank: Any = None
-        self._dims: list[int | None] = []
-        was_training = model.training  # by hand: this package imports nothing of the trainer's own models
+        self._dims: list[int | None] = []  # of rows, in each tensor of the cache
+        was_training = model.training  # by hand: this package imports none of the trainer's models
         model.eval()  # a dropout would hide what is compared
         try:
             with torch.no_grad():
@@ -67,8 +65,8 @@ class Adapted(nn.Module):
         return next((name for name in names if name in self.parameters_taken), None)
 
     def takes(self, name: str) -> bool:
-        """Whether `forward` accepts an argument of this name."""
-        return name in self.parameters_taken or inspect.Parameter.VAR_KEYWORD in self.parameters_taken.values()
+        kinds = self.parameters_taken
+        return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None, **inputs: Any) -> Output:
         """Predict from tokens [B, T]; a state holds tensors [B, ...]."""
@@ -78,11 +76,15 @@ class Adapted(nn.Module):
         logits, cache = self.run(tokens, cache, **inputs)
         if self.why_stateless:
             return Output(logits, None)
-        held = zip(tensors_of(cache), self._dims, strict=True)
-        return Output(logits, [each.movedim(dim, 0) for each, dim in held if dim is not None])
+        return Output(logits, self._rows_first(tensors_of(cache)))
+
+    def _rows_first(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors of a cache that have rows, as [B, ...]."""
+        held = zip(tensors, self._dims, strict=True)
+        return [each.movedim(dim, 0) for each, dim in held if dim is not None]
 
     def _placed(self, state: Iterable[Tensor]) -> list[Tensor | None]:
-        """The tensors of the cache, of which `state` holds those that have rows; None for the others."""
+        """The tensors of the cache, from those `_rows_first`; None for the others."""
         rows, placed = iter(state), list[Tensor | None]()
         for dim in self._dims:
             if dim is None:
@@ -100,58 +102,64 @@ class Adapted(nn.Module):
                 cache = self._new_cache()
             if cache is not None:
                 given[self.state_name] = cache
-        if "use_cache" in self.parameters_taken or (self.state_name in CACHES and self.takes("use_cache")):
+        is_cached = self.state_name in CACHES and self.takes("use_cache")
+        if is_cached or "use_cache" in self.parameters_taken:
             given["use_cache"] = not self.why_stateless
-        output = self.model(**given)
-        logits, after = _parts(output, self.state_name)
+        logits, after = _parts(self.model(**given), self.state_name)
         if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
-            wanted = [*tokens.shape, "V"]
-            raise ValueError(f"it returns {shape_of(logits)} for tokens {list(tokens.shape)}, not logits {wanted}")
+            found, wanted = shape_of(logits), [*tokens.shape, "V"]
+            raise ValueError(f"it returns {found} for tokens {list(tokens.shape)}, not logits {wanted}")
         if after is None:
             after = cache  # written to in place
         return logits, after
 
     def _find_state(self) -> str:
-        """Learn the layout of the cache from rows of other numbers and lengths; why it is no state, if it is none."""
+        """Learn the layout of the cache from rows of other shapes; why it is no state."""
         if self.state_name is None:
             self.why_stateless = "."  # `run` passes none
             self._try(2, ROW)
             return "forward takes no state"
         name = self.state_name
         try:
-            (cache, rows, longer) = (self._try(*shape)[1] for shape in ((2, ROW), (3, ROW), (2, ROW + MORE)))
+            shapes = ((2, ROW), (3, ROW), (2, ROW + MORE))
+            cache, rows, longer = (self._try(*shape)[1] for shape in shapes)
         except CallFailed as error:
             self.why_stateless = "."
             self._try(2, ROW)
             return f"{name} cannot be used: {error}"
         held, of_rows, of_longer = (list(tensors_of(each)) for each in (cache, rows, longer))
         if not held:
-            places = ((where, vars(module)) for where, module in self.model.named_modules())
-            kept = [f"{where}.{key}" for where, own in places for key, each in own.items() if isinstance(each, Tensor)]
-            hint = "".join(f": the module keeps {each}, which no row can take along" for each in kept[:1])
-            return f"{name} is returned without a tensor{hint}"
+            return f"{name} is returned without a tensor{self._hint()}"
         if [each.shape for each in held] != [each.shape for each in of_longer]:
             return f"{name} grows with every token: a context, not a state of a fixed size"
         for one, other in zip(held, of_rows, strict=True):
             differing = (dim for dim in range(one.ndim) if one.shape[dim] != other.shape[dim])
             self._dims.append(next(differing, None))
-        if not any(dim is not None for dim in self._dims):
+        if all(dim is None for dim in self._dims):
             return f"{name} holds no tensor with one row for each row of tokens"
-        # The tensors with rows must be all that it needs: put them into the cache of a longer row, and go on from there.
+        # The tensors with rows must be all that it needs: in the cache of a longer row, go on from
+        # them.
         self._blank = with_tensors(longer, [each.detach().clone() for each in of_longer])
-        more = self._tokens(2, MORE)
-        rows_first = [each.movedim(dim, 0) for each, dim in zip(held, self._dims, strict=True) if dim is not None]
-        found = self.run(more, with_tensors(self._blank, self._placed(rows_first)))[0]
-        wanted = self.run(more, cache)[0]
-        if distance(found, wanted) > APART:
+        more, placed = self._tokens(2, MORE), self._placed(self._rows_first(held))
+        found = self.run(more, with_tensors(self._blank, placed))[0]
+        if distance(found, self.run(more, cache)[0]) > APART:
             return f"{name} counts tokens for all rows together, so that rows of different lengths cannot share it"
+        return ""
+
+    def _hint(self) -> str:
+        """The first tensor that a module keeps as a plain attribute."""
+        for where, module in self.model.named_modules():
+            for key, each in vars(module).items():
+                if isinstance(each, Tensor):
+                    return f": the module keeps {where}.{key}, which no row can take along"
         return ""
 
     def _try(self, rows: int, length: int) -> tuple[Tensor, Any]:
         try:
             return self.run(self._tokens(rows, length))
         except Exception as error:  # what a user's model raises can be anything
-            raise CallFailed(f"forward fails with {self.tokens_name} {[rows, length]}: {one_line(error)}") from error
+            what = f"forward fails with {self.tokens_name} {[rows, length]}"
+            raise CallFailed(f"{what}: {one_line(error)}") from error
 
     def _tokens(self, rows: int, length: int) -> Tensor:
         like = next(self.model.parameters(), torch.empty(0))
@@ -187,11 +195,12 @@ def adapt(model: nn.Module) -> nn.Module:
 
 
 def _keeps_documents_apart(model: Adapted) -> bool:
-    """Whether the second of two documents in a row, marked by `seq_idx`, gets the logits that it has alone."""
+    """Whether the second document of a row, marked by `seq_idx`, gets the logits it has alone."""
     try:
         start = model._tokens(1, ROW)
         vocab = model.run(start)[0].shape[-1]
-        tokens = torch.randint(vocab, (1, 2 * ROW), generator=torch.Generator().manual_seed(7)).to(start.device)
+        generator = torch.Generator().manual_seed(7)
+        tokens = torch.randint(vocab, (1, 2 * ROW), generator=generator).to(start.device)
         marks = (torch.arange(2 * ROW, device=start.device) // ROW).int()[None]
         marked = model(tokens, seq_idx=marks).logits
         return distance(marked[:, ROW:], model(tokens[:, ROW:]).logits) < APART
@@ -202,14 +211,12 @@ def _keeps_documents_apart(model: Adapted) -> bool:
 def distance(found: Tensor, wanted: Tensor) -> float:
     """The largest difference of logits [B, T, V] in units of their spread over positions."""
     flat = wanted.double().flatten(0, 1)
-    unit = float((flat - flat.mean(0)).square().mean().sqrt()) or float(flat.square().mean().sqrt()) or 1.0
+    spread = float((flat - flat.mean(0)).square().mean().sqrt())
+    unit = spread or float(flat.square().mean().sqrt()) or 1.0
     return float(relative(found.double(), wanted.double(), unit).max())
 
 
 def _parts(output: Any, state_name: str | None) -> tuple[Any, Any]:
-    """(logits, state) of what a forward returned."""
-    if isinstance(output, Tensor):
-        return output, None
     if hasattr(output, "logits"):
         states = (getattr(output, name, None) for name in (state_name, *STATES) if name)
         return output.logits, next((state for state in states if state is not None), None)
@@ -220,7 +227,7 @@ def _parts(output: Any, state_name: str | None) -> tuple[Any, Any]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors in a nest of tuples, lists, dicts and objects with attributes, in the order of `with_tensors`."""
+    """All tensors in a nest of tuples, lists, dicts and objects, in the order of `with_tensors`."""
     found: list[Tensor] = []
     _replaced(value, lambda each: found.append(each) or each, {})  # type: ignore[func-returns-value]
     return iter(found)
@@ -232,9 +239,7 @@ def with_tensors(value: Any, given: list[Tensor | None]) -> Any:
 
     def change(each: Tensor) -> Tensor:
         new = next(rest)
-        if new is None:
-            new = each.clone()
-        return new
+        return each.clone() if new is None else new
 
     return _replaced(value, change, {})
 

@@ -1,4 +1,4 @@
-"""Carry: a row read in cells equals the row read whole, in its logits, at the precision of training, and in its gradient."""
+"""Carry: a row read in cells equals the row read whole, in logits and in gradients."""
 
 from __future__ import annotations
 
@@ -10,39 +10,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.lab.contracts.rows import first_above
 from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject, gradients, norm, ratio
 from trainer.lab.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verdict, run_cells, untestable
 
-ALLOWED = 8.0
-"""Errors of the cut row, in units of those that the uncut row has at this precision."""
+ALLOWED = 8.0  # errors of the cut row, over those of the uncut row at this precision
 STATE_DRAWS = 8  # one draw of a discrete state may be the zeros that it is compared with
 RETURNS_NONE = (
-    "forward takes a state and returns none, so every cell starts from zero: return ModelOutput(..., state=...), or set "
-    "state_width = 0 on a model without a state"
+    "forward takes a state and returns none, so every cell starts from zero: return "
+    "ModelOutput(..., state=...), or set state_width = 0 on a model without a state"
 )
 LEARNED_START = (
-    "The trainer begins every group with zeros: a start that None alone has, such as a learned one, is never used and never "
-    "trained (docs/contracts.md)"
+    "The trainer begins every group with zeros: a start that None alone has, such as a learned one, "
+    "is never used and never trained (docs/contracts.md)"
 )
 
 
 class _Cut(NamedTuple):
-    """A way to cut a row: the lengths of its cells, and the number of rows."""
+    """A way to cut a row."""
 
     words: str
-    lengths: list[int]
+    lengths: list[int]  # of the cells
     rows: int
-    is_needed: bool = True
-    """The training step cuts rows like this; a model that cannot run the others need not."""
+    is_needed: bool = True  # as in the training step; a model need not run the others
 
 
 def check_carry(trial: Trial) -> Verdict:
-    """Judge carry in the modes of the trial."""
     model = trial.subject.model
     if not trial.width:
         # `carry_flat` found no state in what forward returned.
-        is_lost = hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters
-        if is_lost:
+        is_lost = hasattr(model, "state_layout")
+        if is_lost and "state" in inspect.signature(model.forward).parameters:
             return Verdict("carry", "broken", RETURNS_NONE)
         why = getattr(model, "why_stateless", "") or NO_STATE
         # A context that grows needs no state, and without an argument there is none.
@@ -50,25 +48,26 @@ def check_carry(trial: Trial) -> Verdict:
             why = f"{NO_STATE}: {why}"
         return untestable("carry", why)
     if not trial.takes_cells:
-        text = f"the model takes rows of {trial.cell} tokens and no longer ones, which its cells could be compared with"
-        return untestable("carry", text)
+        text = f"the model takes rows of {trial.cell} tokens and no longer ones"
+        return untestable("carry", f"{text}, which its cells could be compared with")
     return trial.judge("carry", _judge)
 
 
 def _judge(trial: Trial, sample: int) -> Verdict:
-    """One draw of tokens, all cuts."""
     subject, n, rows = trial.subject, trial.cell, ROWS
     if trial.facts.get("isolation") != "held":
         rows = 1  # rows depend on each other, which is judged elsewhere
     tokens = trial.tokens(rows, sample=sample)
     whole = subject(tokens, subject.zeros(rows)).logits
     # What a lost state would lose: how far the tokens of the first cell move the logits after it.
-    limit = trial.limit(float(trial.errors(_with_other_start(trial, tokens), whole)[:, n:].max()))
-    # The first cell starts from the state that the row starts from: if it differs, the state is not why.
+    effect = trial.errors(_with_other_start(trial, tokens), whole)[:, n:].max()
+    limit = trial.limit(float(effect))
+    # The first cell starts where the row starts: if it differs, the state is not why.
     size = float(trial.errors(subject(tokens[:, :n], subject.zeros(rows)).logits, whole[:, :n]).max())
     if size > limit:
-        text = f"the first cell, before any cut, differs from the uncut row by {size:.1e} already: results depend on "
-        raise NotTestable(f"{text}the length of the row (later tokens, batch statistics, expert capacity)")
+        text = f"the first cell, before any cut, differs from the uncut row by {size:.1e} already"
+        causes = "the length of the row (later tokens, batch statistics, expert capacity)"
+        raise NotTestable(f"{text}: results depend on {causes}")
     cuts = [
         _Cut(f"cells of {n} tokens", [n] * CELLS, rows),
         _Cut("cells of a single row", [(CELLS - 1) * n, n], 1),
@@ -77,8 +76,9 @@ def _judge(trial: Trial, sample: int) -> Verdict:
     ]
     largest, notes = 0.0, []
     for cut in cuts:
+        start = subject.zeros(cut.rows)
         try:
-            cells = run_cells(subject, tokens[: cut.rows], cut.lengths, subject.zeros(cut.rows))
+            cells = run_cells(subject, tokens[: cut.rows], cut.lengths, start)
         except CallFailed as error:
             if cut.is_needed:
                 raise NotTestable(str(error)) from error
@@ -88,9 +88,10 @@ def _judge(trial: Trial, sample: int) -> Verdict:
         size = float(errors.max())
         largest = max(largest, size)
         if size > limit:
-            position = int((errors > limit).nonzero()[0])
-            text = f"{cut.words} differ from the uncut row from position {position} on, by {size:.1e} of the logits' "
-            return Verdict("carry", "broken", f"{text}spread (rounding: {trial.noise:.0e})", size, position)
+            position = first_above(errors, limit)
+            text = f"{cut.words} differ from the uncut row from position {position} on"
+            text += f", by {size:.1e} of the logits' spread (rounding: {trial.noise:.0e})"
+            return Verdict("carry", "broken", text, size, position)
     try:
         errors = trial.errors(subject(tokens, None).logits, whole).amax(0)  # [T]
     except CallFailed as error:
@@ -99,8 +100,9 @@ def _judge(trial: Trial, sample: int) -> Verdict:
     size = float(errors.max())
     if size > limit:
         text = f"state=None and zeros give other logits, by {size:.1e} of their spread. {LEARNED_START}"
-        return Verdict("carry", "broken", text, size, int((errors > limit).nonzero()[0]))
-    return Verdict("carry", "held", f"cells equal the uncut row to {largest:.1e}{''.join(notes)}", largest)
+        return Verdict("carry", "broken", text, size, first_above(errors, limit))
+    text = f"cells equal the uncut row to {largest:.1e}{''.join(notes)}"
+    return Verdict("carry", "held", text, largest)
 
 
 def _with_other_start(trial: Trial, tokens: Tensor) -> Tensor:
@@ -119,52 +121,55 @@ def check_state_used(trial: Trial) -> Verdict:
         with_state = subject(tokens, trial.start_state(ROWS, sample=sample)).logits
         size = float(trial.errors(with_state, subject(tokens, subject.zeros(ROWS)).logits).max())
         if size > TESTABLE * trial.noise:
-            return Verdict("state_used", "held", f"another state moves the logits by {size:.1e} of their spread", size)
+            text = f"another state moves the logits by {size:.1e} of their spread"
+            return Verdict("state_used", "held", text, size)
     text = "logits do not depend on the incoming state: the ledger carries it for nothing"
     return Verdict("state_used", "warning", text, size)
 
 
-def check_precision(trial: Trial, subject: Subject, *, check: str, name: str) -> Verdict:
-    """Carry, causality and isolation at a lower precision.
+def check_precision(trial: Trial, subject: Subject, check: str, name: str) -> Verdict:
+    """Carry, causality and isolation of `subject`, the model at the lower precision `name`.
 
-    An honest cut row is as far from the exact result as the uncut row is; how far that is, is measured, not assumed. States
-    are rounded to the dtype in which the model returns them, which counts as rounding too.
-
-    Args:
-        trial: the exact one.
-        subject: the model at the lower precision.
-        check, name: of the verdict, and of the precision in its text.
+    An honest cut row is as far from the exact result, the trial's, as the uncut row is; how far
+    that is, is measured, not assumed. States are rounded to the dtype in which the model returns
+    them, which counts as rounding too.
     """
     subject.is_pure, subject.training = trial.subject.is_pure, trial.modes[0]
     tokens, n, eps = trial.tokens(), trial.cell, _eps(subject.autocast or subject.dtype)
+    effect = 0.0
     with trial.in_mode(trial.modes[0]):
         if "exact" not in trial.facts:
             trial.facts["exact"] = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
         exact: Tensor = trial.facts["exact"]
-        effect = _rms(trial.errors(_with_other_start(trial, tokens), exact)[:, n:]) if trial.width else 0.0
+        if trial.width:
+            effect = _rms(trial.errors(_with_other_start(trial, tokens), exact)[:, n:])
     try:
         whole = subject(tokens, subject.zeros(ROWS)).logits
         if not torch.isfinite(whole[exact.isfinite()]).all():
             return Verdict(check, "broken", f"the logits are not finite in {name}")
-        leak = "" if check == "carry" else _leak(trial, subject, tokens, whole, ALLOWED * eps)
+        leak = ""
+        if check != "carry":
+            leak = _leak(trial, subject, tokens, whole, ALLOWED * eps)
         if leak:
             return Verdict(check, "broken", f"{leak} in {name}")
         if not trial.width:
             return Verdict(check, "held", f"causal, and rows are isolated, in {name} too")
         own = _rms(trial.errors(whole, exact)[:, n:])
         allowed = ALLOWED * max(own, _rounding_of_states(trial, subject, tokens), eps / 8)
-        errors = trial.errors(run_cells(subject, tokens, [n] * CELLS, subject.zeros(ROWS)), exact)
+        cells = run_cells(subject, tokens, [n] * CELLS, subject.zeros(ROWS))
+        errors = trial.errors(cells, exact)
     except (CallFailed, NotTestable) as error:
         return untestable(check, f"in {name} {error}")
     size = _rms(errors[:, n:])
     if size > allowed:
-        text = f"in {name} cells differ from the exact row by {size:.1e} of the logits' spread, the uncut row by "
+        text = f"in {name} cells differ from the exact row by {size:.1e} of the logits' spread"
         position = next(iter((errors.amax(0) > allowed).nonzero()), n)
-        return Verdict(check, "broken", f"{text}{own:.1e}", size, int(position))
+        return Verdict(check, "broken", f"{text}, the uncut row by {own:.1e}", size, int(position))
     if effect < allowed:
         text = f"rounding in {name} ({allowed / ALLOWED:.0e}) hides what a lost state would change ({effect:.0e})"
         return untestable(check, text)
-    return Verdict(check, "held", f"in {name} cells are as exact as the uncut row ({size:.1e}, {own:.1e})", size)
+    text = f"in {name} cells are as exact as the uncut row ({size:.1e}, {own:.1e})"
+    return Verdict(check, "held", text, size)
 
 
 def _rms(errors: Tensor) -> float:
@@ -172,7 +177,7 @@ def _rms(errors: Tensor) -> float:
 
 
 def _leak(trial: Trial, subject: Subject, tokens: Tensor, whole: Tensor, rounding: float) -> str:
-    """Later tokens or other rows that move logits; in calls of one shape, honest models give the same bits."""
+    """Later tokens or other rows that move logits; calls of one shape give the same bits."""
     at, other = trial.length // 2, trial.others(tokens)
     later = tokens.clone()
     later[:, at:] = other[:, at:]
@@ -181,27 +186,28 @@ def _leak(trial: Trial, subject: Subject, tokens: Tensor, whole: Tensor, roundin
         return "later tokens move the logits"
     other[0] = tokens[0]
     moved = trial.errors(subject(other, subject.zeros(ROWS)).logits, whole)
-    if trial.facts.get("isolation") == "held" and float(moved[0].max()) > max(0.5 * float(moved[1:].max()), rounding):
+    limit = max(0.5 * float(moved[1:].max()), rounding)
+    if trial.facts.get("isolation") == "held" and float(moved[0].max()) > limit:
         return "other rows move the logits of row 0"
     return ""
 
 
 def _rounding_of_states(trial: Trial, subject: Subject, tokens: Tensor) -> float:
-    """How far logits move if the exact incoming state is rounded to the dtype of the returned one."""
+    """How far logits move if the exact state is rounded to the dtype of the returned one."""
     n, exact = trial.cell, trial.subject
     with trial.in_mode(trial.modes[0]):
         state = exact.carried(exact(tokens[:, :n], exact.zeros(ROWS)).state)
         returned = subject(tokens[:, :n], subject.zeros(ROWS)).state
-        if state is None or returned is None or not returned.is_floating_point():  # counters are not rounded
+        # Counters are not rounded.
+        if state is None or returned is None or not returned.is_floating_point():
             return 0.0
         second = tokens[:, n : 2 * n]
         rounded = state.to(returned.dtype).to(subject.ledger_dtype).to(state.dtype)
-        moved = trial.errors(exact(second, rounded).logits, exact(second, state).logits)
-    return _rms(moved)
+        return _rms(trial.errors(exact(second, rounded).logits, exact(second, state).logits))
 
 
 def check_gradient(trial: Trial) -> Verdict:
-    """The last cell's gradient with respect to parameters and incoming state, against the uncut row's."""
+    """The last cell's gradient of parameters and incoming state, against the uncut row's."""
     if not trial.width:
         return untestable("gradient", NO_STATE)
     with trial.in_mode(trial.modes[0]):
@@ -216,37 +222,44 @@ def _judge_gradient(trial: Trial) -> Verdict:
     start = state.clone().requires_grad_()
 
     def of_whole() -> list[Tensor]:
-        return _gradients(trial, subject(tokens, start, with_grad=True).logits[:, n:], targets, start)
+        logits = subject(tokens, start, with_grad=True).logits
+        return _gradients(trial, logits[:, n:], targets, start)
 
     try:  # the last cell as the training step runs it
         carried = subject.carried(subject(tokens[:, :n], state).state)
-        found = _gradients(trial, subject(tokens[:, n:], carried, with_grad=True).logits, targets)
+        logits = subject(tokens[:, n:], carried, with_grad=True).logits
+        found = _gradients(trial, logits, targets)
     except CallFailed as error:
-        return Verdict("gradient", "broken", f"backward of a cell that continues a group fails: {error}")
+        text = f"backward of a cell that continues a group fails: {error}"
+        return Verdict("gradient", "broken", text)
     if not all(each.isfinite().all() for each in found):
-        return Verdict("gradient", "broken", "the gradient of a cell that continues a group is not finite")
+        text = "the gradient of a cell that continues a group is not finite"
+        return Verdict("gradient", "broken", text)
+    through = "which matters with train.tbptt_cells > 1"
     try:
         whole = of_whole()
         first = subject(tokens[:, :n], start, with_grad=True)
-        cut = _gradients(trial, subject(tokens[:, n:], first.state, with_grad=True).logits, targets, start)
+        logits = subject(tokens[:, n:], first.state, with_grad=True).logits
+        cut = _gradients(trial, logits, targets, start)
     except CallFailed as error:
-        text = f"backward through the incoming state fails, which matters with train.tbptt_cells > 1 ({error})"
+        text = f"backward through the incoming state fails, {through} ({error})"
         return Verdict("gradient", "warning", text)
     size, noise = _distance(cut, whole, trial.noise), trial.noise
     if size > math.sqrt(noise):  # the gradient may be worse conditioned than the logits
         step = math.sqrt(_eps(subject.dtype))
         with subject.perturbed(step):
             noise = max(_distance(of_whole(), whole, trial.noise) * step, noise)
-    if size > math.sqrt(noise) and first.state is not None and not first.state.requires_grad:
-        text = "the returned state is detached, which matters with train.tbptt_cells > 1"
+    if size <= math.sqrt(noise):
+        text = f"the gradient through a cut equals the uncut row's to {size:.1e}"
+        return Verdict("gradient", "held", text, size)
+    if first.state is not None and not first.state.requires_grad:
+        text = f"the returned state is detached, {through}"
         return Verdict("gradient", "warning", text)
-    if size > math.sqrt(noise):
-        text = f"the gradient through a cut differs from the uncut row's by {size:.1e} of its norm"
-        text += f" (rounding: {noise:.0e})"
-        if trial.facts.get("purity") != "broken":  # where forward differs under a graph, purity says so
-            text += ": remove what detaches the state inside forward (detach(), .data, torch.no_grad())"
-        return Verdict("gradient", "broken", text, size)
-    return Verdict("gradient", "held", f"the gradient through a cut equals the uncut row's to {size:.1e}", size)
+    text = f"the gradient through a cut differs from the uncut row's by {size:.1e} of its norm"
+    text += f" (rounding: {noise:.0e})"
+    if trial.facts.get("purity") != "broken":  # where forward differs under a graph, purity says so
+        text += ": remove what detaches the state inside forward (detach(), .data, torch.no_grad())"
+    return Verdict("gradient", "broken", text, size)
 
 
 def _eps(dtype: torch.dtype) -> float:
@@ -256,8 +269,8 @@ def _eps(dtype: torch.dtype) -> float:
 def _gradients(
     trial: Trial, logits: Tensor, targets: Tensor, *leaves: Tensor, of: nn.Module | None = None
 ) -> list[Tensor]:
-    """Gradients of the cross-entropy with respect to the leaves and then to all trained parameters; zeros where unused. Raises
-    CallFailed: backward raises; NotTestable: nothing is trained."""
+    """Gradients of the cross-entropy: of the leaves, then of all trained parameters; zeros where
+    unused. Raises CallFailed: backward raises; NotTestable: nothing is trained."""
     parameters = [p for p in (of or trial.subject.model).parameters() if p.requires_grad]
     if not parameters or not logits.requires_grad:
         raise NotTestable("no parameter is trained")
@@ -266,25 +279,24 @@ def _gradients(
 
 
 def _distance(found: list[Tensor], wanted: list[Tensor], noise: float) -> float:
-    """The larger of the relative distances of the leaf's gradient (first) and of all parameters' together.
+    """The larger of the relative distances of the leaf's gradient (first) and of all others'.
 
-    A leaf's gradient that is 0 but for rounding, such as a counter's, is compared with that of the parameters.
+    A leaf's gradient that is 0 but for rounding, as a counter's, is compared with the others'.
     """
     gaps = [a.double() - b.double() for a, b in zip(found, wanted, strict=True)]
     leaf, parameters = norm(wanted[:1]), norm(wanted[1:])
     if leaf <= math.sqrt(noise) * parameters:
         leaf = parameters
     sizes = ratio(norm(gaps[:1]), leaf), ratio(norm(gaps[1:]), parameters)
-    if any(map(math.isnan, sizes)):
-        return math.inf
-    return max(sizes)
+    return math.inf if any(map(math.isnan, sizes)) else max(sizes)
 
 
 def check_checkpointing(trial: Trial) -> Verdict:
-    """Gradient of a forward that runs a second time, as activation checkpointing runs it, against the plain one.
+    """Gradient of a forward that runs twice, as under activation checkpointing, against one.
 
-    `torch.utils.checkpoint` itself would import the compiler, which takes longer than all checks. What it does to the model is
-    this: the same forward twice on the same object with the same random numbers, the second one with the graph that counts.
+    `torch.utils.checkpoint` would import the compiler, which takes longer than all checks. This is
+    what it does to the model: the same forward twice on the same object with the same random
+    numbers, the second one with the graph that counts.
     """
     subject = trial.subject
     tokens, state = trial.tokens(length=trial.cell), trial.start_state()
@@ -308,4 +320,5 @@ def check_checkpointing(trial: Trial) -> Verdict:
     if size > math.sqrt(trial.noise):
         text = f"recomputing the forward changes the gradient by {size:.1e} of its norm"
         return Verdict("checkpointing", "broken", text, size)
-    return Verdict("checkpointing", "held", f"recomputation gives the same gradient, to {size:.1e}", size)
+    text = f"recomputation gives the same gradient, to {size:.1e}"
+    return Verdict("checkpointing", "held", text, size)

@@ -1,4 +1,4 @@
-"""`check_model`: all checks on one model; its interface; and that nothing but arguments and weights decides the result."""
+"""`check_model`: all checks on one model; its interface, and its purity."""
 
 from __future__ import annotations
 
@@ -17,16 +17,8 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
+from trainer.lab.contracts import carry, rows, soak
 from trainer.lab.contracts.adapted import adapt
-from trainer.lab.contracts.carry import (
-    check_carry,
-    check_checkpointing,
-    check_gradient,
-    check_precision,
-    check_state_used,
-)
-from trainer.lab.contracts.rows import check_causality, check_isolation, check_resets, ordered
-from trainer.lab.contracts.soak import LEAST_ROWS, LEAST_SECONDS, check_soak
 from trainer.lab.contracts.subject import (
     MODES,
     CallFailed,
@@ -44,39 +36,34 @@ from trainer.lab.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, ma
 LOW = (torch.bfloat16, torch.float16)
 KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
 ALIAS = (
-    "the next call overwrites the state that the last one returned, a buffer of the model's own: the ledger copies it, "
-    "train.tbptt_cells > 1 and code of your own would not; return state.clone()"
+    "the next call overwrites the state that the last one returned, a buffer of the model's own: "
+    "the ledger copies it, train.tbptt_cells > 1 and code of your own would not; return state.clone()"
 )
 RANDOM = (
-    "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: something random is active "
-    "there, such as a dropout without training=self.training; pass that, or use nn.Dropout"
+    "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: "
+    "something random is active there, such as a dropout without training=self.training; "
+    "pass that, or use nn.Dropout"
 )
 
 
 def check_model(
     model: nn.Module,
     *,
-    vocab_size: int,
-    seq_len: int = 64,
-    autocast: torch.dtype | None = None,
-    rows: int = LEAST_ROWS,
+    vocab_size: int,  # token ids are below it
+    seq_len: int = 64,  # tokens of a cell in training; most checks use shorter rows
+    autocast: torch.dtype | None = None,  # in training; None: none
+    rows: int = soak.LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
     max_seconds: float = 60.0,
 ) -> Report:
     """Check that a model keeps the contract of `trainer.model.protocol.SequenceModel`.
 
-    Runs on a copy, on the model's device: its weights, mode, buffers and the random generators are left as they are. Parts
-    under `torch.compile` run uncompiled.
+    Runs on a copy, on the model's device: weights, mode, buffers and random generators are left as
+    they are. Parts under `torch.compile` run uncompiled.
 
-    Args:
-        model: `forward(tokens, state)` returns an object with `.logits` and `.state`. Without an attribute `state_width` its
-            state may be any nest of tensors [B, ...], whose layout is found as `trainer.model.protocol` finds it.
-        vocab_size: token ids are below it.
-        seq_len: tokens of a cell in training. Only `forward` and models that take no other length use rows of it.
-        autocast: dtype of autocast in training; None: none.
-        rows: of a batch in training; the soak takes `LEAST_ROWS` or more. It takes at most as long as the other checks, or two
-            seconds; its verdict says what it tried.
-        max_seconds: of the calling thread's own work, however busy the machine is. No further check begins after it; those left
-            are `not testable here`.
+    `forward(tokens, state)` returns an object with `.logits` and `.state`; without an attribute
+    `state_width` its state may be any nest of tensors [B, ...]. The soak takes at most as long as
+    the other checks, or a few seconds; its verdict says what it tried. After `max_seconds` of the
+    calling thread's own work no further check begins: those left are `not testable here`.
     """
     started = time.perf_counter()
     verdicts: dict[str, Verdict] = {}
@@ -105,21 +92,22 @@ class _Request(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether no further check may begin."""
         return time.thread_time() > self.began + self.max_seconds
 
     def soak(self, trial: Trial, working: Subject) -> Verdict:
         """The last check, which may take as long as the others did, or `LEAST_SECONDS`."""
         now = time.thread_time()
-        deadline = min(self.began + self.max_seconds, now + max(LEAST_SECONDS, now - self.began))
+        allowed = max(soak.LEAST_SECONDS, now - self.began)
+        deadline = min(self.began + self.max_seconds, now + allowed)
         low = working.with_autocast(self.autocast)
-        return check_soak(trial, low, seq_len=self.seq_len, rows=self.rows, deadline=deadline)
+        return soak.check_soak(trial, low, seq_len=self.seq_len, rows=self.rows, deadline=deadline)
 
 
 def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
-    """Fill in the verdicts; returns the circumstances."""
+    """Fill in the verdicts. Returns the circumstances."""
     vocab_size, seq_len, autocast, *_ = request
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, where a compilation per shape would take minutes
+    # Compiled, it would compile for minutes, once per shape.
+    model = getattr(model, "_orig_mod", model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
     try:
@@ -133,14 +121,15 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
     problem = _find_state(drawn, seq_len)
     working = Subject(without_dropout(drawn), dtype=given)
     live = Subject(drawn, dtype=given, autocast=autocast, is_live=True)
-    problem = problem or _check_forward(working.with_autocast(autocast), vocab_size, seq_len, with_resets)
+    in_training = working.with_autocast(autocast)
+    problem = problem or _check_forward(in_training, vocab_size, seq_len, with_resets)
     if problem:
         verdicts["forward"] = Verdict("forward", "broken", problem)
         raise NotTestable("forward fails")
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
     if vocab_size < 2:  # no token could be changed
         raise NotTestable("a vocabulary of one token says nothing")
-    options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": with_resets}
+    options = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": with_resets}
     try:
         return _judge_exactly(working, live, options, request, verdicts)
     except CallFailed as error:
@@ -150,10 +139,10 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
 
 
 def _find_state(model: nn.Module, seq_len: int) -> str:
-    """Give a model without `state_width` one, as the trainer does when it builds it; why that fails, if it does."""
+    """Give a model without `state_width` one, as the trainer does; why that fails, if it does."""
     if getattr(model, "state_width", None) is not None:
         return ""
-    from trainer.model.protocol import carry_flat  # of models that are written like this alone
+    from trainer.lab.nested_state import carry_flat  # of such models alone
 
     try:
         carry_flat(model, lengths=(seq_len,))
@@ -166,31 +155,33 @@ def _find_state(model: nn.Module, seq_len: int) -> str:
 
 
 def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets: bool) -> str:
-    """The problem of one row of the training length in `train()` or in `eval()`; empty if there is none."""
+    """The problem of one row of the training length in either mode; empty if there is none."""
     width: int = subject.model.state_width  # type: ignore[assignment]
     tokens = (torch.arange(seq_len) % vocab_size)[None]
     given: dict[str, Any] = {"tokens": tokens.to(subject.device), "state": subject.zeros(1)}
     if takes_resets:
         given["resets"] = torch.zeros(1, seq_len, dtype=torch.bool, device=subject.device)
-    for training in (True, False):
-        where = "" if training else " in eval()"
+    for training, where in ((True, ""), (False, " in eval()")):
         model = subject.fresh().train(training)
         try:
             output = subject.forward(model, dict(given), with_grad=False)
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             text = format_error(error, otherwise=_place_of_forward(model))
             if width and subject.dtype in LOW:
-                text += f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast"
+                dtype = dtype_name(subject.ledger_dtype)
+                text += f"; states are {dtype}, which the model has to cast"
             state = [1, width] if width else None
-            return f"its forward fails{where} with tokens {list(tokens.shape)} and state {state}: {text}"
-        problem = _mismatch(output, seq_len, vocab_size, width) or _loss_mismatch(model, output, seq_len)
+            inputs = f"tokens {list(tokens.shape)} and state {state}"
+            return f"its forward fails{where} with {inputs}: {text}"
+        problem = _mismatch(output, seq_len, vocab_size, width)
+        problem = problem or _loss_mismatch(model, output, seq_len)
         if problem:
             return f"its forward returns{where} {problem}{_place_of_forward(model)}"
     return ""
 
 
 def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
-    """The problem of a forward's output for one row; empty if there is none."""
+    """The problem of an output for one row; empty if there is none."""
     if not hasattr(output, "logits") or not hasattr(output, "state"):
         return f"a {type(output).__name__} without .logits and .state"
     logits, state = shape_of(output.logits), shape_of(output.state)
@@ -201,17 +192,18 @@ def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
     if width and state != [1, width]:
         return f"a state {state} for one row, not [1, {width}], its state_width"
     if width and not output.state.is_floating_point():
-        return f"a state of {dtype_name(output.state.dtype)}: leave out state_width, and it is carried exactly"
+        dtype = dtype_name(output.state.dtype)
+        return f"a state of {dtype}: leave out state_width, and it is carried exactly"
     return ""
 
 
 def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
-    """The problem of the losses for one row. Their dependencies are not judged: a balance loss may mix rows."""
-    if not hasattr(model, "loss_keys") and not getattr(output, "losses", None):
-        return ""
-    from trainer.objective.auxiliary import declared_losses, loss_problem  # of models that are written like this alone
-
+    """The problem of the losses for one row; what they depend on may be anything."""
     losses = getattr(output, "losses", None) or {}
+    if not hasattr(model, "loss_keys") and not losses:
+        return ""
+    from trainer.lab.auxiliary import declared_losses, loss_problem  # of such models alone
+
     return loss_problem(losses, declared_losses(model), (1, length), needs_all=model.training)
 
 
@@ -224,12 +216,11 @@ def _place_of_forward(model: nn.Module) -> str:
 
 
 def takes_resets(model: nn.Module) -> bool:
-    """Whether `forward` takes `resets`. Raises NotTestable: it needs inputs that are not known
-    here."""
+    """Whether `forward` takes `resets`. Raises NotTestable: it needs inputs that are not known."""
     skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(model.forward).parameters
-    required = {p.name for p in parameters.values() if p.default is inspect.Parameter.empty and p.kind not in skipped}
-    unknown = sorted(required - KNOWN_INPUTS)
+    needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in skipped]
+    unknown = sorted({p.name for p in needed} - KNOWN_INPUTS)
     if unknown:
         raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
     return "resets" in parameters
@@ -238,11 +229,11 @@ def takes_resets(model: nn.Module) -> bool:
 def _judge_exactly(
     working: Subject, live: Subject, options: dict[str, Any], request: _Request, verdicts: dict[str, Verdict]
 ) -> str:
-    """Judge in float64 if the model runs in it, in its own dtype otherwise; returns the circumstances. Raises
+    """Judge in float64 if the model runs in it, otherwise in its own dtype; see `_judge`. Raises
     CallFailed: it fails in its own dtype, on rows like those that it took before."""
     try:
         trial = make_trial(working.in_float64(), **options)
-    except (CallFailed, NotTestable, TypeError, RuntimeError):  # mps has no float64, kernels may not either
+    except (CallFailed, NotTestable, TypeError, RuntimeError):  # mps and some kernels lack float64
         trial = make_trial(working, **options)
     before = dict(verdicts)
     try:
@@ -271,17 +262,16 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
     trial.facts["purity"] = verdicts["purity"].status
     if "random" in trial.facts:
         raise NotTestable("the model is random in eval() too")
-    own, precision = (dtype_name(each.dtype) for each in (working, trial.subject))
     is_exact, low = trial.subject is not working, working.with_autocast(torch.bfloat16)
     checks: dict[str, Callable[[Trial], Verdict]] = {
-        "causality": check_causality,
-        "isolation": check_isolation,
-        "carry": check_carry,
-        "state_used": check_state_used,
-        "resets": check_resets,
-        "gradient": check_gradient,
-        "checkpointing": check_checkpointing,
-        "autocast": lambda trial: check_precision(trial, low, check="autocast", name="bf16 autocast"),
+        "causality": lambda trial: trial.judge("causality", rows.judge_causality),
+        "isolation": lambda trial: trial.judge("isolation", rows.judge_isolation),
+        "carry": carry.check_carry,
+        "state_used": carry.check_state_used,
+        "resets": rows.check_resets,
+        "gradient": carry.check_gradient,
+        "checkpointing": carry.check_checkpointing,
+        "autocast": lambda trial: carry.check_precision(trial, low, "autocast", "bf16 autocast"),
         "soak": lambda trial: request.soak(trial, working),
     }
     for check, judge in checks.items():
@@ -298,21 +288,23 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
             verdict = Verdict(check, "broken", f"{error}, with a reset inside a row")
         trial.facts[check] = verdict.status
         if check == "carry" and is_exact and verdict.status == "held":
-            found = check_precision(trial, working, check="carry", name=own)
+            found = carry.check_precision(trial, working, "carry", dtype_name(working.dtype))
             if found.status == "broken":
                 verdict = found
         verdicts[check] = verdict
-    return f"judged in {precision}, rows of {trial.length} tokens in cells of {trial.cell}, on {trial.subject.device}"
+    subject = trial.subject
+    lengths = f"rows of {trial.length} tokens in cells of {trial.cell}"
+    return f"judged in {dtype_name(subject.dtype)}, {lengths}, on {subject.device}"
 
 
 def _require(check: str, verdicts: dict[str, Verdict], trial: Trial) -> None:
     """Raise `NotTestable` where the verdicts so far leave nothing to check."""
-    carry = verdicts.get("carry")
-    if check in ("gradient", "autocast") and carry is not None:
-        if carry.status == "broken":
+    found = verdicts.get("carry")
+    if check in ("gradient", "autocast") and found is not None:
+        if found.status == "broken":
             raise NotTestable("the state is not carried")
-        if carry.status == "not testable here" and trial.width:
-            raise NotTestable(f"carry is not: {carry.text}")
+        if found.status == "not testable here" and trial.width:
+            raise NotTestable(f"carry is not: {found.text}")
     broken = [name for name, verdict in verdicts.items() if verdict.status == "broken"]
     if check == "soak" and broken:
         raise NotTestable(f"{broken[0]} is broken")
@@ -321,8 +313,9 @@ def _require(check: str, verdicts: dict[str, Verdict], trial: Trial) -> None:
 def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     """Judge purity, and find the modes in which the other checks have to run.
 
-    `live` is the model as it is, with its dropouts; the trial's has none. Returns the verdict, and the trial for the checks
-    that follow: if the verdict allows it, they run on one copy of the model instead of a fresh one per call.
+    `live` is the model as it is, with its dropouts; the trial's has none. Returns the verdict, and
+    the trial for the checks that follow: if the verdict allows it, they run on one copy of the
+    model instead of a fresh one per call.
     """
     subject = trial.subject
     tokens, state = trial.tokens(), trial.start_state(ROWS)
@@ -338,15 +331,15 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     for training in (True, False):
         with trial.in_mode(training):
             model = subject.fresh()
-            results[training], found = _with_writes(trial, tokens, state, model)
-            written = written or found or _under_grad(trial, tokens, state, results[training])
-            returned = results[training].state  # not a copy
-            copied = copy.deepcopy(returned)
-            results[training] = results[training]._replace(state=copied)
+            result, found = _with_writes(trial, tokens, state, model)
+            written = written or found or _under_grad(trial, tokens, state, result)
+            returned = result.state  # not a copy
+            result = results[training] = result._replace(state=copy.deepcopy(returned))
             # Other tokens and another state: the same call again would write the same numbers.
-            subject(trial.others(tokens), ordered(state, [*reversed(range(ROWS))]), on=model)
-            is_alias = is_alias or not equal(returned, copied)
-            kept, size = _again(trial, tokens, state, model, results[training])
+            reversed_state = rows.ordered(state, [*reversed(range(ROWS))])
+            subject(trial.others(tokens), reversed_state, on=model)
+            is_alias = is_alias or not equal(returned, result.state)
+            kept, size = _again(trial, tokens, state, model, result)
         if kept:  # the other mode would only say it again
             break
     subject.is_pure = not kept  # from here on one copy serves all calls
@@ -355,7 +348,8 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     note = ""
     modes: tuple[bool, ...] = (True,)
     if is_random:
-        note, modes = " (judged in eval(): in train() the model draws random numbers beside dropout)", (False,)
+        note = " (judged in eval(): in train() the model draws random numbers beside dropout)"
+        modes = (False,)
     elif not kept and not torch.equal(results[True].logits, results[False].logits):
         modes = (True, False)
     trial = replace(trial, modes=modes, mode_note=note)
@@ -366,19 +360,27 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     if draws:
         text = "the model draws random numbers in eval(), which do not change its answer here"
         return Verdict("purity", "warning", text), trial
-    difference = _difference(trial, results[True], results[False]) if len(modes) == 2 else 0.0
-    if difference > max(64 * trial.noise, trial.noise**0.5):
+    difference = 0.0
+    if len(modes) == 2:
+        difference = _difference(trial, results[True], results[False])
+    if difference > _tolerance(trial):
         text = f"train() and eval() differ by {difference:.1e} of the logits' spread, though nothing is random"
         return Verdict("purity", "warning", text, difference), trial
-    return Verdict("purity", "held", f"the same call twice gives the same answer, in train() as in eval(){note}"), trial
+    text = f"the same call twice gives the same answer, in train() as in eval(){note}"
+    return Verdict("purity", "held", text), trial
+
+
+def _tolerance(trial: Trial) -> float:
+    """The difference up to which another way to compute the same is not another answer."""
+    return float(max(64 * trial.noise, trial.noise**0.5))
 
 
 def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | None) -> tuple[float, bool]:
-    """How far two calls of the model as it is differ in eval(), 0.0 if by rounding alone, and whether it drew numbers.
+    """How far two calls in eval() differ (0.0: by rounding alone), and whether numbers were drawn.
 
-    Each call is on a copy of its own, so that what a module keeps from call to call is no reason to differ; the generators
-    are not reseeded between the two. Calls of one shape give the same bits; where nothing was drawn from torch's
-    generators, a device may still add in another order.
+    Each call is on a copy of its own, so that what a module keeps from call to call is no reason to
+    differ; the generators are not reseeded between the two. Calls of one shape give the same bits;
+    where nothing was drawn from torch's generators, a device may still add in another order.
     """
     live.training = False
     if state is not None:
@@ -395,13 +397,14 @@ def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | No
 
 
 def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module, first: Result) -> tuple[str, float]:
-    """Whether the same object, which ran another call in between, gives the same answer to the same call."""
+    """Whether the same object, which ran another call in between, answers the same call alike."""
     size = _difference(trial, trial.subject(tokens, state, on=model), first)
     if size <= max(64 * trial.noise, 1e-12):
         return "", size
     mode = MODES[trial.subject.training]
     text = f"the same call gives another answer after another call in between, by {size:.1e}, in {mode}: "
-    return f"{text}the module keeps something of its own from call to call, which the ledger cannot see", size
+    cause = "the module keeps something of its own from call to call, which the ledger cannot see"
+    return text + cause, size
 
 
 def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module) -> tuple[Result, str]:
@@ -422,17 +425,18 @@ def _under_grad(trial: Trial, tokens: Tensor, state: Tensor | None, wanted: Resu
     logits, end = trial.subject(tokens, state, with_grad=True, on=trial.subject.fresh())
     if isinstance(end, Tensor):
         end = end.detach()
-    found = Result(logits.detach().double(), end)
-    size = _difference(trial, found, wanted)
-    if size <= max(64 * trial.noise, trial.noise**0.5):
+    size = _difference(trial, Result(logits.detach().double(), end), wanted)
+    if size <= _tolerance(trial):
         return ""
-    mode = MODES[trial.subject.training]
-    return f"in {mode}, forward gives another answer with gradients enabled than under torch.no_grad(), by {size:.1e}"
+    text = "forward gives another answer with gradients enabled than under torch.no_grad()"
+    return f"in {MODES[trial.subject.training]}, {text}, by {size:.1e}"
 
 
 def equal(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two states of one shape have the same numbers, or both are None."""
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 def _difference(trial: Trial, found: Result, wanted: Result) -> float:
@@ -454,6 +458,7 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         if numpy is not None:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
-        if "torch._dynamo" in sys.modules:  # importing the compiler takes seconds; without it nothing is compiled
+        # Importing the compiler takes seconds; without it nothing is compiled.
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

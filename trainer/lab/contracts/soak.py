@@ -1,7 +1,8 @@
-"""The soak: a batch as training reads it, cell by cell and in mixed phases, against each of its documents run alone and uncut.
+"""The soak: a batch as training reads it against each of its documents run alone and uncut.
 
-The other checks name a cause, and look at two short rows. A fault may need more to show itself: many rows, rows in different
-cells of their documents, cells of the training length, a late cell, several resets in a row, or a graph.
+The other checks name a cause, and look at two short rows. A fault may need more to show itself:
+many rows, rows in different cells of their documents, cells of the training length, a late cell,
+several resets in a row, or a graph.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
 MOST_ROWS = 64
 CELLS = 6  # of the training length; one of another length follows
 COMPARED = (4, 2)  # phases whose documents are also run alone: as many as the time allows
-MOST_COLUMNS = 256  # of the logits of `LEAST_ROWS` rows: those of a large vocabulary would fill the memory
+MOST_COLUMNS = 256  # of the logits of `LEAST_ROWS` rows: a large vocabulary would fill the memory
 LEAST_SECONDS = 3.0
 SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 SHARES = (0.6, 0.7, 1.0)  # of the time left, a share for each pass
@@ -34,7 +35,7 @@ FLIPPED = 16  # tokens of which rounding in bf16 may send the half to other expe
 PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
 EXACT = 1e-10  # relative rounding of float64, not of float32
 COARSE = 1e-4  # not of float32, but of bf16, whose root would be too large a change
-CHAOS = 0.25  # of the logits' spread: where one rounding has grown to this, nothing can be compared
+CHAOS = 0.25  # of the logits' spread: a rounding that has grown to this hides everything
 
 
 class _Document(NamedTuple):
@@ -47,24 +48,17 @@ class _Document(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Rows in mixed phases. Rows of a phase are the same, so that a document that is run alone judges all of them."""
+    """Rows in mixed phases; those of a phase are the same, and judged by one document alone."""
 
-    tokens: Tensor
-    """[B, length]"""
-    begins: Tensor
-    """[B, cells], where a row begins a document from zeros with a cell."""
-    is_read: Tensor
-    """[B, cells], False where a row has no document."""
-    resets: Tensor | None
-    """[B, length]; None: the model takes none."""
-    lengths: list[int]
-    """Tokens of each cell."""
-    copies: dict[int, list[int]]
-    """By the first row of each phase that is also run alone, the rows of the phase."""
+    tokens: Tensor  # [B, length]
+    begins: Tensor  # [B, cells], where a row begins a document from zeros with a cell
+    is_read: Tensor  # [B, cells], False where a row has no document
+    resets: Tensor | None  # [B, length]; None: the model takes none
+    lengths: list[int]  # tokens of each cell
+    copies: dict[int, list[int]]  # first row of each phase that is judged -> its rows
 
     @property
     def compared(self) -> list[int]:
-        """The rows that are judged."""
         return sorted(row for rows in self.copies.values() for row in rows)
 
     @property
@@ -73,24 +67,24 @@ class _Batch(NamedTuple):
         return [0, *accumulate(self.lengths)]
 
     def documents(self, *, has_state: bool) -> Iterator[_Document]:
-        """The documents of the rows that are run alone; of a model without state, those of each cell.
+        """The documents of the rows that are run alone; without a state, those of each cell.
 
-        Run alone, a document is followed by other tokens, up to whole cells: models may need a multiple of a chunk. Of a cell
-        of a model without state, the last quarter is replaced too, so that later tokens always differ.
+        Run alone, a document is followed by other tokens, up to whole cells: models may need a
+        multiple of a chunk. Of a cell of a model without state, the last quarter is replaced too,
+        so that later tokens always differ.
         """
         edges, cell = self.edges, self.lengths[0]
         for row in self.copies:
             starts = {edges[at] for at in range(len(self.lengths)) if self.begins[row, at] or not has_state}
             if self.resets is not None:
                 starts |= set(self.resets[row, : edges[-1]].nonzero().flatten().tolist())
-            ends = {edges[at] for at in range(len(self.lengths)) if not self.is_read[row, at] and has_state}
+            ends = {edges[at] for at in range(len(self.lengths)) if has_state and not self.is_read[row, at]}
             for begin, end in pairwise(sorted(starts | ends | {edges[-1]})):
-                length = end - begin
                 if not has_state:
                     whole = self.lengths[bisect_right(edges, begin) - 1]
                     yield _Document(row, begin, min(end, begin + whole - whole // 4), whole)
                 elif begin not in ends:
-                    yield _Document(row, begin, end, -(-length // cell) * cell)
+                    yield _Document(row, begin, end, -(-(end - begin) // cell) * cell)
 
 
 @dataclass(frozen=True)
@@ -107,9 +101,7 @@ class _Pass:
         text = f"{MODES[self.training]} in {dtype}"
         if self.backward:
             return f"{text} and its gradients"
-        if self.with_grad:
-            return f"{text} with gradients enabled"
-        return text
+        return f"{text} with gradients enabled" if self.with_grad else text
 
     def read(self, pieces: Sequence[Tensor], columns: Tensor) -> Tensor:
         """The logits [T, columns] of a row that is read in `pieces`, from zeros."""
@@ -130,27 +122,24 @@ class _Pass:
 
 
 def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadline: float) -> Verdict:
-    """Judge a batch of `rows` rows, `LEAST_ROWS` or more, in cells of `seq_len` tokens; less where the time does not allow it.
+    """Judge `rows` rows in cells of `seq_len` tokens, or less where the time is short.
 
-    Returned states are judged by what follows from them: the same state may be stored in several ways.
-
-    Args:
-        working: the model at the precision of training.
-        deadline: in seconds of the calling thread's own time.
+    Returned states are judged by what follows: one state may be stored in several ways.
+    `working`: the model at the precision of training. `deadline`: of the calling thread's own time.
     """
-    working.is_pure = trial.subject.is_pure
-    subjects, trains = (working, trial.subject), True in trial.modes
+    exact, trains = trial.subject, True in trial.modes
+    working.is_pure = exact.is_pure
+    backward = trial.facts.get("gradient") == "held"
     passes = [
         [_Pass(working, trains, with_grad=True)],
-        [_Pass(trial.subject, training=False), _Pass(working, training=False)],
-        [_Pass(trial.subject, trains, with_grad=True, backward=trial.facts.get("gradient") == "held")],
+        [_Pass(exact, training=False), _Pass(working, training=False)],
+        [_Pass(exact, trains, with_grad=True, backward=backward)],
     ]
     held: dict[str, list[Verdict]] = {}
     missing: list[str] = []
-    before = [each.training for each in subjects]
+    before = working.training, exact.training
     for ways, share in zip(passes, SHARES, strict=True):
-        for each in subjects:
-            each.training = ways[0].training
+        working.training = exact.training = ways[0].training
         try:
             way, size = _find_way(trial, ways, seq_len, rows, share * (deadline - time.thread_time()))
             found = _judge(trial, way, size)
@@ -158,16 +147,16 @@ def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadl
             missing.append(f"; {ways[-1]}: not testable here: {error}")
             continue
         finally:
-            working.training, trial.subject.training = before
+            working.training, exact.training = before
         if found.status != "held":
             return found  # the first breach is the verdict
         held.setdefault(str(size), []).append(found)
     if not held:
         return untestable("soak", missing[0].removeprefix("; "))
-    tried = "; ".join(f"{', '.join(each.text for each in found)} ({size})" for size, found in held.items())
-    text = f"documents in a batch equal the same run alone, in {tried}{''.join(missing)}{trial.mode_note}"
+    tried = [f"{', '.join(each.text for each in found)} ({size})" for size, found in held.items()]
+    text = f"documents in a batch equal the same run alone, in {'; '.join(tried)}{''.join(missing)}"
     largest = max(each.size or 0.0 for found in held.values() for each in found)
-    return Verdict("soak", "held", text, largest, scope=" and of ".join(held))
+    return Verdict("soak", "held", f"{text}{trial.mode_note}", largest, scope=" and of ".join(held))
 
 
 def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
@@ -182,11 +171,11 @@ def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
 
 
 class _Size(NamedTuple):
-    """The size of a batch: rows, tokens of a cell, phases whose documents are also run alone."""
+    """The size of a batch."""
 
     rows: int
-    cell: int
-    compared: int
+    cell: int  # tokens
+    compared: int  # phases whose documents are also run alone
 
     def __str__(self) -> str:
         text = f"{self.rows} rows"
@@ -196,8 +185,8 @@ class _Size(NamedTuple):
 
 
 def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seconds: float) -> tuple[_Pass, _Size]:
-    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with its size. Raises
-    CallFailed, NotTestable: see `_find_size`, of the last."""
+    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with
+    its size. Raises CallFailed, NotTestable: see `_find_size`, of the last."""
     for way in ways[:-1]:
         with suppress(NotTestable, CallFailed):
             size = _find_size(trial, way, seq_len, rows, seconds)
@@ -207,11 +196,11 @@ def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seco
 
 
 def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> _Size:
-    """The first size that fits the time: fewer rows first, then shorter cells. Raises CallFailed: the model
-    takes none of these shapes; NotTestable: nothing fits."""
-    shorter = [
-        each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len and trial.takes_cells
-    ]
+    """The first size that fits the time: fewer rows first, then shorter cells. Raises CallFailed:
+    the model takes none of these shapes; NotTestable: nothing fits."""
+    shorter: list[int] = []
+    if trial.takes_cells:
+        shorter = [each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len]
     rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), CELLS + 1.5
     if way.backward:
         reads *= 3
@@ -223,7 +212,8 @@ def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float
         with suppress(CallFailed):  # a long row may take longer than its cells
             one = max(one, _time_call(trial, way, 1, CELLS * cell) / CELLS)
         for count, compared in product(dict.fromkeys((rows, LEAST_ROWS)), COMPARED):
-            if reads * (many * count / LEAST_ROWS + one * (compared + 2)) <= seconds:  # two more measure rounding
+            # Two more runs measure rounding.
+            if reads * (many * count / LEAST_ROWS + one * (compared + 2)) <= seconds:
                 return _Size(count, cell, compared)
     raise NotTestable(f"it would take more than the {max(seconds, 0.0):.1f} s that are left for it")
 
@@ -241,24 +231,26 @@ def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
 
 
 def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
-    """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that no two rows that are 1, 2, 4, 8,
-    16 or 32 apart are the same."""
+    """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that no
+    two rows that are 1, 2, 4, 8, 16 or 32 apart are the same."""
     rows, cell, compared = size
     lengths = [cell] * CELLS
     if trial.takes_cells and cell > 1:
         lengths.append(cell + cell // 2 - 1)
-    phases = torch.tensor([sum(row // 4**digit % 4 for digit in range(4)) % len(PHASES) for row in range(rows)])
+    digits = [[row // 4**digit % 4 for digit in range(4)] for row in range(rows)]
+    phases = torch.tensor([sum(each) % len(PHASES) for each in digits])
     begins = torch.zeros(len(PHASES), len(lengths), dtype=torch.bool)
     is_read = torch.ones_like(begins)
     begins[:, 0] = begins[1, 4] = begins[2, 3] = True
     is_read[1, 2:4] = False
     resets = None
     if trial.takes_resets:
-        # In the first cell; near each other, and the last token of a cell; two in a later one; the begin of a third.
-        # The other phases have one: a reset may be lost in some rows alone.
+        # In the first cell; near each other, and the last token of a cell; two in a later one; the
+        # begin of a third. The other phases have one: a reset may be lost in some rows alone.
         resets = torch.zeros(len(PHASES), sum(lengths), dtype=torch.bool)
         close = {cell + min(at, cell - 1) for at in (1, 3, cell // 3 + 2, cell // 3 + 3, cell - 1)}
-        resets[3, [cell // 2, *close, 3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]] = True
+        later = [3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]
+        resets[3, [cell // 2, *close, *later]] = True
         resets[:3, 5 * cell + cell // 3] = True
         resets = resets[phases]
     else:
@@ -276,21 +268,20 @@ class _Alone:
     way: _Pass
     batch: _Batch
     columns: Tensor
-    padding: Tensor
-    """Tokens that follow a document, [1, 2 * cell]."""
-    is_cut: bool = False
-    """In cells, for a model that takes no longer rows."""
+    padding: Tensor  # tokens that follow a document, [1, 2 * cell]
+    is_cut: bool = False  # in cells, for a model that takes no longer rows
 
     def __call__(self, document: _Document) -> Tensor:
         """The logits [T, columns]."""
         row, begin, end, padded = document
-        tokens = torch.cat([self.batch.tokens[row : row + 1, begin:end], self.padding], dim=1)[:, :padded]
+        own = self.batch.tokens[row : row + 1, begin:end]
+        tokens = torch.cat([own, self.padding], dim=1)[:, :padded]
         length = self.batch.lengths[0] if self.is_cut else padded
         return self.way.read(torch.split(tokens, length, dim=1), self.columns)[: end - begin]
 
 
 def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
-    """The batch against each document of the compared rows alone; their gradients too if the pass has them."""
+    """The batch against each compared document alone; their gradients too if the pass has them."""
     varies = torch.ones(trial.vocab_size) if trial.varies is None else trial.varies
     columns = varies.nonzero().flatten()
     columns = columns[:: -(-len(columns) * len(batch.tokens) // (MOST_COLUMNS * LEAST_ROWS))]
@@ -308,7 +299,7 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     except CallFailed as error:
         return Verdict("soak", "warning", f"{error} ({len(batch.tokens)} rows, {way})")
     if joined.shape[1] < sum(batch.lengths):
-        batch = batch._replace(lengths=batch.lengths[:-1])  # without the cell that the model does not take
+        batch = batch._replace(lengths=batch.lengths[:-1])  # without a cell that the model refuses
     weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
     parameters = [each for each in way.subject.model.parameters() if each.requires_grad]
 
@@ -333,19 +324,16 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
         if way.backward:
             total.append(gradient([(each, wanted.expand_as(found))]))
     if way.backward:
-        wanted_gradient = [torch.stack(parts).sum(0) for parts in zip(*total, strict=True)]
-        size, limit = _distance(gradient(compared), wanted_gradient), rounding.limit
+        wanted_gradient, limit = _summed(total), rounding.limit
+        size = _distance(gradient(compared), wanted_gradient)
         if size > limit:  # the gradient may be worse conditioned than the logits
             step = math.sqrt(torch.finfo(way.subject.dtype).eps)
             with way.subject.perturbed(step):
                 moved = [gradient([(each, alone(each).expand_as(found))]) for each, found in compared]
-            response = _distance([torch.stack(parts).sum(0) for parts in zip(*moved, strict=True)], wanted_gradient)
-            limit = max(limit, math.sqrt(response * step))
+            limit = max(limit, math.sqrt(_distance(_summed(moved), wanted_gradient) * step))
         if size > limit:
-            text = (
-                f"the gradient of a batch differs from that of its documents run alone by {size:.1e} of its norm, {way}"
-            )
-            return Verdict("soak", "broken", text, size)
+            text = f"the gradient of a batch differs from that of its documents run alone by {size:.1e}"
+            return Verdict("soak", "broken", f"{text} of its norm, {way}", size)
         largest = max(largest, size)
     return Verdict("soak", "held", f"{way} to {largest:.0e}", largest)
 
@@ -357,8 +345,9 @@ def _breach(
     size = float(errors[first:].max())
     where = bisect_right(batch.edges, document.begin + first)
     text = (
-        f"row {row} of {len(batch.tokens)}, which {PHASES[document.row]}, differs from the same document run alone by "
-        f"{size:.1e} of the logits' spread from its token {first} on, in cell {where} of {batch.lengths[0]} tokens, {way}"
+        f"row {row} of {len(batch.tokens)}, which {PHASES[document.row]}, differs from the same "
+        f"document run alone by {size:.1e} of the logits' spread from its token {first} on, "
+        f"in cell {where} of {batch.lengths[0]} tokens, {way}"
     )
     if not wanted[first].isfinite().all():
         text = f"the logits are not finite from token {first} of a document on, {way}"
@@ -366,8 +355,8 @@ def _breach(
 
 
 def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
-    """The logits [compared rows, T, columns] of the batch; without the last cell if the model does not take its length.
-    Raises CallFailed: a forward fails."""
+    """The logits [compared rows, T, columns] of the batch; without the last cell if the model does
+    not take its length. Raises CallFailed: a forward fails."""
     subject, zeros = way.subject, way.subject.zeros(len(batch.tokens))
     state, logits = zeros, []
     for cell, (begin, end) in enumerate(pairwise(batch.edges)):
@@ -390,18 +379,12 @@ def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """The errors that rounding explains.
-
-    Attributes:
-        limit: the relative error above which logits are wrong.
-        horizon: tokens of a document that can be compared.
-        chunk: tokens over which the median of errors is taken, as rounding in bf16 chooses another expert for some.
-    """
+    """The errors that rounding explains."""
 
     unit: float
-    limit: float = math.inf
-    horizon: int = sys.maxsize
-    chunk: int = 1
+    limit: float = math.inf  # relative error above which logits are wrong
+    horizon: int = sys.maxsize  # tokens of a document that can be compared
+    chunk: int = 1  # tokens of a median: rounding in bf16 chooses another expert for some
 
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
         """Relative errors, [T]."""
@@ -416,19 +399,20 @@ def _medians(errors: Tensor, chunk: int) -> Tensor:
 
 
 def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[], Tensor], cell: int) -> _Rounding:
-    """As `Trial.noise`, of a document as long as the soak's, whose logits are `wanted` and which `run` runs again.
-    Raises NotTestable: rounding hides everything."""
+    """As `Trial.noise`, of a document as long as the soak's, whose logits are `wanted` and which
+    `run` runs again. Raises NotTestable: rounding hides everything."""
     subject = way.subject
-    eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
+    own = replace(trial, subject=subject)
+    eps = float(torch.finfo(effective_dtype(own, trial.tokens(length=trial.cell))).eps)
     if subject.device.type == "cuda" and subject.dtype == torch.float32:
         eps = max(eps, 2.0**-10)  # of TF32, which matrix products and convolutions may use
-    if eps < COARSE:
-        rounding, step = _Rounding(trial.unit), math.sqrt(eps)
-    else:
+    rounding, step = _Rounding(trial.unit), math.sqrt(eps)
+    if eps >= COARSE:
         rounding, step = _Rounding(trial.unit, chunk=FLIPPED), eps
     with subject.perturbed(step):
         moved = rounding.errors(run(), wanted)
-    if EXACT <= eps < COARSE:  # such a change is far above rounding, and sends some tokens to other experts
+    # Such a change is far above rounding, and sends some tokens to other experts.
+    if EXACT <= eps < COARSE:
         moved = _medians(moved, cell)
     moved = moved.cummax(0).values
     horizon = int((moved <= CHAOS).sum())
@@ -440,6 +424,10 @@ def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[]
     if noise > CHAOS:
         raise NotTestable(f"one rounding moves the logits by {noise:.1e} of their spread")
     return replace(rounding, limit=math.sqrt(noise), horizon=horizon)
+
+
+def _summed(found: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [torch.stack(parts).sum(0) for parts in zip(*found, strict=True)]
 
 
 def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:

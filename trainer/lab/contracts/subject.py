@@ -18,12 +18,10 @@ from trainer.import_path import format_error
 CALL_SEED = 20_251
 ZERO_MATRIX_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
 ZERO_VECTOR_SCALE = 0.1
-DROPOUTS = frozenset({"dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"})
+DROPOUTS = frozenset(("dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"))
 MODES = {True: "train()", False: "eval()"}
 LIFTED = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float16: torch.float64,
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
     torch.complex64: torch.complex128,
 }
 
@@ -37,43 +35,32 @@ class NotTestable(Exception):
 
 
 class Result(NamedTuple):
-    """A forward's output, as the checks compare it."""
+    """A forward's output, detached and copied unless gradients were asked for."""
 
-    logits: Tensor
-    """[B, T, V], float64 and detached, or as the model returned them if gradients were asked for."""
-    state: Tensor | None
-    """[B, state_width], of the dtype that the model returned, detached unless gradients were asked for."""
+    logits: Tensor  # [B, T, V], float64; as returned if gradients were asked for
+    state: Tensor | None  # [B, state_width], of the dtype that the model returned
 
 
 class Subject:
     """Calls a copy of the model; each call has the same seed, so that dropout repeats itself.
 
-    Until `is_pure` is set, each call runs on a fresh copy: what a module keeps in its attributes cannot reach the next call.
+    Until `is_pure` is set, each call runs on a fresh copy: no attribute reaches the next one.
 
-    Args:
-        model: owned by this object from now on.
-        dtype: of parameters and states; also the default dtype during a call.
-        autocast: dtype of autocast; None: off.
-        is_live: calls run as they do outside of the checks: the generators are not reseeded, and dropouts are as the
-            model has them.
+    `dtype` is that of parameters and states. Calls that are `is_live` run as outside of the checks:
+    generators are not reseeded, and dropouts are as the model has them.
     """
 
     def __init__(
         self, model: nn.Module, *, dtype: torch.dtype, autocast: torch.dtype | None = None, is_live: bool = False
     ) -> None:
-        self.model = model
-        self.dtype = dtype
-        self.autocast = autocast
-        self.is_live = is_live
-        tensors = [*model.parameters(), *model.buffers(), torch.empty(0)]  # a model without any runs on the CPU
-        self.device = tensors[0].device
-        self.is_pure = False
-        self.training = True
+        self.model, self.dtype, self.autocast, self.is_live = model, dtype, autocast, is_live
+        # A model without any tensor runs on the CPU.
+        self.device = [*model.parameters(), *model.buffers(), torch.empty(0)][0].device
+        self.is_pure, self.training = False, True
 
     def with_autocast(self, dtype: torch.dtype | None) -> Subject:
-        """The same model under autocast."""
-        other = Subject(self.model, dtype=self.dtype, autocast=dtype)
-        other.is_pure, other.training = self.is_pure, self.training  # it is the same model
+        other = copy.copy(self)
+        other.autocast = dtype
         return other
 
     def fresh(self) -> nn.Module:
@@ -83,18 +70,20 @@ class Subject:
     def in_float64(self) -> Subject:
         """A copy that shares nothing, in double precision."""
         model = copy_model(self.model)
-        convert: Any = model._apply  # torch leaves it without types; `double()` would pass over complex numbers
+        convert: Any = model._apply  # untyped in torch; `double()` would pass over complex numbers
         convert(lambda tensor: tensor.to(LIFTED.get(tensor.dtype, tensor.dtype)))
         return Subject(model, dtype=torch.float64)
 
     def zeros(self, rows: int) -> Tensor | None:
         """The state from which a group starts; None for a model without state."""
         width: int = self.model.state_width  # type: ignore[assignment]
-        return torch.zeros(rows, width, dtype=self.ledger_dtype, device=self.device) if width else None
+        if not width:
+            return None
+        return torch.zeros(rows, width, dtype=self.ledger_dtype, device=self.device)
 
     @property
     def ledger_dtype(self) -> torch.dtype:
-        """The dtype of incoming states: float32 as the ledger keeps them; float64 where the model runs in it."""
+        """The dtype of incoming states: float32 as in the ledger, or float64."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def carried(self, state: Tensor | None) -> Tensor | None:
@@ -108,18 +97,15 @@ class Subject:
         resets: Tensor | None = None,
         *,
         with_grad: bool = False,
-        on: nn.Module | None = None,
-        copies: bool = True,
-        around: AbstractContextManager[Any] | None = None,
+        on: nn.Module | None = None,  # call this copy instead
+        copies: bool = True,  # pass and return copies
+        around: AbstractContextManager[Any] | None = None,  # a context for the call
     ) -> Result:
-        """Run a forward with tokens [B, T]. Raises CallFailed: the model raised, or returned something else
-        than logits and state.
+        """Run a forward with tokens [B, T]. Raises CallFailed: the model raised, or returned
+        something else than logits and state.
 
-        Args:
-            on: call this copy instead.
-            copies: pass and return copies: a forward that writes into its arguments, or into what it returned before, must
-                not spoil the next comparison.
-            around: a context for the call.
+        A forward that writes into its arguments, or into what it returned before, must not spoil
+        the next comparison: hence `copies`.
         """
         model = on
         if model is None:
@@ -135,11 +121,12 @@ class Subject:
                 output = self.forward(model, given, with_grad=with_grad)
                 logits, found = output.logits, output.state
             except Exception as error:  # what a user's model raises can be anything
-                raise CallFailed(f"forward fails with tokens {list(tokens.shape)}: {one_line(error)}") from error
+                where = f"forward fails with tokens {list(tokens.shape)}"
+                raise CallFailed(f"{where}: {one_line(error)}") from error
         if with_grad:
             return Result(logits, found)
         end = None
-        if isinstance(found, Tensor):  # copied: the next call may write into a buffer that the model returned
+        if isinstance(found, Tensor):  # the next call may write into a buffer of the model's own
             end = found.detach().to(found.dtype, copy=copies)
         return Result(logits.detach().to(torch.float64, copy=True), end)
 
@@ -150,36 +137,34 @@ class Subject:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        """The same default dtype and autocast in every call; the same seed and no dropout, unless it is live."""
-        if not self.is_live:
-            seed_generators()
+        """The same dtype and autocast in every call; the same seed and no dropout, unless live."""
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             if self.dtype in (torch.float32, torch.float64):
                 # Tensors that a forward makes without a dtype follow the parameters.
                 torch.set_default_dtype(self.dtype)
             if not self.is_live:
+                seed_generators()
                 stack.enter_context(Plain(lift=self.dtype == torch.float64))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
             yield
 
     def draws_random_numbers(self, tokens: Tensor) -> bool:
-        """Whether a forward advances torch's generator."""
         seed_generators()
         before = self.generator_state()
         self(tokens, self.zeros(tokens.shape[0]))
         return not torch.equal(before, self.generator_state())
 
     def generator_state(self) -> Tensor:
-        """The state of the generators of torch that a forward can draw from."""
+        own = torch.get_rng_state()
         if self.device.type == "cuda":
-            return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(self.device)])
-        return torch.get_rng_state()
+            return torch.cat([own, torch.cuda.get_rng_state(self.device)])
+        return own
 
     @contextmanager
     def perturbed(self, relative: float) -> Iterator[None]:
-        """All parameters changed by a random relative amount."""
+        """Within it, all parameters are changed by a random relative amount."""
         parameters = [p for p in self.model.parameters() if p.is_floating_point()]
         saved = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
@@ -196,8 +181,9 @@ class Subject:
 class Plain(TorchFunctionMode):
     """Turns functional dropouts off, and casts to a lower precision into casts to float64.
 
-    A dropout's mask differs between a row and its cells. Scans, norms and softmaxes are often run in float32 whatever the
-    weights are: lifted, honest models agree to float64's rounding, and a breach stands out that float32 would hide.
+    A dropout's mask differs between a row and its cells. Scans, norms and softmaxes are often run
+    in float32 whatever the weights are: lifted, honest models agree to float64's rounding, and a
+    breach stands out that float32 would hide.
     """
 
     def __init__(self, *, lift: bool) -> None:
@@ -224,19 +210,16 @@ class Plain(TorchFunctionMode):
 
 def _lifted(value: Any) -> Any:
     """The dtype to compute in, if the value is a dtype."""
-    if isinstance(value, torch.dtype):
-        return LIFTED.get(value, value)
-    return value
+    return LIFTED.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def seed_generators() -> None:
-    """Make torch's and Python's generators start from the seed of the checks."""
     torch.manual_seed(CALL_SEED)
     random.seed(CALL_SEED)  # a forward may draw from Python's generator, too
 
 
 class _DetachCopies(TorchFunctionMode):
-    """Copies a tensor that has a graph without the graph, where torch refuses: `copy.deepcopy` finds it at any depth."""
+    """Lets `copy.deepcopy` copy tensors that have a graph, which torch refuses, without it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -246,9 +229,11 @@ class _DetachCopies(TorchFunctionMode):
 
 
 def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Module:
-    """A copy, with the values of what a forward has left in it, such as a router's loss. Raises
-    NotTestable: it holds something that cannot be copied."""
-    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if shares_parameters}
+    """A copy, with the values of what a forward has left in it, such as a router's loss.
+    Raises NotTestable: it holds something that cannot be copied."""
+    shared: dict[int, Any] = {}
+    if shares_parameters:
+        shared = {id(parameter): parameter for parameter in model.parameters()}
     try:
         with _DetachCopies():
             return copy.deepcopy(model, shared)
@@ -259,15 +244,16 @@ def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Modul
 def private_copy(model: nn.Module) -> nn.Module:
     """A copy whose zeros are drawn at random. Raises NotTestable: it cannot be copied.
 
-    Heads, gates and projections are often zero at the start: logits that are all 0 hide every breach. Frozen parameters and
-    those with gradient hooks stay: their zeros may be a mask.
+    Heads, gates and projections are often zero at the start: logits that are all 0 hide every
+    breach. Frozen parameters and those with gradient hooks stay: their zeros may be a mask.
     """
     hooked = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
     made = copy_model(model)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             parameter.grad = None  # a graph that it holds would be copied with every call
-            if parameter.requires_grad and parameter.is_floating_point() and name not in hooked:
+            is_drawn = parameter.requires_grad and parameter.is_floating_point()
+            if is_drawn and name not in hooked:
                 _draw_zeros(parameter)
     return made
 
@@ -275,16 +261,16 @@ def private_copy(model: nn.Module) -> nn.Module:
 def _draw_zeros(parameter: Tensor) -> None:
     """Draw a vector that is zero, or the rows of a matrix that are."""
     # Single zeros among others mean something, or hide nothing.
+    scale, is_zero = ZERO_VECTOR_SCALE, (parameter == 0).all()
     if parameter.dim() > 1:
         scale = ZERO_MATRIX_SCALE * parameter.shape[-1] ** -0.5
         is_zero = (parameter == 0).all(-1, keepdim=True)
-    else:
-        scale, is_zero = ZERO_VECTOR_SCALE, (parameter == 0).all()
-    parameter.add_(torch.where(is_zero, scale * _normal(parameter), torch.zeros_like(parameter)))
+    drawn = scale * _normal(parameter)
+    parameter.add_(torch.where(is_zero, drawn, torch.zeros_like(parameter)))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """A copy whose dropout modules are off; it shares the parameters."""
+    """A copy with its dropout modules off, which shares the parameters."""
     made = copy_model(model, shares_parameters=True)
     for module in made.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -295,14 +281,12 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Normal numbers of a generator of our own."""
     generator = torch.Generator().manual_seed(like.numel())
     return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
 
 
 def gradients(loss: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a loss; zeros for tensors that it does not use. Raises CallFailed: backward
-    raises."""
+    """Zeros for tensors that the loss does not use. Raises CallFailed."""
     try:
         return list(torch.autograd.grad(loss, of, allow_unused=True, materialize_grads=True))
     except Exception as error:  # autograd functions of the user's own may raise anything
@@ -310,7 +294,6 @@ def gradients(loss: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """The norm of all of them together, in double precision."""
     return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
 
 
@@ -322,12 +305,10 @@ def ratio(gap: float, unit: float) -> float:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def one_line(error: Exception) -> str:
-    """The error with its place in the user's code, not too long."""
     text = format_error(error)
     return f"{text[:300]} ..." if len(text) > 300 else text
 

@@ -1,4 +1,4 @@
-"""Shared by the checks: verdicts and their report; tokens, row lengths, the scale of the logits, and rounding."""
+"""Verdicts and their report; tokens, row lengths, the scale of the logits, and rounding."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ CHECKS: Final = {
 }
 """Every check and what it asserts, in the order in which they are reported."""
 
-NO_STATE: Final = "the model has no state (state_width = 0)"
-"""Why nothing about a state is tested."""
-ROWS = 2
-CELLS = 3
+NO_STATE: Final = "the model has no state (state_width = 0)"  # so nothing about one is tested
+ROWS, CELLS = 2, 3
 CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
 SAMPLES = (0, 1)  # a breach has to show with each of these draws of tokens
 # An effect must exceed rounding by this factor to be tested at all; see `Trial.limit`.
@@ -47,65 +45,47 @@ class ContractError(AssertionError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one check.
+    """The outcome of one check; a `warning` does no harm in ordinary training."""
 
-    Attributes:
-        check: a key of `CHECKS`.
-        status: `held`; `broken`; `warning`: not as it should be, but harmless in ordinary training; `not testable here`.
-        text: what was found, or why nothing could be.
-        size: largest deviation, as a fraction of the spread of the logits over positions; None where nothing was compared.
-        position: first wrong position of the row, from 0; None if there is none.
-        scope: how far the check looked, where that depends on the model.
-    """
-
-    check: str
+    check: str  # a key of `CHECKS`
     status: Status
-    text: str
-    size: float | None = None
-    position: int | None = None
-    scope: str = ""
+    text: str  # what was found, or why nothing could be
+    size: float | None = None  # largest deviation, over the spread of the logits; None: none known
+    position: int | None = None  # the first wrong one of the row, from 0
+    scope: str = ""  # how far the check looked, where that depends on the model
 
 
 def untestable(check: str, why: object) -> Verdict:
-    """The verdict `not testable here`."""
     return Verdict(check, "not testable here", str(why))
 
 
 @dataclass(frozen=True)
 class Report:
-    """The verdicts of `check_model`, in the order of `CHECKS`.
-
-    Attributes:
-        how: precision, row length and other circumstances of the check.
-        seconds: time that it took.
-    """
+    """The verdicts of `check_model`, in the order of `CHECKS`."""
 
     verdicts: tuple[Verdict, ...]
-    how: str
-    seconds: float
+    how: str  # precision, row length and other circumstances of the check
+    seconds: float  # that it took
 
     @property
     def breaches(self) -> list[Verdict]:
-        """The verdicts `broken`."""
         return [verdict for verdict in self.verdicts if verdict.status == "broken"]
 
     @property
     def warnings(self) -> list[Verdict]:
-        """The verdicts `warning`."""
         return [verdict for verdict in self.verdicts if verdict.status == "warning"]
 
     @property
     def unchecked(self) -> list[Verdict]:
         """`causality` and, of a model with a state, `carry`, where they could not be judged."""
-        main = (self["causality"], self["carry"])
-        return [v for v in main if v.status == "not testable here" and not v.text.startswith(NO_STATE)]
+        main = [v for v in (self["causality"], self["carry"]) if v.status == "not testable here"]
+        return [v for v in main if not v.text.startswith(NO_STATE)]
 
     def __getitem__(self, check: str) -> Verdict:
         return next(verdict for verdict in self.verdicts if verdict.check == check)
 
     def raise_if_broken(self) -> None:
-        """For a user's own tests. Raises ContractError: a check is broken; the message lists all
-        verdicts."""
+        """For a user's own tests. Raises ContractError, with all verdicts: a check is broken."""
         if self.breaches:
             raise ContractError(str(self))
 
@@ -121,8 +101,8 @@ class Report:
         return f"{listed} ({self.how})"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, as plain objects."""
-        return {"verdicts": [asdict(verdict) for verdict in self.verdicts], "how": self.how, "seconds": self.seconds}
+        verdicts = [asdict(verdict) for verdict in self.verdicts]
+        return {"verdicts": verdicts, "how": self.how, "seconds": self.seconds}
 
     def __str__(self) -> str:
         lines = [f"{verdict.check}: {verdict.status}: {verdict.text}" for verdict in self.verdicts]
@@ -131,33 +111,20 @@ class Report:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model at the precision in which it is judged, and rows for it.
+    """A model at the precision in which it is judged, and rows for it."""
 
-    Attributes:
-        subject: in float64 where the model runs in it.
-        vocab_size: token ids to draw from.
-        width: `state_width`.
-        cell: tokens of a cell; a whole row has `CELLS` of them.
-        takes_cells: rows may be longer than a cell; not so for a model of a fixed length.
-        noise: relative error of logits that rounding explains.
-        unit: the spread of the logits over positions, which errors are relative to.
-        varies: the columns of the logits that are compared, bool [V]: those of a padded vocabulary are constant.
-        modes: values of `training` to judge: both only where they differ.
-        facts: what one check found or computed and another needs.
-    """
-
-    subject: Subject
+    subject: Subject  # in float64 where the model runs in it
     vocab_size: int
-    width: int
-    cell: int
+    width: int  # `state_width`
+    cell: int  # tokens; a whole row has `CELLS` of them
     takes_resets: bool
-    takes_cells: bool = True
-    noise: float = 0.0
-    unit: float = 1.0
-    varies: Tensor | None = None
-    modes: tuple[bool, ...] = (True,)
+    takes_cells: bool = True  # rows may be longer than a cell: not of a model of a fixed length
+    noise: float = 0.0  # relative error of logits that rounding explains
+    unit: float = 1.0  # the spread of the logits over positions, which errors are relative to
+    varies: Tensor | None = None  # bool [V]: the others are constant, as of a padded vocabulary
+    modes: tuple[bool, ...] = (True,)  # values of `training` to judge: both where they differ
     mode_note: str = ""
-    facts: dict[Any, Any] = field(default_factory=dict)
+    facts: dict[Any, Any] = field(default_factory=dict)  # of one check, for others
 
     @property
     def length(self) -> int:
@@ -172,7 +139,8 @@ class Trial:
     def others(self, tokens: Tensor, *, sample: int = 0) -> Tensor:
         """Token ids that differ from `tokens` everywhere."""
         generator = torch.Generator().manual_seed(2000 + sample)
-        return (tokens + torch.randint(1, self.vocab_size, tokens.shape, generator=generator)) % self.vocab_size
+        moved = torch.randint(1, self.vocab_size, tokens.shape, generator=generator)
+        return (tokens + moved) % self.vocab_size
 
     def start_state(self, rows: int = ROWS, *, sample: int = 0) -> Tensor | None:
         """A state as the ledger may hold it: after a cell of other tokens."""
@@ -181,7 +149,8 @@ class Trial:
         key = ("state", self.subject.training, sample)
         if key not in self.facts:
             tokens = self.tokens(ROWS, self.cell, sample=500 + sample)
-            self.facts[key] = self.subject.carried(self.subject(tokens, self.subject.zeros(ROWS)).state)
+            end = self.subject(tokens, self.subject.zeros(ROWS)).state
+            self.facts[key] = self.subject.carried(end)
         state: Tensor = self.facts[key]
         return state[:rows].clone()  # the model may write into it
 
@@ -192,20 +161,17 @@ class Trial:
         return relative(found, wanted, self.unit)
 
     def limit(self, effect: float) -> float:
-        """The error above which a check is broken: half way, in orders of magnitude, from rounding to a total
-        breach. Raises NotTestable: rounding would hide it.
-
-        Args:
-            effect: error that a total breach would make.
+        """The error above which a check is broken, where a total breach would make the error
+        `effect`: half way, in orders of magnitude, from rounding to that. Raises NotTestable:
+        rounding hides it.
         """
         if effect < TESTABLE * self.noise:
-            text = f"what would be lost moves the logits by {effect:.1e} of their spread, rounding by {self.noise:.1e}"
-            raise NotTestable(text)
+            lost = f"what would be lost moves the logits by {effect:.1e} of their spread"
+            raise NotTestable(f"{lost}, rounding by {self.noise:.1e}")
         return math.sqrt(effect * self.noise)
 
     @contextmanager
     def in_mode(self, training: bool) -> Iterator[None]:
-        """Run the model in `train()` or `eval()`."""
         before, self.subject.training = self.subject.training, training
         try:
             yield
@@ -213,8 +179,7 @@ class Trial:
             self.subject.training = before
 
     def judge(self, check: str, judge: Callable[[Trial, int], Verdict]) -> Verdict:
-        """The verdict of the worst mode; a breach must show with every draw of tokens. `judge`: of
-        this trial and the number of a draw."""
+        """The verdict of the worst mode; a breach must show with each draw that `judge` gets."""
         held = Verdict(check, "held", "")
         for training in self.modes:
             breaches: list[Verdict] = []
@@ -239,19 +204,15 @@ class Trial:
 
 
 def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
-    """Root mean square over the vocabulary of the difference, divided by `unit`: [B, T]; infinite where one is not finite."""
+    """Root mean square difference over the vocabulary, over `unit`: [B, T]; infinite for NaN."""
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     difference = torch.where(same, torch.zeros_like(found), found - wanted)
     return (difference.square().mean(-1).sqrt() / unit).nan_to_num(nan=math.inf)
 
 
 def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets: bool) -> Trial:
-    """Find a row length that the model takes, and measure scale and rounding.
-
-    Raises:
-        CallFailed: it takes none; the message is that of the training length.
-        NotTestable: its logits are constant or not finite.
-    """
+    """Find a row length that the model takes, and measure scale and rounding. Raises CallFailed: it
+    takes none (as of the training length); NotTestable: its logits are constant or not finite."""
     width: int = subject.model.state_width  # type: ignore[assignment]
     trial = _with_cell_length(Trial(subject, vocab_size, width, seq_len, takes_resets), seq_len)
     tokens = trial.tokens()
@@ -263,14 +224,15 @@ def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets:
     varies = flat.isfinite().all(0) & (flat != flat[:1]).any(0)
     if not varies.any():
         raise NotTestable("the logits are the same at every position, whatever the tokens are")
-    trial = replace(trial, unit=float(flat[:, varies].std(0).square().mean().sqrt()), varies=varies)
+    unit = float(flat[:, varies].std(0).square().mean().sqrt())
+    trial = replace(trial, unit=unit, varies=varies)
     return replace(trial, noise=_noise(trial, tokens, whole))
 
 
 def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
-    """The first length of which the model takes a cell and a whole row; models may need a multiple of a chunk."""
-    lengths = [each for each in CELL_LENGTHS if each < max(seq_len, 7)]
-    for length, takes_cells in [*((each, True) for each in lengths), (seq_len, True), (seq_len, False)]:
+    """The first length of which the model takes a cell and a whole row; it may need a multiple."""
+    lengths = [(each, True) for each in CELL_LENGTHS if each < max(seq_len, 7)]
+    for length, takes_cells in [*lengths, (seq_len, True), (seq_len, False)]:
         tried = replace(trial, cell=length, takes_cells=takes_cells)
         try:
             for size in dict.fromkeys((length, tried.length)):
@@ -285,8 +247,9 @@ def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
 def _noise(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
     """Relative error that rounding makes: the response to parameters that change by one rounding.
 
-    Any order of summation gives the exact result of slightly different parameters, so this scale holds for all of them. The
-    response is measured with a larger change, at which it is linear and well above rounding itself.
+    Any order of summation gives the exact result of slightly different parameters, so this scale
+    holds for all of them. It is measured with a larger change, at which the response is linear and
+    well above rounding itself.
     """
     eps = torch.finfo(effective_dtype(trial, tokens)).eps
     step = math.sqrt(eps)  # between rounding and curvature
@@ -295,16 +258,15 @@ def _noise(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
     response = float(trial.errors(moved, whole).max()) * eps / step
     largest = float(whole[..., trial.varies].abs().max())
     floor = 2 * eps * max(min(largest / trial.unit, 1e3), 1.0)
-    if not math.isfinite(response):
-        return floor
-    return max(response, floor)
+    return max(response, floor) if math.isfinite(response) else floor
 
 
 def effective_dtype(trial: Trial, tokens: Tensor) -> torch.dtype:
     """The least precise dtype of an intermediate result that depends on the tokens.
 
-    Casts are lifted to float64 (`Plain`); what escapes that, such as an operator of the model's own, rounds like float32.
-    Constants such as rotary angles do not count: they are the same in every order of computing.
+    Casts are lifted to float64 (`Plain`); what escapes that, such as an operator of the model's
+    own, rounds like float32. Constants such as rotary angles are the same in every order of
+    computing, and do not count.
     """
     own = trial.subject.dtype
     rounded = [_Rounded(own), _Rounded(own)]
@@ -330,12 +292,13 @@ class _Rounded(TorchFunctionMode):
         for each in found if isinstance(found, (tuple, list)) else (found,):
             is_real = isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
             if is_real and torch.finfo(each.dtype).eps > self._eps:
-                self.seen.append((each.dtype, float(each.abs().double().nan_to_num(0, 0, 0).sum())))
+                total = float(each.abs().double().nan_to_num(0, 0, 0).sum())
+                self.seen.append((each.dtype, total))
         return found
 
 
 def run_cells(subject: Subject, tokens: Tensor, lengths: list[int], state: Tensor | None) -> Tensor:
-    """The logits of a row that is read in cells, each from the state that the last one returned, as the ledger carries it."""
+    """The logits of a row that is read in cells, between which the state is carried."""
     pieces = []
     for piece in torch.split(tokens, lengths, dim=1):
         result = subject(piece, state)

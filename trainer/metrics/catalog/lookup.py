@@ -1,8 +1,8 @@
 """The catalog: one row for every metric key that can be emitted, and the lookup of a key.
 
-Reductions, the generated documentation, charts and the first filter of diagnosis are derived from these rows. `register`
-adds rows for metrics of one's own.
-Only the standard library is used, so that a dashboard can import the catalog without torch.
+Reductions, the generated documentation, charts and the first filter of diagnosis are derived from
+these rows. `register` adds rows for custom metrics. Only the standard library is used: dashboards
+need no torch.
 """
 
 from __future__ import annotations
@@ -17,37 +17,35 @@ from trainer.metrics.catalog import rows_data, rows_gns, rows_training
 from trainer.metrics.catalog.spec import MetricSpec
 from trainer.metrics.logger import get_logger
 
-CATALOG: Final[tuple[MetricSpec, ...]] = (*rows_training.ROWS, *rows_data.ROWS, *rows_gns.ROWS, *rows_gns.LAYER_ROWS)
+_OF_GRADIENTS = (*rows_gns.ROWS, *rows_gns.LAYER_ROWS)
+CATALOG: Final[tuple[MetricSpec, ...]] = (*rows_training.ROWS, *rows_data.ROWS, *_OF_GRADIENTS)
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
 WORST_SUFFIX: Final = "_max"
 ERROR_SUFFIX: Final = "_se"
 ERRORS_SHOWN: Final = 2.0
-"""So many errors are shown as +- and in charts: 95 %."""
+"""Errors shown as +- and in charts: 95 %."""
 
-# The catalog's rows and registered ones. The latter are process-wide, as an imported module is: a metric is declared
-# where it is defined, and every part that reduces or shows a key has to know it.
-_BY_NAME: Final[dict[str, MetricSpec]] = {}
-_PATTERNS: Final[list[tuple[re.Pattern[str], MetricSpec]]] = []
+# The catalog's rows and registered ones. The latter are process-wide, like an imported module: a
+# metric is declared where it is defined, and every part that reduces or shows a key has to know it.
+_ROWS: Final[dict[str, MetricSpec]] = {}
+_PATTERNS: Final[dict[str, re.Pattern[str]]] = {}
 
 
 def register(*specs: MetricSpec) -> None:
-    """Add rows for metrics of one's own; call it on every rank, before a key is used: in the module that reports them.
+    """Add rows for custom metrics, on every rank before a key is used: in the reporting module.
 
     Raises:
         ValueError: a name has another row already.
     """
     for spec in specs:
-        known = _BY_NAME.get(spec.name) or next((row for _, row in _PATTERNS if row.name == spec.name), None)
-        if known == spec:
-            continue
-        if known is not None:
+        if _ROWS.setdefault(spec.name, spec) != spec:
             raise ValueError(f"metric {spec.name!r} is in the catalog already, with another row")
         if spec.is_pattern:
             # A part in angle brackets matches one segment between slashes.
-            _PATTERNS.append((re.compile("([^/]+)".join(map(re.escape, re.split(r"<\w+>", spec.name)))), spec))
-        else:
-            _BY_NAME[spec.name] = spec
+            pattern = "([^/]+)".join(map(re.escape, re.split(r"<\w+>", spec.name)))
+            _PATTERNS[spec.name] = re.compile(pattern)
+    # A key that was a gauge until now may have a row.
     _find.cache_clear()
     _gauge.cache_clear()
 
@@ -71,14 +69,18 @@ class _Found(NamedTuple):
     row: str
     """Name of the catalog's row."""
     part: str
-    """The part of the key that stands for the row's angle brackets."""
+    """The part of the key in place of the row's angle brackets."""
 
 
 def _direct(key: str) -> _Found | None:
-    if key in _BY_NAME:
-        return _Found(_BY_NAME[key], key, "")
-    matches = ((regex.fullmatch(key), row) for regex, row in _PATTERNS)
-    return next((_Found(replace(row, name=key), row.name, found[1]) for found, row in matches if found), None)
+    if key in _ROWS and key not in _PATTERNS:
+        return _Found(_ROWS[key], key, "")
+    # There are few patterns, and `_find` remembers the keys.
+    for name, pattern in _PATTERNS.items():
+        match = pattern.fullmatch(key)
+        if match is not None:
+            return _Found(replace(_ROWS[name], name=key), name, match[1])
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -88,8 +90,11 @@ def _find(key: str) -> _Found | None:
         return found
     if key.startswith(EVAL_PREFIX):
         trained = key.removeprefix(EVAL_PREFIX)
-        found = None if trained.startswith(EVAL_PREFIX) else _find(trained)
-        return found and found._replace(spec=replace(found.spec, name=key, title=f"{found.spec.title} (evaluation)"))
+        # `eval_eval_loss` is no key.
+        base = None if trained.startswith(EVAL_PREFIX) else _find(trained)
+        if base is None:
+            return None
+        return base._replace(spec=replace(base.spec, name=key, title=f"{base.spec.title} (evaluation)"))
     for suffix, ranks in ((WORST_SUFFIX, "sum_and_worst"), (ERROR_SUFFIX, "mean_and_error")):
         base = _direct(key.removesuffix(suffix)) if key.endswith(suffix) else None
         if base is not None and base.spec.ranks == ranks:
@@ -98,15 +103,14 @@ def _find(key: str) -> _Found | None:
 
 
 def _sibling(base: MetricSpec, key: str) -> MetricSpec:
-    """The row of the worst rank beside a total, or of the standard error beside a mean."""
+    """The row of the worst rank of a total, or of the standard error of a mean."""
     if base.ranks == "sum_and_worst":
         text = f"{base.description} This is the largest value of any rank."
         return replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
     text = f"Standard error of {base.name}; absent for a sample of one."
     if base.group == "Evaluation":
-        text = (
-            f"Error of {base.name} over documents, widened by Student's t: two are 95 %. Absent below five documents."
-        )
+        text = f"Error of {base.name} over documents, widened by Student's t: two are 95 %."
+        text += " Absent below five documents."
     return replace(
         base,
         name=key,
@@ -119,24 +123,31 @@ def _sibling(base: MetricSpec, key: str) -> MetricSpec:
     )
 
 
+def _need(key: str) -> _Found:
+    found = _find(key)
+    if found is None:
+        raise UnknownMetric(key)
+    return found
+
+
 def lookup(key: str) -> MetricSpec:
     """The row of a key, with `name` set to the key itself.
 
-    A key matches by its name, by a pattern, with the prefix `eval_`, as the `_max` sibling of a counter whose worst
-    rank is reported, or as the `_se` sibling of a mean with a standard error.
+    A key matches by its name, by a pattern, with the prefix `eval_`, as the `_max` sibling of a
+    counter whose worst rank is reported, or as the `_se` sibling of a mean with a standard error.
 
     Raises:
         UnknownMetric: the key matches no row.
     """
-    if (found := _find(key)) is None:
-        raise UnknownMetric(key)
-    return found.spec
+    return _need(key).spec
 
 
 def lookup_or_gauge(key: str) -> MetricSpec:
-    """The row of a key; a key that is not in the catalog is a gauge, with one warning in each process."""
+    """The row of a key; one that is not in the catalog is a gauge, with one warning per process."""
     found = _find(key)
-    return _gauge(key) if found is None else found.spec
+    if found is None:
+        return _gauge(key)
+    return found.spec
 
 
 @cache
@@ -147,16 +158,15 @@ def _gauge(key: str) -> MetricSpec:
 
 
 def family(key: str) -> tuple[str, str]:
-    """(name of the key's row, the part of the key that stands for the row's angle brackets).
+    """(name of the key's row, the part of the key in place of the row's angle brackets).
 
-    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself and "". The family of an
-    evaluation key, of a worst-rank key and of a standard error is that of its base key.
+    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key itself and "".
+    Evaluation keys, worst-rank keys and standard errors have the family of their base key.
 
     Raises:
         UnknownMetric: the key matches no row.
     """
-    if (found := _find(key)) is None:
-        raise UnknownMetric(key)
+    found = _need(key)
     return found.row, found.part
 
 
@@ -166,13 +176,12 @@ def keys_under(prefix: str) -> tuple[str, ...]:
 
 
 def is_built_in(key: str) -> bool:
-    """Whether the key matches a row that is not a registered one: a part of the trainer reports it."""
+    """Whether the key matches one of the trainer's own rows, not a registered one."""
     found = _find(key)
     return found is not None and found.row in (spec.name for spec in CATALOG)
 
 
 def is_known(key: str) -> bool:
-    """Whether the key matches a row of the catalog."""
     return _find(key) is not None
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from trainer.metrics.catalog.spec import MetricSpec, row_of
 
 EPOCHS: Final = "data/epochs/"
-"""Of these keys a data set gives what was read since the last time, and the tracker reports the total."""
+"""A data set reports what was read since its last report, the tracker the total since the start."""
 
 _MixingRow = partial(row_of, group="Stream mixing", window="last")
 _BlendRow = partial(row_of, group="Blend", window="last")
@@ -80,7 +80,8 @@ ROWS: tuple[MetricSpec, ...] = (
         "Low: the device computes padding, or batches are small.",
     ),
     _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
-        "Epochs of a source read since the start, over all ranks: the share read of each file's tokens, weighted by file size.",
+        "Epochs of a source read since the start, over all ranks: the share read of each file's tokens, "
+        "weighted by file size.",
         "Below 4: repeated tokens are nearly as good as new ones until then.",
         "Far above: the model memorizes the source.",
     ),

@@ -1,4 +1,4 @@
-"""Catalog rows of the gradient noise scale, and of layers and the optimizer's parameter groups (docs/gns.md)."""
+"""Catalog rows of the gradient noise scale, of layers and of parameter groups (docs/gns.md)."""
 
 from __future__ import annotations
 
@@ -14,55 +14,54 @@ _Row = partial(row_of, group="Gradient noise scale", window="last")
 _Sequences = partial(_Row, unit="sequences")
 _AsBSimple = partial(_Row, healthy="As gns/b_simple.", pathological="As gns/b_simple.")
 _Ratio = partial(_Row, unit="ratio")
+_BATCH_TOO_SMALL = ("Above ten times gns/b_big: batch too small.", "Absent for long: batch far too small.")
+_AS_B_SIMPLE = ("As gns/b_simple_low.", "As gns/b_simple_high.")
 _DEPENDENT = "Far from gns/b_now: rows share streams or documents."
-_NOISE_SCALES = (
-    (
-        "b_simple",
-        "Noise scale B_simple",
-        "tr(Sigma) / |G|^2: batch size at which gradient noise equals signal.",
-        "Grows slowly as the loss falls.",
-        "Far below the batch: averaging wastes compute.",
-    ),
-    (
-        "b_now",
-        "Noise scale now",
-        "The noise scale at this step, by a line through recent ones.",
-        "As gns/b_simple, and above it while growing.",
-        "As gns/b_simple.",
-    ),
-    (
-        "b_drawn",
-        "Noise scale as drawn",
-        "Noise of a step's gradient over |G|^2, times its sequences.",
-        "Close to gns/b_now.",
-        _DEPENDENT,
-    ),
-    (
-        "b_independent",
-        "Noise scale of independent rows",
-        "Noise scale of sequences drawn independently from all data.",
-        "Close to gns/b_now.",
-        _DEPENDENT,
-    ),
-)
+
+
+def _with_bounds(
+    name: str, title: str, texts: tuple[str, str, str], bounds: tuple[str, str] = _AS_B_SIMPLE
+) -> tuple[MetricSpec, ...]:
+    """The rows of a noise scale: its texts, and what is pathological of its bounds."""
+    low, high = bounds
+    return (
+        _Sequences(f"gns/{name}", title)(*texts),
+        _Sequences(f"gns/{name}_low", f"{title}, lower bound")("Its lower bound (97.5 %).", "Close to it.", low),
+        _Sequences(f"gns/{name}_high", f"{title}, upper bound")(
+            "Its upper bound (99.99 %).", "Within a factor of two.", high
+        ),
+    )
+
 
 ROWS: tuple[MetricSpec, ...] = (
-    *(
-        row
-        for name, title, description, healthy, pathological in _NOISE_SCALES
-        for row in (
-            _Sequences(f"gns/{name}", title)(description, healthy, pathological),
-            _Sequences(f"gns/{name}_low", f"{title}, lower bound")(
-                "Its lower bound (97.5 %).",
-                "Close to it.",
-                "Above ten times gns/b_big: batch too small." if name == "b_simple" else "As gns/b_simple_low.",
-            ),
-            _Sequences(f"gns/{name}_high", f"{title}, upper bound")(
-                "Its upper bound (99.99 %).",
-                "Within a factor of two.",
-                "Absent for long: batch far too small." if name == "b_simple" else "As gns/b_simple_high.",
-            ),
-        )
+    *_with_bounds(
+        "b_simple",
+        "Noise scale B_simple",
+        (
+            "tr(Sigma) / |G|^2: batch size at which gradient noise equals signal.",
+            "Grows slowly as the loss falls.",
+            "Far below the batch: averaging wastes compute.",
+        ),
+        _BATCH_TOO_SMALL,
+    ),
+    *_with_bounds(
+        "b_now",
+        "Noise scale now",
+        (
+            "The noise scale at this step, by a line through recent ones.",
+            "As gns/b_simple, and above it while growing.",
+            "As gns/b_simple.",
+        ),
+    ),
+    *_with_bounds(
+        "b_drawn",
+        "Noise scale as drawn",
+        ("Noise of a step's gradient over |G|^2, times its sequences.", "Close to gns/b_now.", _DEPENDENT),
+    ),
+    *_with_bounds(
+        "b_independent",
+        "Noise scale of independent rows",
+        ("Noise scale of sequences drawn independently from all data.", "Close to gns/b_now.", _DEPENDENT),
     ),
     _Sequences("gns/b_simple_se", "Standard error of B_simple")(
         "Standard error of gns/b_simple on its larger side.",

@@ -1,4 +1,4 @@
-"""Catalog rows of training: objective, gradient, safety; speed, time in a step, device memory and smoothed copies."""
+"""Catalog rows of training: objective, gradient, safety, speed, time, device memory, averages."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ class MetricSpec:
         unit: unit of the value; empty for a pure number.
         kind: gauge (a level), counter (accumulates) or flag (0 or 1).
         window: reduction over several micro-steps or steps.
-        ranks: reduction over ranks; `sum_and_worst` gives the total under the key and the largest rank's value under
-            `<key>_max`; `mean_and_error` gives the mean over all that was sampled and its standard error under `<key>_se`.
+        ranks: reduction over ranks; `sum_and_worst` gives the largest rank's value as `<key>_max`,
+            too, `mean_and_error` the mean's standard error as `<key>_se`.
         description: the meaning, in a sentence.
-        healthy: what a good run shows.
-        pathological: what a bad run shows, and the likely cause.
+        healthy: the values of a good run.
+        pathological: those of a bad run, and the likely cause.
         group: heading in documents and charts.
         title: label of the chart.
         band: the healthy range, if it is the same for every run; charts shade it.
@@ -47,10 +47,9 @@ class MetricSpec:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the name matches many keys."""
         return "<" in self.name
 
 
 def row_of(name: str, title: str, **settings: Any) -> partial[MetricSpec]:
-    """A row that lacks only its texts: `row_of(name, title, unit=...)(description, healthy, pathological)`."""
+    """A row without texts: `row_of(name, title, unit=...)(description, healthy, pathological)`."""
     return partial(MetricSpec, name=name, title=title, **settings)

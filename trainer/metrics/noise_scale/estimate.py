@@ -1,22 +1,26 @@
 """Arithmetic of the gradient noise scale: floats in, floats out, no torch.
 
-`B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) is the batch size at which the noise of the
-gradient equals its signal. A window's micro-batches have gradients h that are independent, each with mean `kappa * G`: kappa is
-the factor by which the micro-batch's *mean* loss was multiplied before the backward. So the inner product of two of them
-averages `kappa_j kappa_k |G|^2`, and all pairs together are `|sum of h|^2 - sum of |h|^2`; the rest of `sum of |h|^2` is noise.
-That holds whatever the noise of a row depends on, be it of each token or of the row as a whole.
+`B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) is the batch size at which the
+noise of the gradient equals its signal. A window's micro-batches have independent gradients h, each
+with mean `kappa * G`: kappa is the factor on the micro-batch's *mean* loss before the backward. So
+the inner product of two of them averages `kappa_j kappa_k |G|^2`, and all pairs together are `|sum
+of h|^2 - sum of |h|^2`; the rest of `sum of |h|^2` is noise. That holds whether the noise comes
+from single tokens or from whole rows.
 
-Only the unit, the effective number of examples, comes from the examples' weights w: that of a micro-batch is 1 / v with
-`v = sum(w^2) / sum(w)^2` (Kish 1965), that of the window 1 / V with `V = sum(kappa^2 v) / sum(kappa)^2`, and `tr(Sigma)` is the
-noise of the window's mean gradient over V. So B over the window's effective examples is its noise over its signal.
+Only the unit, the effective number of examples, comes from the examples' weights w: a micro-batch
+has 1 / v, with `v = sum(w^2) / sum(w)^2` (Kish 1965), the window 1 / V, with `V = sum(kappa^2 v) /
+sum(kappa)^2`, and `tr(Sigma)` is the noise of the window's mean gradient over V. So B over the
+window's effective examples is its noise over its signal.
 
-A middle group between the micro-batches and the window (each rank's sum; on one rank that of the first half) separates pairs
-within groups from other pairs. Noise by the one and by the other agree if micro-batches are independent.
+A middle group between micro-batches and window (each rank's sum; on one rank, that of the first
+half) separates pairs within groups from other pairs. Both give the same noise if micro-batches are
+independent.
 
-The bounds of `bounded_ratio` hold however badly the denominator is known. `History` reads S and |G|^2 off at the last step:
-an average over past steps lags behind a process that drifts, and its standard error does not show it; a straight line fitted
-to the past does not lag, as long as the window is short enough for a line, which the data decide. They cannot rule out a jump
-in the last steps, so the bounds include those of these steps alone.
+The bounds of `bounded_ratio` hold however badly the denominator is known. An average over past
+steps lags behind a process that drifts, and its standard error does not show it. So `History` fits
+a straight line to the past and reads S and |G|^2 off at the last step; the data decide how long the
+window may be. A line cannot rule out a jump in the last steps, so the bounds include those of these
+steps alone.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from numpy.typing import NDArray
 from trainer.errors import UserError
 from trainer.wording import number_text
 
-# Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
+# Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the
+# window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
 KAPPA_SQUARE = 1  # sum of kappa^2
 SMALL_SQUARE = 2  # sum of |h|^2, h the gradient of one micro-batch as the leaf's hook sees it
@@ -48,12 +53,12 @@ RANKS = 10  # 1 from every rank
 FAULTS = 11  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
 NUM_SUMS = 12
 
-MIN_SPREAD = 1e-3  # share of pairs in the square of the sum of kappa below which the window counts as one micro-batch
+MIN_SPREAD = 1e-3  # a smaller share of pairs in the square of kappa's sum is one micro-batch
 MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
 CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
-# Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported only where it exists: a
-# run looks hundreds of times, and at 97.5 % too, the few luckiest windows would report a B far too small, with a bound that
-# excludes the truth.
+# Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported
+# only where it exists: a run looks hundreds of times, and at 97.5 % the few luckiest windows would
+# report a B far too small, with a bound that excludes the truth.
 LOW_QUANTILE = 1.96  # the ratio is below the lower bound in 2.5 % of all windows
 HIGH_QUANTILE = 3.72  # the ratio is above the upper bound in 0.01 % of all windows
 QUANTILES = LOW_QUANTILE, HIGH_QUANTILE
@@ -62,24 +67,23 @@ MIN_WINDOWS = 8  # a line has two parameters, and the scatter about it has to be
 RECENT = 3  # steps after which bounds hold again if S or |G|^2 jumps
 LARGEST_JUMP = 4.0  # of B that the bounds allow for before the steps show one
 GROWTH = 1.4  # of the window from one candidate to the next
-TOLERANCE = 2.0  # normal quantile by which the fits over all shorter windows must agree with a window's
+TOLERANCE = 2.0  # normal quantile within which a window's fit agrees with all shorter ones
 ROUNDING = 1e-9  # relative difference that says nothing
 SHORTENED = 0.5  # share of the longest window without visible curvature that is used
 
 
 @dataclass(frozen=True)
 class Window:
-    """Estimates from one optimizer step. `tr_sigma` and `grad_sq` are unbiased and never clamped: either may be
-    negative."""
+    """Unbiased estimates from one step, never clamped: `tr_sigma` and `grad_sq` may be negative."""
 
     tr_sigma: float
     """Estimate of tr(Sigma), per example."""
     grad_sq: float
     """Estimate of |G|^2."""
     between: float | None
-    """tr(Sigma) from pairs that are not within one middle group; None if the layout has no middle."""
+    """tr(Sigma) from pairs across middle groups; None if the layout has none."""
     within: float | None
-    """tr(Sigma) from pairs within the middle groups."""
+    """tr(Sigma) from pairs within middle groups."""
     small_noise: float
     """v, averaged by kappa; 1 / v is the effective number of examples of a micro-batch."""
     big_noise: float
@@ -91,23 +95,21 @@ class Window:
 
 @dataclass(frozen=True)
 class Absent:
-    """Why a window gives no estimate. `is_fault` separates a bad window from a layout that can never give one."""
+    """Why a window gives no estimate: its own fault, or a layout that can never give one."""
 
     reason: str
     is_fault: bool
 
 
 def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
-    """The estimates of one window.
+    """The unbiased estimates of one window: means over pairs and micro-batches, weighted by kappa.
 
     Args:
         sums: the vector of sums, `NUM_SUMS` long, summed over ranks.
         grad_sq: square norm of the gradient that the optimizer gets, before clipping.
-        grad_factor: c, where that gradient is c times the gradient of the weighted mean loss. None: the sum of kappa
-            over the number of ranks, which is what DDP's average leaves. 1.0 if the loop has divided by it, as
-            `GradScaler.unscale_` does with kappa = scale / m.
-
-    Both are means over pairs, and over micro-batches, with the weights that kappa gives them: unbiased, given every kappa.
+        grad_factor: c, where that gradient is c times the gradient of the weighted mean loss. None:
+            the sum of kappa over the number of ranks, as DDP's average leaves it. 1.0 if the loop
+            has divided by it, as `GradScaler.unscale_` does with kappa = scale / m.
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
@@ -121,20 +123,18 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     whole, own = kappa * kappa, sums[KAPPA_SQUARE]
     big, small = grad_sq / factor / factor * whole, sums[SMALL_SQUARE]
     if whole - own < MIN_SPREAD * whole:
-        return Absent(
-            "the step has a single micro-batch, so there is only one batch size to compare; "
-            "halve the micro-batch and accumulate two",
-            is_fault=False,
-        )
+        reason = "the step has a single micro-batch, so there is only one batch size to compare"
+        return Absent(f"{reason}; halve the micro-batch and accumulate two", is_fault=False)
     mean_sq = (big - small) / (whole - own)
     between = within = None
-    # On several ranks the middle groups are whole windows, and all of them must be there: a rank has none where a parameter is
-    # not used in its last micro-batch, and what the others measured would pass for all.
+    # On several ranks the middle groups are whole windows, and all of them must be there: a rank
+    # has none if a parameter is not used in its last micro-batch, and the measurements of the
+    # others would pass for all.
     own_middle, small_middle, whole_middle, square_middle = sums[MIDDLE_OWN_KAPPA : MIDDLE_SQUARE + 1]
     has_middle = own_middle > (0.0 if sums[RANKS] == 1.0 else own * (1.0 - 1e-9))
     pairs = whole_middle - own_middle
     others = whole - own - pairs
-    # Both kinds of pairs must be there, or what is divided by is rounding.
+    # Without both kinds of pairs, the divisor would be rounding.
     if has_middle and pairs >= MIN_SPREAD * whole_middle and others >= MIN_SPREAD * whole:
         unit = own / sums[BIG_NOISE] / own_middle
         between = unit * (square_middle - whole_middle * (big - small - square_middle + small_middle) / others)
@@ -152,15 +152,15 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
 
 
 class Ratio(NamedTuple):
-    """A ratio of two averages and its bounds; None is a bound, or a value, that the data do not determine."""
+    """A ratio of two averages and its bounds; None where the data do not determine it."""
 
     low: float | None
     high: float | None = None
     value: float | None = None
     """None without an upper bound."""
     error: float | None = None
-    """Distance of value and upper bound in units of the bound's quantile: the standard error by the delta method where y is
-    known well, more where it is not, where that method is too small."""
+    """Distance of value and upper bound in units of the bound's quantile: the standard error by the
+    delta method where y is known well, more where that method is too small."""
 
 
 def bounded_ratio(
@@ -168,9 +168,9 @@ def bounded_ratio(
 ) -> Ratio:
     """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
 
-    The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own standard errors: no division
-    by y, so that they hold for any y, also one that is not told from zero. A noise scale is not negative, so the part of the
-    confidence set below zero is left out.
+    The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own
+    standard errors. Nothing is divided by y, so they hold for any y, even if it may be zero. A
+    noise scale is not negative, so the part of the confidence set below zero is left out.
 
     Args:
         x, y: unbiased and about normal.
@@ -178,8 +178,8 @@ def bounded_ratio(
         freedom: degrees of freedom of these.
         z: normal quantiles of the two bounds.
     """
-    # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero; b^2 - a k is written
-    # without cancellation.
+    # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero;
+    # b^2 - a k is written without cancellation.
     spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
     product = var_x * var_y - cov * cov
     t = t_quantile(z[0], freedom)
@@ -197,14 +197,16 @@ def bounded_ratio(
 
 
 def is_positive(value: float, variance: float, freedom: float, z: float = HIGH_QUANTILE) -> bool:
-    """Whether an estimate with this variance is above zero, by the test that the upper bound needs."""
+    """Whether an estimate with this variance is above zero, by the test of the upper bound."""
     t = t_quantile(z, freedom)
     return value > 0.0 and value * value > t * t * variance
 
 
 def t_quantile(z: float, freedom: float) -> float:
-    """Quantile of Student's t where the normal one is z: inverse of Wallace (1959), 0.5 % (z = 1.96) and 6 % (3.72) too
-    large at 4 degrees of freedom, exact for many."""
+    """Quantile of Student's t where the normal one is z, by the inverse of Wallace (1959).
+
+    Exact for many degrees of freedom; at 4, it is 0.5 % (z = 1.96) and 6 % (3.72) too large.
+    """
     exponent = (z * (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0)) ** 2 / freedom
     return math.sqrt(freedom * math.expm1(min(exponent, 700.0)))  # a tiny `ema` would overflow
 
@@ -221,7 +223,6 @@ class Fit:
     freedom: float
 
     def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
-        """x / y with its bounds."""
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
         return bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
 
@@ -232,27 +233,28 @@ class Current(NamedTuple):
     ratio: Ratio
     """The value is that of `used`; the bounds allow for a jump."""
     used: Fit
-    """By the windows that the value comes from: the last ones with an estimate."""
+    """Over the windows that the value comes from: the last ones with an estimate."""
     longest: Fit
-    """By all that show no curvature."""
+    """Over all that show no curvature."""
 
 
 class History:
     """Pairs (x, y) of all steps: the latest singly, older ones in sums over 2, 4, 8, ... steps.
 
-    At most `BLOCKS` sums of each length are kept, so that its size grows with the logarithm of the steps.
+    At most `BLOCKS` sums of each length are kept: its size grows with the steps' logarithm.
     """
 
     def __init__(self) -> None:
-        self._levels: list[list[tuple[float, float]]] = [[]]  # sums over 2^level steps, oldest first
+        # Sums over 2^level steps, oldest first.
+        self._levels: list[list[tuple[float, float]]] = [[]]
 
     def add(self, x: float, y: float) -> None:
-        """Add the next step's pair."""
         block = (x, y)
         for level in self._levels:
             level.append(block)
             if len(level) <= BLOCKS:
                 return
+            # The two oldest become one block of the next level.
             (x0, y0), (x1, y1) = level.pop(0), level.pop(0)
             block = (x0 + x1, y0 + y1)
         self._levels.append([block])
@@ -268,8 +270,8 @@ class History:
         if not fits:
             return None
         longest = longest_straight(fits)
-        # Half of it: curvature that is just not visible would still shift the line's end by about its standard error. It grows
-        # with the square of the window.
+        # Half of it: curvature that is just invisible would still shift the line's end by about its
+        # standard error. It grows with the square of the window.
         enough = max(SHORTENED * longest.steps, min(MIN_WINDOWS, longest.steps))
         used = max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
         ratio, recent = used.ratio(), fits[0].ratio((recent_z, recent_z))
@@ -282,11 +284,10 @@ class History:
         return Current(ratio._replace(low=low, high=high), used, longest)
 
     def _fits(self, before: int) -> Iterator[Fit]:
-        """Fits over longer and longer windows that end `before` steps before the last: `_recent_mean`, then lines.
-
-        Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and White 1985): the noise of
-        both series changes with their size. The degrees of freedom are Satterthwaite's, for equal noise in every step.
-        """
+        """Fits over growing windows, `before` steps before the last: `_recent_mean`, then lines."""
+        # Weighted least squares with the heteroscedasticity-consistent covariance HC3 (MacKinnon and
+        # White 1985): the noise of both series changes with their size. Degrees of freedom are
+        # Satterthwaite's, for equal noise in every step.
         blocks: list[tuple[float, ...]] = []
         for level, sums in enumerate(self._levels):
             for x, y in reversed(sums):
@@ -316,18 +317,16 @@ class History:
             yield Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom))
 
     def state_dict(self) -> list[list[list[float]]]:
-        """All sums, as plain floats."""
         return [[list(block) for block in level] for level in self._levels]
 
     def load_state_dict(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Restore a saved state exactly."""
         self._levels = [[(float(x), float(y)) for x, y in level] for level in state] or [[]]
 
 
 def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
-    """The mean of the last steps, and its covariance from the differences of successive pairs (von Neumann 1941), in which a
-    jump enters once. Noise is taken to grow with the level, since it may have grown with it in these steps.
-    `pairs`: [n, 2] single steps, newest first."""
+    """The mean of the last steps. `pairs`: [n, 2] single steps, newest first."""
+    # Differences of successive pairs (von Neumann 1941) give its covariance: a jump enters once.
+    # Noise is taken to grow with the level, since it may have grown with it in these steps.
     steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
     growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
     covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2
@@ -337,14 +336,15 @@ def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
 def longest_straight(fits: Sequence[Fit]) -> Fit:
     """The longest window whose fit agrees with those over all shorter ones, in x and in y.
 
-    By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially adaptive estimation of
-    nonparametric regression"): as long as the intervals of all windows up to this one have a point in common, curvature has
-    not yet shifted the fit visibly.
+    By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially
+    adaptive estimation of nonparametric regression"): while the intervals of all windows up to this
+    one share a point, curvature has not yet shifted the fit visibly.
     """
     low, high = np.full(2, -math.inf), np.full(2, math.inf)
     longest = fits[0]
     for fit in fits:
-        margin = t_quantile(TOLERANCE, fit.freedom) * np.sqrt(np.diag(fit.covariance)) + ROUNDING * abs(fit.now)
+        deviation = np.sqrt(np.diag(fit.covariance))
+        margin = t_quantile(TOLERANCE, fit.freedom) * deviation + ROUNDING * abs(fit.now)
         low, high = np.maximum(low, fit.now - margin), np.minimum(high, fit.now + margin)
         if (low > high).any():
             break
@@ -355,8 +355,8 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
 class PairAverage:
     """Bias-corrected exponential averages of x and y with the covariance of the two averages.
 
-    The averages are means weighted by `ema ** age`, updated in the form without cancellation (West 1979): dividing by
-    the sum of the weights corrects the bias.
+    The averages are means weighted by `ema ** age`, updated in the form without cancellation (West
+    1979): dividing by the sum of the weights corrects the bias.
     """
 
     FIELDS = ("weight", "weight_sq", "mean_x", "mean_y", "c_xx", "c_yy", "c_xy", "count")
@@ -369,20 +369,20 @@ class PairAverage:
         self.count = 0.0
 
     def update(self, x: float, y: float) -> None:
-        """Add one pair."""
         fresh = 1.0 - self._ema
         self.weight = self._ema * self.weight + fresh
         self.weight_sq = self._ema**2 * self.weight_sq + fresh**2
         dx, dy = x - self.mean_x, y - self.mean_y
         self.mean_x += fresh / self.weight * dx
         self.mean_y += fresh / self.weight * dy
+        # One deviation is from the mean before the pair, the other from the one after it.
         self.c_xx = self._ema * self.c_xx + fresh * dx * (x - self.mean_x)
         self.c_yy = self._ema * self.c_yy + fresh * dy * (y - self.mean_y)
         self.c_xy = self._ema * self.c_xy + fresh * dx * (y - self.mean_y)
         self.count += 1.0
 
     def covariance(self) -> tuple[float, float, float] | None:
-        """Variance of the average of x, of y, and their covariance; None before `MIN_PAIRS` pairs."""
+        """Variances of the averages of x and y, and covariance; None before `MIN_PAIRS` pairs."""
         if self.count < MIN_PAIRS:
             return None
         share = self.weight_sq / self.weight**2  # sum of the squared weights: 1 / (effective number of pairs)
@@ -397,14 +397,14 @@ class PairAverage:
     def ratio(self) -> Ratio | None:
         """x / y of the averages, with bounds; None before `MIN_PAIRS` pairs."""
         moments = self.covariance()
-        return None if moments is None else bounded_ratio(self.mean_x, self.mean_y, *moments, freedom=self.freedom)
+        if moments is None:
+            return None
+        return bounded_ratio(self.mean_x, self.mean_y, *moments, freedom=self.freedom)
 
     def state_dict(self) -> dict[str, float]:
-        """All fields as plain floats."""
         return {name: float(getattr(self, name)) for name in self.FIELDS}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a saved state exactly."""
         for name in self.FIELDS:
             setattr(self, name, float(state[name]))
 
@@ -423,14 +423,14 @@ class NoiseScaleAverage:
 
     def __init__(self, ema: float = 0.95) -> None:
         if not 0.0 < ema < 1.0:
-            raise UserError("gns.ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
+            raise UserError("ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
         self.history = History()
         """Of the same pairs."""
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.drawn: Ratio | None = None
-        """B of the batch as it is drawn, for decisions, if something measures it and it has an upper bound."""
+        """B of the batch as drawn, for decisions, if it is measured and has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.shards_per_rank = 1
         """Data shards, each of which has a micro-batch of its own at a time."""
@@ -469,15 +469,16 @@ class NoiseScaleAverage:
         return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
 
     def metrics(self) -> dict[str, float]:
-        """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the start."""
+        """The known values by catalog key; `gns/skipped` counts since the start."""
         values: dict[str, float | None] = {"gns/skipped": self.skipped}
         if self._noise.count > 0.0:
             values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.mean_x, self._noise.mean_y
             values["gns/b_small"], values["gns/b_big"] = 1.0 / self.small_noise, 1.0 / self.big_noise
             values |= self._consistency_values()
-            if (ratio := self._noise.ratio()) is not None:
+            ratio, current = self._noise.ratio(), self.history.current()
+            if ratio is not None:
                 values |= self._values_of_ratio(ratio)
-            if (current := self.history.current()) is not None:
+            if current is not None:
                 low, high, value, _ = current.ratio
                 values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
                 values["gns/b_now_steps"] = float(current.used.steps)
@@ -502,17 +503,18 @@ class NoiseScaleAverage:
         return values
 
     def _consistency_values(self) -> dict[str, float]:
-        """Between over within and its error; the cap if within vanishes while between is surely positive."""
+        """Between over within, and its error; the cap if within vanishes and between does not."""
         pair = self._consistency
-        if (ratio := pair.ratio()) is None:
+        ratio, moments = pair.ratio(), pair.covariance()
+        if ratio is None or moments is None:
             return {}
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
             return {"gns/consistency": value, "gns/consistency_se": ratio.error}
         is_vanishing = abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
-        moments = pair.covariance()
-        is_sure = moments is not None and is_positive(pair.mean_x, moments[0], pair.freedom)
-        return {"gns/consistency": CONSISTENCY_CAP} if is_vanishing and is_sure else {}
+        if is_vanishing and is_positive(pair.mean_x, moments[0], pair.freedom):
+            return {"gns/consistency": CONSISTENCY_CAP}
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, the history and the gauges as plain floats; taken between windows."""
@@ -524,7 +526,6 @@ class NoiseScaleAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state exactly."""
         self.history.load_state_dict(state["history"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
@@ -534,11 +535,12 @@ class NoiseScaleAverage:
 
 
 def outlook(noise: NoiseScaleAverage) -> str:
-    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay as they are; empty where it
-    has one, and before it has a bound.
+    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay
+    as they are; empty where it has one, and before it has a bound.
 
-    The variance of |G|^2 falls with the number of steps, and with the sequences per step or their square: the signal's part and
-    the noise's. Where |G|^2 is below its own error, that error stands for it.
+    The variance of |G|^2 falls with the number of steps; with the sequences per step its signal's
+    part falls likewise, its noise's part with their square. Where |G|^2 is below its own error,
+    that error stands for it.
     """
     current = noise.history.current()
     if current is None or current.ratio.value is not None:
@@ -546,7 +548,7 @@ def outlook(noise: NoiseScaleAverage) -> str:
     _, used, longest = current
     signal, error = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
     relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)
-    # What the variance is too large by: with a scatter known from many steps, and from as few as now.
+    # The excess of the variance: with a scatter known from many steps, and from as few as now.
     later, now = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, used.freedom))
     batch, times = 1.0 / noise.big_noise, max(now, 1.1)
     numbers = math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)), batch * math.sqrt(times), batch * times, batch

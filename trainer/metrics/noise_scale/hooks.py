@@ -1,6 +1,7 @@
-"""Measures what the gradient noise scale needs inside an ordinary training loop, with hooks on the parameters.
+"""Measures the gradient noise scale in an ordinary training loop, by hooks on the parameters.
 
-Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batches of b examples per step:
+Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batches of b examples per
+step:
 
     gns = GradientNoiseScale(ddp_model)
     ...
@@ -11,15 +12,15 @@ Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batche
         gns.end_micro(1 / m, b)
     metrics = gns.step()                      # before clipping and optimizer.step()
 
-A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it, so nothing is
-stored but a few fp64 numbers. A hook after the accumulation of the last micro-batch
-(`register_post_accumulate_grad_hook`) sees the rank's own sum: it runs inside the accumulation node, and DDP reduces
-after that node.
+A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it,
+so only a few fp64 numbers are stored. A hook after the accumulation of the last micro-batch
+(`register_post_accumulate_grad_hook`) sees the rank's own sum: it runs inside the accumulation
+node, and DDP reduces after that node.
 
-FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates into the unsharded
-parameter, a single object over the model's life that is empty while resharded. `FSDPModule.unshard()` registers it in
-the module as long as it is whole, so public API suffices to find and hook it. Its hooks see the rank's own full
-micro-gradient, before the reduce-scatter.
+FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates
+into the unsharded parameter, a single object over the model's life that is empty while resharded.
+`FSDPModule.unshard()` registers it in the module while it is whole, so public API suffices to find
+and hook it. Its hooks see the rank's own full micro-gradient, before the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -45,69 +46,72 @@ from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Wind
 
 log = logging.getLogger(__name__)
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
-# Where a kernel takes many tensors: one for each would cost a small model a tenth of its step.
+# Where one kernel takes many tensors: one per tensor would cost a small model a tenth of a step.
 MULTI_TENSOR = {"cuda"}
-HELD_BYTES = {"cuda": 2**26, "cpu": 2**20}  # of gradients that wait for others: a CPU then has the code in its cache
+# Of gradients that wait to be measured together. On a CPU, the code then stays in its cache.
+HELD_BYTES = {"cuda": 2**26, "cpu": 2**20}
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers, [n] each, whose squares `square_sum` adds up to the sum of squares of all elements of the tensors.
+    """Numbers, [n] each, whose squares (`square_sum`) add up to those of all elements.
 
-    On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32, and what is left: almost a
-    single kernel, where the sum itself takes five.
+    On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32,
+    and the remainder: almost a single kernel, where the sum itself takes five.
     """
     dense = []
     for tensor in tensors:
-        each = tensor.detach() if tensor.requires_grad else tensor
-        if each.is_sparse:
-            each = each.coalesce().values()
-        if each.is_complex():
-            each = torch.view_as_real(each)
-        dense.append(each)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_sparse:
+            tensor = tensor.coalesce().values()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        dense.append(tensor)
     if dense and dense[0].device.type in MULTI_TENSOR:
         flat = [each.reshape(-1) for each in dense]
         return [torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))]
-    found = []
+    norms = []
     for each in dense:
         rows, rest = divmod(each.numel(), _CHUNK)
         if rest or not rows:
-            flat_one = each.reshape(-1)
-            left = flat_one[rows * _CHUNK :] if rows else flat_one
-            found.append(left.to(torch.float64, copy=True))  # a view would keep the tensor
-            each = flat_one[: rows * _CHUNK]
+            elements = each.reshape(-1)
+            each, left = elements[: rows * _CHUNK], elements[rows * _CHUNK :]
+            norms.append(left.to(torch.float64, copy=True))  # a view would keep the tensor
         if rows:
             accumulate = torch.float64 if each.dtype == torch.float64 else torch.float32
-            found.append(torch.linalg.vector_norm(each.reshape(rows, _CHUNK), dim=1, dtype=accumulate))
-    return found
+            norms.append(torch.linalg.vector_norm(each.reshape(rows, _CHUNK), dim=1, dtype=accumulate))
+    return norms
 
 
 def square_sum(norms: Sequence[Tensor]) -> Tensor:
     """[] float64 on the first tensor's device: the sum of the squares of all numbers, in fp64.
 
-    Of `norms_of`: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to 1.7 times the time of one fp32 norm on
-    a CPU, whose error at 39 million elements is 5e-3.
+    With `norms_of`: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to 1.7 times
+    the time of one fp32 norm on a CPU, whose error at 39 million elements is 5e-3.
     """
     device = norms[0].device
     by_type: dict[torch.dtype, list[Tensor]] = {}  # to join several types takes much longer on CUDA
     for each in norms:
-        by_type.setdefault(each.dtype, []).append(each if each.device == device else each.to(device))
+        if each.device != device:
+            each = each.to(device)
+        by_type.setdefault(each.dtype, []).append(each)
     wide = torch.cat(list(map(Tensor.double, map(torch.cat, by_type.values()))))
     return torch.dot(wide, wide)
 
 
 class GradientNoiseScale(NoiseScaleAverage):
-    """The average noise scale of a model that is trained in windows of micro-batches, measured by hooks.
+    """The average noise scale of a model trained in windows of micro-batches, measured by hooks.
 
     Args:
-        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its process group is then the one
-            that averages gradients, and every rank must construct this object). Parameters that do not require a gradient
-            at construction are left out.
+        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its
+            process group is then the one that averages gradients, and every rank must construct
+            this object). Parameters that do not require a gradient at construction are left out.
         ema: see `NoiseScaleAverage`.
         process_group: for a loop that averages gradients over ranks itself, without DDP.
-        weights_are_tokens: whether `example_weights` are token counts, which `gns/b_simple_tokens` needs.
+        weights_are_tokens: whether `example_weights` are token counts; see `gns/b_simple_tokens`.
 
     Raises:
-        UserError: there is nothing to train, or parameters are sharded in a way that `find_leaves` does not support.
+        UserError: nothing to train, or an unsupported way of sharding; see `find_leaves`.
     """
 
     def __init__(
@@ -122,30 +126,32 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.metric_keys = tuple(spec.name for spec in ROWS)
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self.parameter_squares: Tensor | None = None
-        """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without `by_parameter`."""
+        """[P] float64: this rank's `SMALL_SQUARE` of each parameter, with `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
         self.group = self._leaves.group
         """The ranks that average gradients; None on a single process."""
         self._world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self._weights_are_tokens = weights_are_tokens
-        self._fired_in = [-1] * len(self._parameters)  # the last micro-batch in which each parameter's hook ran
+        # The last micro-batch in which each parameter's hook ran.
+        self._fired_in = [-1] * len(self._parameters)
         self._micro = -1  # counts micro-batches over the object's life
         self._window_fires: set[int] = set()
         self._is_active = self._has_warned = False
         self._failure: Exception | None = None  # of a hook
-        # In fixed places, where the graphs of `repeat` add to them.
+        # Made once: the CUDA graphs of `repeat` add to these very tensors.
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=self._parameters[0].device)
         self._squares: Tensor | None = None
         self.begin_window()
         self._handles: list[Any] = []
-        # torch stores hooks where the garbage collector does not look. A strong reference to the owner, and through it to
-        # the process group, would keep an unclosed group and its threads alive until exit, where they can abort the process.
+        # torch stores hooks where the garbage collector does not look. A strong reference to the
+        # owner, and through it to the process group, would keep an unclosed group and its threads
+        # alive until exit, where they can abort the process.
         owner = weakref.ref(self)
         for index, parameter in enumerate(self._leaves.hooked):
             leaf: Any = parameter  # torch does not type these two methods
             self._handles.append(leaf.register_hook(partial(self._hook, owner, type(self)._measure, index)))
-            if self._world_size > 1:  # a single process has the sum still when the backward is done
+            if self._world_size > 1:  # a single process still has the sum after the backward
                 accumulated = partial(self._hook, owner, type(self)._accumulated)
                 self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
@@ -153,36 +159,41 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Start a window; an unfinished one is discarded.
 
         Args:
-            num_micros: micro-batches to come; without it `gns/consistency` is absent on a single rank.
-            pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients of each micro-batch.
-            by_parameter: keep the square norms of each parameter's micro-gradients apart too, for `PerLayer`.
+            num_micros: micro-batches to come; a single rank needs it for `gns/consistency`.
+            pairs: provide `pair_norms`, by a second pass over each micro-batch's gradients.
+            by_parameter: provide `parameter_squares`.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
         self._pairs: list[Tensor] | None = [] if pairs else None
+        self.parameter_squares = None
         if by_parameter:
-            self._squares = self._sums.new_zeros(len(self._parameters)) if self._squares is None else self._squares
-            self._squares.zero_()
-        self.parameter_squares = self._squares if by_parameter else None
-        self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None
+            if self._squares is None:
+                self._squares = self._sums.new_zeros(len(self._parameters))
+            self.parameter_squares = self._squares.zero_()
+        self._middle_at: int | None = None
+        if num_micros is not None and self._world_size == 1:
+            self._middle_at = (num_micros + 1) // 2
         self._window_start = self._micro
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
         self._window_fires.clear()
 
     def begin_micro(self, last: bool) -> None:
-        """Call before a micro-batch's backward; `last` for the window's last, in which DDP reduces."""
+        """Call before a micro-batch's backward; `last`: the window's last, in which DDP reduces."""
         self._micro += 1
         in_window = self._micro - self._window_start
+        # On several ranks, the middle group is all of this rank's micro-batches.
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
         self._is_first = in_window == 1
         self._sums_up = self._is_middle or self._pairs is not None
         self._micro_norms: list[Tensor] = []
-        # Whose norms are to be taken: gradients, or parameters that have them.
+        # Not measured yet: gradients, or parameters that have them.
         self._held: list[tuple[int, Tensor]] = []
         self._held_bytes = 0
-        ddp, is_sharded = self._leaves.ddp, self._leaves.is_sharded
-        # What reduces within the backward replaces a parameter's gradient as soon as it has it.
-        reduces = is_sharded or (last and self._world_size > 1) or (ddp is not None and ddp.require_backward_grad_sync)
+        # A reduction within the backward replaces a parameter's gradient as soon as it is there.
+        ddp, reduces = self._leaves.ddp, self._leaves.is_sharded or (last and self._world_size > 1)
+        if ddp is not None and ddp.require_backward_grad_sync:
+            reduces = True
         self._may_hold = 0 if reduces else HELD_BYTES.get(self._sums.device.type, 0)
         self._sum_norms: list[Tensor] = []  # of the running sum
         self._sum_fires = self._repeats = 0
@@ -193,11 +204,12 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Call after the backward of a micro-batch, before anything changes `.grad`.
 
         Args:
-            kappa: factor on the micro-batch's mean loss in the backward: 1/m, 1/m times the loss scale, or the
-                constant times this micro-batch's tokens where a sum of token losses is differentiated. Before DDP's
-                average. Zero for a micro-batch with no target token, which then carries no weight.
-            example_weights: [B] weight of each example in the mean (its tokens; zero for a masked row), or the number
-                of examples if all weigh the same.
+            kappa: factor on the micro-batch's mean loss in the backward: 1/m, 1/m times the loss
+                scale, or the constant times this micro-batch's tokens where a sum of token losses
+                is differentiated. Before DDP's average. Zero for a micro-batch with no target
+                token, which then carries no weight.
+            example_weights: [B] weight of each example in the mean (its tokens; zero for a masked
+                row), or the number of examples if all weigh the same.
         """
         if self._failure is not None:
             raise self._failure
@@ -205,7 +217,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._is_active = False
         self._measure_held()
         if self._world_size == 1 and self._sums_up and not self._is_first:
-            sums = [leaf.grad for leaf in map(self._leaves.hooked.__getitem__, self._fired) if leaf.grad is not None]
+            leaves = [self._leaves.hooked[index] for index in self._fired]
+            sums = [leaf.grad for leaf in leaves if leaf.grad is not None]
             self._sum_fires += len(sums)
             self._sum_norms += norms_of(sums)
         nothing = self._sums.new_zeros(1)
@@ -213,14 +226,15 @@ class GradientNoiseScale(NoiseScaleAverage):
         if self._sums_up and not self._is_first:
             square = square_sum([nothing, *self._sum_norms])
         factor = torch.as_tensor(kappa, dtype=torch.float64, device=self._sums.device)
-        zero = torch.zeros_like(factor)
+        zero = tokens = torch.zeros_like(factor)
         if isinstance(example_weights, int):
-            noise, tokens = torch.full_like(factor, 1.0 / example_weights), zero
+            noise = torch.full_like(factor, 1.0 / example_weights)
         else:
             weights = example_weights.detach().to(self._sums)
             total = weights.sum()
             noise = weights.square().sum() / total.square()
-            tokens = total if self._weights_are_tokens else zero
+            if self._weights_are_tokens:
+                tokens = total
         has_weight = factor > 0.0
         noise = torch.where(has_weight, noise, 0.0)
         fault = (~has_weight & (micro_square > 0.0)).double()
@@ -228,18 +242,19 @@ class GradientNoiseScale(NoiseScaleAverage):
             fault = fault + 1.0
             if not self._has_warned:
                 self._has_warned = True
-                text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such steps "
-                log.warning(text + "are skipped; pass use_reentrant=False", self._repeats)
+                text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such "
+                log.warning(text + "steps are skipped; pass use_reentrant=False", self._repeats)
         squared = factor.square()
         update = [factor, squared, micro_square, factor * noise, squared * noise]
         self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault])
-        # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It is not if a parameter with
-        # an older gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another type
-        # than it accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's
-        # norm.
+        # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It
+        # is not if a parameter with an older gradient was not used in this micro-batch, if FSDP2
+        # keeps the sum elsewhere (it reduces in another type than it accumulates in), or if the
+        # loop reduces after every micro-batch. A group of one micro-batch has that one's norm.
         is_whole = self._is_first or (not self._is_moved and self._sum_fires >= len(self._window_fires))
         if self._pairs is not None:
-            self._pairs.append(torch.stack([factor, micro_square, square if is_whole else square * math.nan]))
+            known = square if is_whole else square * math.nan
+            self._pairs.append(torch.stack([factor, micro_square, known]))
         if self._is_middle and is_whole:
             own, middle = noise_scale.KAPPA_SQUARE, noise_scale.MIDDLE_OWN_KAPPA
             self._sums[middle : middle + 2] = self._sums[own : own + 2]
@@ -248,42 +263,44 @@ class GradientNoiseScale(NoiseScaleAverage):
 
     @property
     def kind(self) -> tuple[bool, ...]:
-        """What the device's work for the micro-batch that has begun depends on."""
+        """The conditions that decide the device's work for the micro-batch that has begun."""
         return self._is_first, self._is_middle, self._pairs is not None, self.parameter_squares is not None
 
     def trace(self) -> Trace:
-        """What `repeat` needs of the micro-batch that has just ended, in which a CUDA graph was captured."""
-        return Trace(frozenset(self._fired), None if self._pairs is None else self._pairs.pop())
+        """The host's part of the micro-batch in which a CUDA graph was captured, for `repeat`."""
+        pair = self._pairs.pop() if self._pairs else None
+        return Trace(frozenset(self._fired), pair)
 
     def repeat(self, trace: Trace) -> None:
-        """In place of backward and `end_micro`: their work on the device was that of the micro-batch of `trace`, replayed."""
+        """Replaces backward and `end_micro` if the device replayed the micro-batch of `trace`."""
         self._is_active = False
         self._window_fires |= trace.fired
         if self._pairs is not None and trace.pair is not None:
             self._pairs.append(trace.pair.clone())
 
     def again(self) -> None:
-        """Begin the micro-batch anew that has begun."""
         self._window_start += 1
         self.begin_micro(self._is_middle)
 
     def local_sums(self) -> Tensor:
-        """[NUM_SUMS] float64 on the device: this rank's sums of the window, to be SUM-reduced over ranks."""
+        """[NUM_SUMS] float64 on the device: this rank's sums, to be SUM-reduced over ranks."""
         assert not self._is_active, "local_sums between begin_micro and end_micro"
         sums = self._sums.clone()
+        # Without a hook that ran, the sums of the window are unknown, not zero.
         if not self._window_fires:
             sums[noise_scale.FAULTS] += 1.0
         return sums
 
     def pair_norms(self) -> Tensor | None:
-        """[K, 3] float64 on the device: kappa, square norm of the gradient, and that of the running sum of gradients before any
-        reduction, of each micro-batch of a window with `pairs`; None without. NaN where `.grad` is not that sum."""
+        """[K, 3] float64 on the device, for each micro-batch of a window with `pairs` (None
+        without): kappa, square norm of the gradient, and that of the running sum of gradients
+        before any reduction; NaN where `.grad` is not that sum."""
         return torch.stack(self._pairs) if self._pairs else None
 
     def grad_sq(self) -> Tensor:
-        """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures micro-batches.
+        """[] float64: square norm of the `.grad` of all parameters, by the micro-batches' kernel.
 
-        If FSDP2 shards the parameters this is the rank's share, to be SUM-reduced over the ranks of the group.
+        With FSDP2 it is the rank's share, to be SUM-reduced over the ranks of the group.
         """
         own = [own_part(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return square_sum([self._sums.new_zeros(1), *norms_of(own)]) / self._leaves.copies
@@ -291,35 +308,34 @@ class GradientNoiseScale(NoiseScaleAverage):
     def finish(
         self, reduced_sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None
     ) -> Window | Absent:
-        """Add the window to the averages, given the reduced sums and the big gradient's square norm; see `estimate`."""
+        """Add the window to the averages, from the reduced sums and norm; see `estimate`."""
         window = noise_scale.estimate(reduced_sums, grad_sq, grad_factor=grad_factor)
         self.update(window)
         return window
 
     def step(self, *, grad_factor: float | None = None) -> dict[str, float]:
-        """All-reduce, estimate, and return the metrics; for loops that do not pack the sums into their own reduction.
+        """All-reduce, estimate, and return the metrics, for loops without a reduction of their own.
 
-        Every rank must call it, after the last backward (and `unscale_`) and before clipping and `zero_grad`.
+        Every rank must call it, after the last backward (and `unscale_`), before clipping.
         """
         packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
         if self._world_size > 1:
-            dist.all_reduce(packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS], group=self.group)
+            # The norm of a gradient that DDP has averaged is whole on every rank.
+            shared = packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS]
+            dist.all_reduce(shared, group=self.group)
         *reduced, square = packed.tolist()
         self.finish(reduced, square, grad_factor=grad_factor)
         return self.metrics()
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @staticmethod
     def _hook(owner: weakref.ref[GradientNoiseScale], measure: Callable[..., None], *args: Any) -> None:
-        """Call a hook between `begin_micro` and `end_micro`. It must return None: a return value replaces the gradient.
-
-        An exception would end the backward in its midst; `end_micro` raises it instead.
-        """
+        # It returns None: a return value would replace the gradient. An exception would end the
+        # backward in its midst, so `end_micro` raises it instead.
         gns = owner()
         if gns is None or not gns._is_active:
             return
@@ -329,21 +345,23 @@ class GradientNoiseScale(NoiseScaleAverage):
             gns._is_active, gns._failure = False, error
 
     def _measure(self, index: int, grad: Tensor) -> None:
-        """The leaf's hook."""
+        leaf = self._leaves.hooked[index]
         if self._fired_in[index] == self._micro:
             self._repeats += 1
         self._fired_in[index] = self._micro
-        if self._sums_up:
-            self._is_moved |= self._leaves.hooked[index].grad is None and index in self._window_fires
-        if not self._is_middle and self._world_size > 1 and (ddp := self._leaves.ddp) is not None:
-            self._is_moved |= ddp.require_backward_grad_sync  # it reduces after this backward: not under `no_sync`
+        if self._sums_up and leaf.grad is None and index in self._window_fires:
+            self._is_moved = True
+        ddp = self._leaves.ddp
+        if not self._is_middle and self._world_size > 1 and ddp is not None and ddp.require_backward_grad_sync:
+            self._is_moved = True  # not under `no_sync`: it reduces after this backward
         self._window_fires.add(index)
         self._fired.append(index)
-        leaf = self._leaves.hooked[index]
-        # A gradient that is held would be copied to become the parameter's own.
-        is_own = self._may_hold > 0 and leaf.grad is None
-        self._held.append((index, leaf if is_own else grad))
-        self._held_bytes += 0 if is_own else grad.nbytes
+        if self._may_hold > 0 and leaf.grad is None:
+            # It is measured as the parameter's own: a reference here would have it copied.
+            self._held.append((index, leaf))
+        else:
+            self._held.append((index, grad))
+            self._held_bytes += grad.nbytes
         if self._held_bytes > self._may_hold:
             self._measure_held()
 
@@ -372,11 +390,11 @@ class GradientNoiseScale(NoiseScaleAverage):
 
 
 class Trace(NamedTuple):
-    """What the hooks of a micro-batch noted on the host."""
+    """The notes that hooks took on the host in one micro-batch."""
 
     fired: frozenset[int]
     pair: Tensor | None
-    """Of `pair_norms`, in the graph's memory."""
+    """Its row of `pair_norms`, in the graph's memory."""
 
 
 @dataclass(frozen=True)
@@ -398,16 +416,16 @@ class Leaves:
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
-    """The leaves of `model`. With FSDP2 this all-gathers every parameter once, so all ranks must call it.
+    """The leaves of `model`. With FSDP2 it all-gathers every parameter: all ranks must call it.
 
     Args:
-        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a mesh of shards, or of replicas and shards.
+        model: plain, wrapped in DDP, or sharded by `fully_shard`, with replicas or without.
         process_group: overrides the model's own.
 
     Raises:
-        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas that is not all ranks,
-            without a `process_group`; sharded next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not
-            average.
+        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas
+            that is not all ranks, without a `process_group`; sharded next to unsharded parameters
+            (`ignored_params`), whose gradients FSDP2 does not average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -418,7 +436,8 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
         return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
     try:
         layout, own_group = layout_and_group(parameters)
-        if (group := process_group or own_group) is None:
+        group = process_group or own_group
+        if group is None:
             part = "a mesh of replicas and shards that is a part of the ranks"
             raise ValueError(f"{part}, unless process_group names them")
         hooked = unsharded_parameters(model)

@@ -1,1 +1,1 @@
-"""The critical batch size by branching: short runs from one checkpoint that differ in the batch alone."""
+"""The critical batch size, by short runs from one checkpoint that differ in the batch alone."""

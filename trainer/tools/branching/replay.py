@@ -1,4 +1,4 @@
-"""Repeats a step of a run from the nearest checkpoint before it, in a temporary directory: its rows and its numbers."""
+"""Repeats a step of a run from the checkpoint before it, in a temporary directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ import numpy as np
 
 from trainer.arrays import IGNORED
 from trainer.cli.parts import PARTS
-from trainer.config.data_tables import MOST_MICRO_BATCHES
 from trainer.config.load import load_config
 from trainer.config.rules import data_shards
 from trainer.config.schema import ExtensionTable, RunConfig
@@ -32,8 +30,10 @@ from trainer.lab.digests import BITS, KINDS
 from trainer.lab.mix import changes_of
 from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
+from trainer.micro_batches import MOST_MICRO_BATCHES
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
 from trainer.tools.branching.study import config_path_of
+from trainer.tools.mix_weights import mix_events
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
@@ -43,7 +43,6 @@ from trainer.training.extension import Extension
 from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import make_blend
-from trainer.training.step.core_extensions import mix_events
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -54,10 +53,9 @@ if TYPE_CHECKING:
     from trainer.training.run import Run, StepInFlight
     from trainer.training.step.step import StepOutcome
 
+# Metrics of a step that repeating it must give again.
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_in_step", "tokens_seen")
-"""Metrics of a step that repeating it must give again."""
-Values = dict[int, dict[str, Any]]
-"""Step -> its digests and `NUMBERS`, as far as they were logged."""
+Values = dict[int, dict[str, Any]]  # step -> its digests and `NUMBERS`, as far as they were logged
 MOST_THREADS = 1024
 LATER = "another launch of the run lies in between: the settings used here are those of {}"
 
@@ -66,11 +64,12 @@ def recorded(run: RunRecord) -> Values:
     """The recorded values that another run must equal to the bit."""
     found: Values = {}
     path = run.path / DIGESTS
-    lines = list(read_lines(path)) if path.is_file() else []
+    lines = read_lines(path) if path.is_file() else ()
     for text in lines:
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
-            found[line["global_step"]] = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
+            digests = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
+            found[line["global_step"]] = digests
     for name in NUMBERS:
         for step, value in zip(*run.train.column(name), strict=True):
             found.setdefault(step, {})[name] = value
@@ -84,15 +83,14 @@ def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Origin:
-    """From where a step can be repeated: config and environment of the launch that trained it, and the checkpoint with its
-    state.json (None: the run's beginning)."""
+    """From where a step can be repeated."""
 
     run: RunRecord
-    config: RunConfig
+    config: RunConfig  # of the launch that trained the step, as `environment`
     environment: Mapping[str, Any]
     plan: Plan
-    path: Path | None
-    state: Mapping[str, Any]
+    path: Path | None  # of the checkpoint; None: the run's beginning
+    state: Mapping[str, Any]  # its state.json
     note: str
 
     @property
@@ -108,16 +106,15 @@ class Origin:
     @cached_property
     def blends(self) -> list[BlendDataset]:
         """The readers of the data shards, before the first step that is repeated."""
-        blends = [make_blend(self.plan, shard) for shard in RankInfo().data_shards(self.plan.facts.data_shards)]
+        own = RankInfo().data_shards(self.plan.facts.data_shards)
+        blends = [make_blend(self.plan, shard) for shard in own]
         if self.path is not None:
             with checkpoint.loading(self.path, "data cursors"):
-                states = [read_rank(self.path, number)["data"] for number in range(checkpoint.data_shards(self.state))]
-                if len(states) == len(blends):
-                    for blend, state in zip(blends, states, strict=True):
-                        blend.load_state_dict(state)
-                else:  # data of fewer or more shards is dealt anew
-                    for blend in blends:
-                        blend.load_state_dict(states)
+                shards = range(checkpoint.data_shards(self.state))
+                states = [read_rank(self.path, number)["data"] for number in shards]
+                for number, blend in enumerate(blends):
+                    # Data of fewer or more shards is dealt anew.
+                    blend.load_state_dict(states[number] if len(states) == len(blends) else states)
         names = [source.name for source in self.plan.sources if not source.is_off]
         for blend in blends:
             blend.changes = changes_of(self.state, mix_events(self.run.path / EVENTS), names)
@@ -129,39 +126,48 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mapping[str, Any], str]:
-    """Config and environment of a run before some launches, the newest of which is first: what they changed, undone. And a
-    note, if that cannot be: a key was not set."""
-    tables = [each.details.get("changed") for each in later]
-    changed = [pair for each in tables if isinstance(each, Mapping) for pair in each.items()]
-    # The newest is first, and of a key that several changed the last pair stays: that of the first launch.
-    before = {key: pair.get("before") for key, pair in changed if key != "data files" and isinstance(pair, Mapping)}
-    env = {key.removeprefix("env."): value for key, value in before.items() if key.startswith("env.")}
-    sets = [f"{key}={json.dumps(value)}" for key, value in before.items() if not key.startswith("env.")]
+    """Config and environment of a run before some launches, the newest of which is first: their
+    changes, undone. And a note, if that cannot be: a key was not set."""
+    before: dict[str, Any] = {}
+    for each in later:
+        changed = each.details.get("changed")
+        if isinstance(changed, Mapping):
+            # The newest is first, so of a key the pair of the first launch stays.
+            before |= {key: pair.get("before") for key, pair in changed.items() if isinstance(pair, Mapping)}
+    before.pop("data files", None)
+    sets, environment = [], dict(run.environment)
+    for key, value in before.items():
+        if key.startswith("env."):
+            environment[key.removeprefix("env.")] = value
+        else:
+            sets.append(f"{key}={json.dumps(value)}")
     path = RunDir(run.path).resolved_config
     try:
-        return load_config(path, sets), usable({**run.environment, **env}), ""
+        return load_config(path, sets), usable(environment), ""
     except UserError:
-        return load_config(path), run.environment, LATER.format(f"the launch after step {later[0].global_step}")
+        note = LATER.format(f"the launch after step {later[0].global_step}")
+        return load_config(path), run.environment, note
 
 
 def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
     """Where to begin, before the step `before`, so as to repeat `step`.
-
-    Raises:
-        UserError: the run has no such step, its beginning is not known, its data changed, or its config names code.
-    """
-    run, found = load_run(run_dir, allow_empty=True), checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
-    kept, resumed = {checkpoint.step_of(path): path for path in found}, [each.global_step for each in run.restarts]
-    # The launches since then, which began after the step, may have had another config; a checkpoint until then has the step's.
-    later = list(takewhile(lambda each: each.global_step >= step, reversed(run.restarts)))
-    until, note = min((each.global_step for each in later), default=0), ""
+    Raises UserError: there is no such step, its data changed, or its config names code."""
+    run = load_run(run_dir, allow_empty=True)
+    complete = checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
+    kept = {checkpoint.step_of(path): path for path in complete}
+    resumed = [each.global_step for each in run.restarts]
+    # Launches after the step may have had another config; a checkpoint between has the step's own.
+    since = len(run.restarts)
+    while since and resumed[since - 1] >= step:
+        since -= 1
+    until, note = min(resumed[since:], default=0), ""
     path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
     environment: Mapping[str, Any]
     if path is not None:
         saved = _state(path)
         config, environment = config_of(saved, path), usable(saved.get("environment", {}))
     else:
-        config, environment, note = _before(run, later)
+        config, environment, note = _before(run, run.restarts[since:][::-1])
     refuse_code(config, run_dir, trusted=trust_code)
     trunk = Path(config.checkpoint.resume).resolve()
     if checkpoint.step_of(trunk) >= 0 and (trunk / checkpoint.MARKER).is_file():
@@ -174,17 +180,20 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     if step > config.train.steps and not config.train.tokens:
         problem = f"has {config.train.steps} steps, not {step}"
         raise UserError(str(run_dir), problem, "name one of them")
-    shards = data_shards(config, environment.get("world_size") or 1)
+    size = environment.get("world_size")
+    shards = data_shards(config, size or 1)
     if shards > MOST_MICRO_BATCHES:
         problem = f"says that it had {counted(shards, 'data shard')}: what env.json says cannot be"
         raise UserError(str(run_dir), problem, "correct it there")
     if any(start < at < step for at in resumed):
         note = LATER.format(f"step {step}")
     # Included files are relative to the run's first config.
-    base, data = config_path_of(environment, run_dir).absolute().parent, config.data
-    sources = [each.model_copy(update={"include": each.include and str(base / each.include)}) for each in data.source]
-    config = config.model_copy(update={"data": data.model_copy(update={"source": sources})})
-    size = environment.get("world_size")
+    base, sources = config_path_of(environment, run_dir).absolute().parent, []
+    for each in config.data.source:
+        include = each.include and str(base / each.include)
+        sources.append(each.model_copy(update={"include": include}))
+    data = config.data.model_copy(update={"source": sources})
+    config = config.model_copy(update={"data": data})
     if not isinstance(size, int) or size < 1:
         size = 1
     plan = make_plan(config, Path(), size, parts=PARTS, logs_doubts=False)
@@ -200,24 +209,26 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
 
 
 def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: bool) -> list[dict[str, Any]]:
-    """The rows of a step, from what `Replayed` notes of its micro-batches, with the documents that they hold."""
+    """The rows of a step, from the micro-batches as `Replayed` notes them, with their documents."""
     sources = {source.name: source.dataset for source in origin.blends[0].sources}
 
     @cache
     def opened(source: str, name: str) -> OpenStream:
         dataset: Any = sources[source]
-        stream: OpenStream = dataset.open(next(each for each in dataset.streams if each.relative_path == name))
+        found = next(each for each in dataset.streams if each.relative_path == name)
+        stream: OpenStream = dataset.open(found)
         return stream
 
     rows, count = [], Counter[int]()
     for micro in sorted(micros, key=itemgetter("shard")):
         place = {"shard": micro["shard"], "micro_batch": count[micro["shard"]]}
         count[micro["shard"]] += 1
-        meta = _meta(micro["meta"])
         if micro["is_filler"]:
             continue
+        meta = _meta(micro["meta"])
         for number, tokens in enumerate(micro["tokens"]):
-            row: dict[str, Any] = {**place, "row": number, "tokens": tokens, **_held(micro, meta, number)}
+            row: dict[str, Any] = {**place, "row": number, "tokens": tokens}
+            row |= _held(micro, meta, number)
             if with_text:
                 for each in row["documents"] or ():
                     table = opened(each["source"], each["stream"]).documents
@@ -237,13 +248,13 @@ def _held(micro: Mapping[str, Any], meta: Mapping[str, Any], number: int) -> dic
         source = micro["sources"][number] if micro["sources"] else None
         return {"source": source, "stream": meta.get("stream"), "documents": None, "cell": None}
     documents = [dict(each) for each in meta["rows"][number]]
-    first = documents[0] if documents else {"source": None, "stream": meta.get("stream")}
-    cell = meta["cell_indices"][number]
-    return {"source": first["source"], "stream": first["stream"], "documents": documents, "cell": cell}
+    first, *_ = [*documents, {"source": None, "stream": meta.get("stream")}]
+    found = {"source": first["source"], "stream": first["stream"], "documents": documents}
+    return {**found, "cell": meta["cell_indices"][number]}
 
 
 def _meta(text: str) -> Mapping[str, Any]:
-    """The record of where a micro-batch lies; empty for a source of the user's own, which may say anything."""
+    """The record of where a micro-batch lies; empty if a source of the user's own wrote another."""
     with suppress(ValueError):
         found = parse_json(text)
         if isinstance(found, dict):
@@ -251,43 +262,47 @@ def _meta(text: str) -> Mapping[str, Any]:
     return {}
 
 
+def _tokens(targets: Any) -> list[int]:
+    """The number of targets in each row."""
+    counts: list[int] = (targets != IGNORED).sum(1).tolist()
+    return counts
+
+
 def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
     """The micro-batches of a step, as `rows_of` takes them, by reading on from the data cursors.
-
-    Raises:
-        UserError: how many they are is not known ahead.
-    """
+    Raises UserError: how many they are is not known ahead."""
     plan, micros = origin.plan.config.micro_batches, []
     if not plan.is_known_ahead:
-        raise UserError("train.micro_batches", "depends on what the run measures", f"use train replay --step {step}")
+        problem = "depends on what the run measures"
+        raise UserError("train.micro_batches", problem, f"use train replay --step {step}")
     first, start, stop = map(plan.batches_before, (origin.step + 1, step, step + 1))
-    # The blends are read on from the checkpoint: what comes before the step is drawn and dropped.
+    # The blends are read on from the checkpoint: batches before the step are drawn and dropped.
     for number in range(first, stop):
         for shard, blend in enumerate(origin.blends):
             batch = next(blend, None)
             if batch is not None and number >= start:
-                tokens = (np.asarray(batch["targets"]) != IGNORED).sum(1).tolist()
-                micro = {"shard": shard, "is_filler": False, "sources": batch["dataset_labels"], "tokens": tokens}
-                micros.append({**micro, "meta": str(batch.get("instability_meta_json", "{}"))})
+                found = {"shard": shard, "is_filler": False, "sources": batch["dataset_labels"]}
+                found["meta"] = str(batch.get("instability_meta_json", "{}"))
+                micros.append({**found, "tokens": _tokens(np.asarray(batch["targets"]))})
     return micros
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step that was repeated: the values of the logged steps until then, the micro-batches as `Replayed` notes them, and why
-    it ended, if not by itself. It must equal the record if it is exact: on as many ranks sums round alike."""
+    """A step that was repeated."""
 
     num_ranks: int
-    is_exact: bool
-    values: Values
-    micros: list[dict[str, Any]]
-    failure: str
+    is_exact: bool  # it must equal the record: on as many ranks sums round alike
+    values: Values  # of the logged steps until then
+    micros: list[dict[str, Any]]  # as `Replayed` notes them
+    failure: str  # why it ended, if not by itself
 
     def parts(self) -> dict[str, float]:
         """The components of the step's loss, per token."""
-        sums, tokens = Counter[str](), sum(sum(micro["tokens"]) for micro in self.micros)
+        sums, tokens = Counter[str](), 0
         for micro in self.micros:
             sums.update(micro.get("parts", {}))
+            tokens += sum(micro["tokens"])
         return {name: total / max(tokens, 1) for name, total in sums.items()}
 
 
@@ -300,14 +315,8 @@ def replay(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Replay:
     """Repeat the run up to `step`.
-
-    Args:
-        num_ranks: None: as many as the run's.
-        logs_all: every step, and not those alone that the run logged.
-
-    Raises:
-        BranchFailed: it did not come to the step.
-    """
+    `num_ranks`: by default, the run's. `logs_all`: log every step, not only those that it logged.
+    Raises BranchFailed: it did not come to the step."""
     own, threads, failure = origin.num_ranks, origin.environment.get("threads"), ""
     num_ranks = num_ranks or own
     changed: dict[str, dict[str, Any]] = {
@@ -323,34 +332,37 @@ def replay(
         changed["checkpoint"]["resume"] = str(origin.path.absolute())
     if num_ranks != own:  # the same rows, on other ranks
         changed["distributed"]["shards"] = origin.plan.facts.data_shards
-    rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
-    config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
+    # Sums round alike on as many ranks and threads.
     if num_ranks != own or threads not in range(1, MOST_THREADS):
         threads = None
-    # Changes of the mix are read from events.jsonl, so the new directory begins with those of the run.
+    rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
+    config = with_tables(origin.config, changed)
+    config = config.model_copy(update={"extension": [*origin.config.extension, rides]})
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
+        # Changes of the mix are read from events.jsonl, which begins with those of the run.
         write_file(Path(name) / EVENTS, b"".join(mix_events(origin.run.path / EVENTS)), sync=False)
         try:
-            run_program(num_ranks, config, Path(name), should_stop, threads=threads)  # sums round alike on as many
+            run_program(num_ranks, config, Path(name), should_stop, threads=threads)
         except BranchFailed as error:
             failure = error.reason.splitlines()[-1]
-        files = Path(name).glob("replayed_*.json")
-        micros = [micro for file in files for micro in json.loads(file.read_text(encoding="utf-8"))]
+        micros = []
+        for file in Path(name).glob("replayed_*.json"):
+            micros += json.loads(file.read_text(encoding="utf-8"))
         again = load_run(name, allow_empty=True)
         values = recorded(again)
     if should_stop():
         raise BranchFailed("stopped")
     if not micros:
-        reason = str(again.status.get("reason")).partition(";")[0]
-        ended = f"the run has no such step: it ends after step {again.status.get('last_step')} ({reason})"
+        reason, last = str(again.status.get("reason")).partition(";")[0], again.status.get("last_step")
+        ended = f"the run has no such step: it ends after step {last} ({reason})"
         raise BranchFailed(failure or ended)
     return Replay(num_ranks, num_ranks == own, values, micros, failure)
 
 
 class Replayed(Extension):
-    """Ends the run after `step`, whatever its length and its schedules are, and writes the rows that the step read.
+    """Ends the run after `step`, whatever its length, and writes the rows that the step read.
 
-    They are written however the run ends: a step that raises leaves those that it had come to, without losses.
+    They are written however the run ends; a step that raises leaves those until then.
     """
 
     def __init__(self, run: Run, *, step: int) -> None:
@@ -367,9 +379,8 @@ class Replayed(Extension):
             return
         for micro in window:
             found = {"shard": self.run.state.shards[micro.shard].number, "meta": micro.meta}
-            sources = micro.extras.get("dataset_labels")
-            tokens = (micro.targets != IGNORED).sum(1).tolist()
-            self._micros.append({**found, "is_filler": micro.is_filler, "sources": sources, "tokens": tokens})
+            found |= {"is_filler": micro.is_filler, "sources": micro.extras.get("dataset_labels")}
+            self._micros.append({**found, "tokens": _tokens(micro.targets)})
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Note which rows continue from a state: the ledger gives zeros where it holds none."""
@@ -385,17 +396,17 @@ class Replayed(Extension):
         self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Note the losses, in nats: each row's, and the sums that are trained on; and whether the sum of the
-        gradients so far is finite."""
+        """Note each row's loss, in nats, the trained sums, and whether gradients are finite."""
         if not self._micros:
             return
-        noted: dict[str, Any] = {"parts": {name: term.sum.item() for name, term in result.parts.items()}, "faults": {}}
+        noted = self._micros[self._num_done]
+        noted["parts"] = {name: term.sum.item() for name, term in result.parts.items()}
+        noted["faults"] = {}
         if result.token_loss is not None:
             noted["losses"] = result.token_loss.double().sum(1).tolist()
-        gradients = [own_part(each.grad) for each in self.run.model.parameters() if each.grad is not None]
-        if not all(bool(each.isfinite().all()) for each in gradients):
-            noted["faults"]["gradient"] = "not finite"
-        self._micros[self._num_done] |= noted
+        for each in self.run.model.parameters():
+            if each.grad is not None and not own_part(each.grad).isfinite().all():
+                noted["faults"]["gradient"] = "not finite"
         self._num_done += 1
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,32 +30,25 @@ from trainer.training.step.schedule import make_schedule
 
 DEFAULT_SHARE = 0.2  # of the tokens so far
 LEAST_STEPS = 16  # of the largest batch, by default
-STEPS_UNIT = 4  # a branch's steps are a multiple of this, so that the last quarter of its tokens is whole steps
+STEPS_UNIT = 4  # of a branch's steps, so that the last quarter of its tokens is whole steps
 RATE_ROWS = 10  # logged rows before the checkpoint, over which the median speed is taken
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that branches start from, and what was in force there.
-
-    Args:
-        config: the run's at the checkpoint; its sources without includes, and with the weights in force as constants.
-        micro_batches: per step and rank; all other numbers are over all ranks.
-        tokens_per_step, sequences_per_step: of today's batch: average so far, and of the latest row.
-        marker: digest of the checkpoint's files.
-    """
+    """The checkpoint that branches start from, and what was in force there."""
 
     run: RunRecord
     path: Path
     step: int
-    config: RunConfig
-    micro_batches: int
+    config: RunConfig  # the run's; its sources without includes, and with the weights in force
+    micro_batches: int  # per step and rank; all other numbers are over all ranks
     num_ranks: int
     lr: float
     tokens_seen: int
-    tokens_per_step: float
-    sequences_per_step: float
-    marker: str
+    tokens_per_step: float  # of today's batch, on average so far
+    sequences_per_step: float  # of the latest row
+    marker: str  # digest of the checkpoint's files
 
     @property
     def tokens_per_sec(self) -> float | None:
@@ -70,12 +64,8 @@ def _logged(run: RunRecord, key: str, step: int) -> list[float]:
 
 @contextmanager
 def reserved(run_dir: Path) -> Iterator[None]:
-    """Keep the run from being resumed, and its checkpoints from being pruned, while branches start from it.
-
-    Raises:
-        UserError: the run is still being trained, or other branches of it are.
-        OSError: its directory cannot be written.
-    """
+    """Keep the run from being resumed, and its checkpoints, while branches start from it.
+    Raises UserError: the run, or other branches of it, are being trained."""
     with ExitStack() as held:
         with suppress(FileNotFoundError):  # a copy of a run: nobody trains it
             descriptor = open_descriptor(run_dir / LOCK_NAME, os.O_RDONLY)
@@ -84,9 +74,8 @@ def reserved(run_dir: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 problem = "is still being trained, and may delete its checkpoint meanwhile"
-                raise UserError(
-                    str(run_dir), problem, "wait for it, or stop it: it can be resumed afterwards"
-                ) from None
+                fix = "wait for it, or stop it: it can be resumed afterwards"
+                raise UserError(str(run_dir), problem, fix) from None
             except OSError:  # a file system without locks
                 pass
         # Two studies would write the same branches, so the directory has a lock of its own.
@@ -97,39 +86,36 @@ def reserved(run_dir: Path) -> Iterator[None]:
 
 def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origin:
     """Read what is needed of the run and its checkpoint at `path`.
-
-    Args:
-        trust_code: import the code that its config names.
-
-    Raises:
-        UserError: the checkpoint is damaged; the data are gone; the learning rate there is zero; or its config names code.
-    """
+    `trust_code`: import the code that its config names.
+    Raises UserError: a damaged checkpoint, lost data, a rate of 0, or code without trust."""
     try:
         saved = checkpoint.verify(path)
     except CheckpointError as error:
         raise UserError("--at", str(error), "choose another checkpoint") from None
-    step, world_size, tokens_seen = saved["step"], saved["world_size"], saved["tracker"]["tokens_seen"]
+    step, world_size = saved["step"], saved["world_size"]
+    tokens_seen = saved["tracker"]["tokens_seen"]
     config = config_of(saved, path)
     refuse_code(config, path, trusted=trust_code)
-    plan = make_plan(config, config_path_of(saved.get("environment", {}), run_dir), world_size, parts=PARTS)
+    config_path = config_path_of(saved.get("environment", {}), run_dir)
+    plan = make_plan(config, config_path, world_size, parts=PARTS)
     micro_batches = saved["micro_batches"][0] or config.micro_batches.first
-    lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
+    lr = make_schedule(config, plan.length)(saved.get("reached", step))
+    lr *= config.micro_batches.lr_factor(micro_batches)
     # Branches keep this rate throughout: the end of a schedule would compare nothing.
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"
         raise UserError("--at", problem, "choose another step")
     batches = read_rank(path, 0)["data"]["batch_index"]
-    sources = []
-    reached = {"step": step + 1, "batch": batches}
-    for source in plan.sources:  # under its full name, with the weight that its schedule has reached
+    sources, reached = [], {"step": step + 1, "batch": batches}
+    for source in plan.sources:  # under its full name, with the weight that it has reached
         weight = source.weight.evaluate(reached[source.weight.unit])
         sources.append(source.table.model_copy(update={"name": source.name, "weight": weight}))
-    run = load_run(run_dir)
+    run, data = load_run(run_dir), config.data.model_copy(update={"source": sources})
     return Origin(
         run=run,
         path=path,
         step=step,
-        config=config.model_copy(update={"data": config.data.model_copy(update={"source": sources})}),
+        config=config.model_copy(update={"data": data}),
         micro_batches=micro_batches,
         num_ranks=world_size,
         lr=lr,
@@ -143,35 +129,28 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
 
 def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
     """The file that the run's included files are relative to."""
-    command = usable(environment).get("command", [])
-    named = [
-        word.partition("=")[2] or following
-        for word, following in zip(command, [*command, ""][1:], strict=True)
-        if word in ("--config", "-c") or word.startswith("--config=")
-    ]
-    if not named:
-        return RunDir(run_dir).resolved_config
-    return Path(named[-1])
+    command, named = usable(environment).get("command", []), RunDir(run_dir).resolved_config
+    for word, following in zip(command, [*command, ""][1:], strict=True):
+        if word in ("--config", "-c") or word.startswith("--config="):
+            named = Path(word.partition("=")[2] or following)
+    return named
 
 
 def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Fraction]) -> int:
-    """Steps of today's batch that have at least `tokens`, and are whole multiples of `STEPS_UNIT` steps of every factor."""
+    """Steps of today's batch with `tokens` or more in multiples of `STEPS_UNIT` for every factor."""
     unit = math.lcm(*((STEPS_UNIT * factor).numerator for factor in factors))
     return max(math.ceil(tokens / tokens_per_step / unit), 1) * unit
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One short run, with `factor` times today's batch and a constant learning rate, `lr_scale` of the grid.
-
-    Args:
-        seed: 0 reads on where the checkpoint stopped; any other number is an order of the data of its own.
-    """
+    """One short run, with `factor` times today's batch and a constant learning rate."""
 
     factor: Fraction
     micro_batches: int
     lr_scale: float
     lr: float
+    # 0 reads on where the checkpoint stopped; any other number is an order of the data of its own.
     seed: int
     steps: int
 
@@ -182,19 +161,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Study:
-    """Branches from one checkpoint.
+    """Branches from one checkpoint."""
 
-    Args:
-        directory: `RUN_DIR/cbs/STEP`.
-        base_steps: steps of today's batch whose tokens every branch trains on.
-        impossible: one line on each factor that no branch can have.
-    """
-
-    directory: Path
+    directory: Path  # `RUN_DIR/cbs/STEP`
     origin: Origin
-    base_steps: int
+    base_steps: int  # steps of today's batch whose tokens every branch trains on
     branches: Sequence[Branch]
-    impossible: Sequence[str]
+    impossible: Sequence[str]  # one line on each factor that no branch can have
 
     @property
     def is_held_out(self) -> bool:
@@ -233,30 +206,34 @@ def make_study(
 ) -> Study:
     """The branches of all factors that are possible.
 
-    The learning rate follows the square root of the batch for optimizers that normalize their updates (Malladi et al. 2022,
-    arXiv 2205.10287), and the batch itself for SGD (Goyal et al. 2017, arXiv 1706.02677).
+    The learning rate follows the square root of the batch for optimizers that normalize their
+    updates (Malladi et al. 2022, arXiv 2205.10287), and the batch itself for SGD (Goyal et al.
+    2017, arXiv 1706.02677).
 
     Args:
-        tokens: of each branch at least; None: those of the branches that are done, or else a share of those so far.
+        tokens: of each branch at least; None: those of the branches that are done, or else a share
+            of those so far.
         before: `Study.common` of the results that the directory has already.
 
     Raises:
-        UserError: fewer than two factors are possible; orders of the data are asked for that cannot be made; or the results
-            would not compare with those of before.
+        UserError: fewer than two factors are possible; orders of the data are asked for that cannot
+            be made; or the results would not compare with those of before.
     """
     own = [source.name for source in origin.config.data.source if source.target is not None]
     if own and num_seeds > 1:
         problem = f"source {own[0]} is a target of your own, whose order only it knows"
         raise UserError("--seeds", problem, "use --seeds 1, without error bars")
-    wanted = {factor: factor * origin.micro_batches for factor in sorted(set(factors))}
-    possible = {factor: number.numerator for factor, number in wanted.items() if number.denominator == 1}
-    impossible = [
-        f"{factor} of today's batch is impossible: {number} of a micro-batch per step and rank"
-        for factor, number in wanted.items()
-        if factor not in possible
-    ]
+    possible: dict[Fraction, int] = {}  # with their micro-batches per step and rank
+    impossible = []
+    for factor in sorted(set(factors)):
+        number = factor * origin.micro_batches
+        if number.denominator == 1:
+            possible[factor] = number.numerator
+        else:
+            part = f"{number} of a micro-batch per step and rank"
+            impossible.append(f"{factor} of today's batch is impossible: {part}")
     if len(possible) < 2:
-        problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
+        problem = "; ".join(["leaves fewer than two batches to compare", *impossible])
         raise UserError("--factors", problem, "name others, such as 1,2,4")
     least = LEAST_STEPS * float(max(possible)) * origin.tokens_per_step
     base_tokens = tokens or max(DEFAULT_SHARE * origin.tokens_seen, least)
@@ -269,25 +246,20 @@ def make_study(
     branches = []
     for factor, micro_batches in possible.items():
         lr, steps = origin.lr * float(factor) ** exponent, (base_steps / factor).numerator
-        branches += [
-            Branch(factor, micro_batches, scale, lr * scale, seed, steps)
-            for seed in range(num_seeds)
-            for scale in sorted(set(map(float, lr_grid)))
-        ]
+        for seed, scale in product(range(num_seeds), sorted(set(map(float, lr_grid)))):
+            branches.append(Branch(factor, micro_batches, scale, lr * scale, seed, steps))
     study = Study(directory, origin, base_steps, branches, impossible)
-    if before is not None and (changed := [key for key, now in study.common.items() if before.get(key) != now]):
-        listed = ", ".join(f"{key} {before.get(key)} (now {study.common[key]})" for key in changed)
-        fix = "give the same options, or move the directory away"
-        raise UserError(str(directory), f"holds branches with {listed}; their losses do not compare", fix)
+    if before is not None:
+        now = [(key, value) for key, value in study.common.items() if before.get(key) != value]
+        changed = [f"{key} {before.get(key)} (now {value})" for key, value in now]
+        if changed:
+            problem = f"holds branches with {', '.join(changed)}; their losses do not compare"
+            raise UserError(str(directory), problem, "give the same options, or move the directory away")
     return study
 
 
 def parse_numbers(option: str, text: str) -> list[Fraction]:
-    """`1/4,0.5,2` as exact numbers.
-
-    Raises:
-        UserError: one is no positive number.
-    """
+    """`1/4,0.5,2` as exact numbers. Raises UserError: one is no positive number."""
     numbers = []
     for word in text.split(","):
         with suppress(ValueError, ZeroDivisionError):

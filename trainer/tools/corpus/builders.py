@@ -1,4 +1,4 @@
-"""The corpora that can be built: of a user's own text files, of what every installation has, key recall and deep recall."""
+"""The corpora that can be built: of own text, of what every installation has, and key recall."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 PYTEXT_BYTES: Mapping[str, int] = {"python": 18_000_000, "cpp": 10_000_000, "prose": 5_000_000}
 _PYTEXT_FILE_BYTES = 2_000_000
-_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}  # pydoc_data is the prose modality's
+# pydoc_data is the prose modality's.
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 _LICENCE_WORDS = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 _OWN_DISTRIBUTION = "trainer"
 
@@ -62,32 +63,35 @@ def build_text(
     force: bool = False,
     progress: Report = silent,
 ) -> Manifest:
-    """Build a corpus of text, one document per file or per line of a `.jsonl` file, at `out/<modality>/<stream>.jsonl`.
+    """Build a corpus of text, a document per file or line, at `out/<modality>/<stream>.jsonl`.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
-        modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden files are skipped.
+        modalities: modality -> globs (with `**` and `~`). Hidden files are skipped.
         min_stream_bytes: a directory becomes a stream; one with less text joins its parent.
         max_file_bytes: larger files, and larger lines of a `.jsonl` file, are skipped.
 
     Raises:
-        UserError: a glob matches no file, no matched file is usable, or a line of a `.jsonl` file is damaged or holds ids.
+        UserError: a glob matches nothing usable, or a line of a `.jsonl` file is damaged.
         OSError: a `.jsonl` file cannot be read.
     """
     chosen: dict[str, Streams] = {}
     skipped: list[Skipped] = []
     for name, patterns in modalities.items():
         if not _NAME.fullmatch(name):
-            raise UserError("--modality", f"{name!r} is not a plain name", "use letters, digits, - and _")
+            problem = f"{name!r} is not a plain name"
+            raise UserError("--modality", problem, "use letters, digits, - and _")
         files = _files(name, patterns)
         refused: list[Skipped] = []
         candidates: list[Candidate] = []
         for source, path in files.items():
-            if why := _why_no_text(path):
+            why = _why_no_text(path)
+            if why:
                 refused.append(Skipped(f"{name}/{source}", why))
+            elif path.suffix.lower() in FORMATS["jsonl"].suffixes:
+                candidates += of_lines(source, path)
             else:
-                is_lines = path.suffix.lower() in FORMATS["jsonl"].suffixes
-                candidates += of_lines(source, path) if is_lines else [of_file(source, path)]
+                candidates.append(of_file(source, path))
         documents, unusable = check_all(candidates, what=name, max_bytes=max_file_bytes, progress=progress)
         refused += unusable
         if not documents:
@@ -108,7 +112,7 @@ def _rules(min_stream_bytes: int, max_file_bytes: int) -> dict[str, str]:
 
 
 def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
-    """All files that the globs match, by their path relative to the directory that the globs search."""
+    """All files that the globs match, by their path relative to the directory that is searched."""
     files: set[Path] = set()
     globs = [os.path.expanduser(pattern) for pattern in patterns]
     for pattern in globs:
@@ -131,8 +135,8 @@ def _why_no_text(path: Path) -> str:
         return "compressed: unpack it"
     if suffix in RECORDS:
         return f'{suffix} is no plain text: write a .jsonl file with {{"text": ...}} on each line'
-    read_as_is = {*suffixes(), *index_suffixes()} - {*FORMATS["text"].suffixes, *FORMATS["jsonl"].suffixes}
-    if suffix in read_as_is:
+    of_text = (*FORMATS["text"].suffixes, *FORMATS["jsonl"].suffixes)
+    if suffix in (*suffixes(), *index_suffixes()) and suffix not in of_text:
         return f"{suffix} is no plain text: a run reads the file as it is"
     return ""
 
@@ -144,9 +148,9 @@ def build_pytext(
 
     The same installation gives the same bytes.
 
-    - python: `.py` files of the standard library and of numpy;
-    - cpp: the C++ and CUDA headers in torch's package;
-    - prose: descriptions and licences of the installed distributions, and the language reference behind `help()`.
+    - python: `.py` files of the standard library and of numpy; - cpp: the C++ and CUDA headers in
+    torch's package; - prose: descriptions and licences of the installed distributions, and the
+    language reference behind `help()`.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
@@ -205,7 +209,8 @@ def _prose() -> Iterator[Candidate]:
         for file in distribution.files or []:
             is_text = file.suffix.lower() in ("", ".txt", ".md", ".rst")
             if is_text and any(word in file.name.upper() for word in _LICENCE_WORDS):
-                _, _, inside = file.as_posix().rpartition(".dist-info/")  # whose name has the version in it
+                # The name of this directory has the version in it.
+                _, _, inside = file.as_posix().rpartition(".dist-info/")
                 yield of_file(f"{name}/{inside}", Path(str(file.locate())))
 
 
@@ -219,46 +224,51 @@ def build_key_recall(
     seed: int = 0,
     force: bool = False,
 ) -> Manifest:
-    """Write a corpus that can only be learned with state carried from cell to cell, as `out/recall/stream<k>.jsonl`.
+    """Write a corpus that can only be learned with carried state, as `out/recall/stream<k>.jsonl`.
 
-    A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first cell reveals two of eight
-    symbols, drawn independently; every later cell asks for both. With 6 bytes per cell:
+    A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first
+    cell reveals two of eight symbols, drawn independently; every later cell asks for both. With 6
+    bytes per cell:
 
         <CF>.        the symbols are 2 (C) and 5 (F)
         a2b5.        asked for the first symbol: 2; for the second: 5
         a2b5.        ...
 
-    The answers alone are digits: the loss of the token type `digit` is theirs. The last byte of a cell, which is the first
-    input of the next one, is constant. So without carried state their loss cannot fall below ln 8 = 2.079 nats; with it they
-    are certain, and over all bytes a perfect model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
+    The answers alone are digits: the loss of the token type `digit` is theirs. The last byte of a
+    cell, which is the first input of the next one, is constant. So without carried state their loss
+    cannot fall below ln 8 = 2.079 nats; with it they are certain, and over all bytes a perfect
+    model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         groups: documents over all `streams`, which are files.
         cells: cells per group; train with `max_group_cells` of at least this.
-        seq_len: bytes per cell, at least 5; train with this `data.seq_len` and the tokenizer `bytes`.
+        seq_len: bytes per cell, at least 5; train with this `data.seq_len` and bytes.
 
     Raises:
         UserError: fewer groups than streams, or `out` cannot be used.
     """
     if groups < streams:
-        raise UserError("--groups", f"{groups} groups do not fill {counted(streams, 'stream')}", "write more groups")
+        problem = f"{groups} groups do not fill {counted(streams, 'stream')}"
+        raise UserError("--groups", problem, "write more groups")
     digits = len(str(streams - 1))
     end = "." * (seq_len - MIN_SEQ_LEN) + "\n"
     documents: dict[str, list[Document]] = {}
     for stream in range(streams):
         name = f"stream{stream:0{digits}}"
-        count = len(range(stream, groups, streams))
-        symbols = keyed_generator("key-recall", seed, stream).integers(NUM_SYMBOLS, size=(count, 2)).tolist()
+        draw = keyed_generator("key-recall", seed, stream)
+        size = len(range(stream, groups, streams)), 2
+        symbols = draw.integers(NUM_SYMBOLS, size=size).tolist()
         documents[name] = []
         for index, (first, second) in enumerate(symbols):
             reveal = f"<{REVEALED[first]}{REVEALED[second]}>{end}"
             text = reveal + f"a{ANSWERS[first]}b{ANSWERS[second]}{end}" * (cells - 1)
             documents[name].append(document(of_text(f"{name}/{index}", text), text))
     nats = math.log(NUM_SYMBOLS)
+    floor = 2 * nats / (cells * seq_len)
     rules = {
         "groups": f"{groups} documents of {cells} cells of {seq_len} bytes, seed {seed}",
         "answers": f"the digits; {nats:.4f} nats each without carried state, 0 with it",
-        "floor": f"{2 * nats / (cells * seq_len):.4f} nats a byte with carried state: the two revealed symbols",
+        "floor": f"{floor:.4f} nats a byte with carried state: the two revealed symbols",
     }
     return write_corpus(out, {"recall": documents}, builder="key-recall", rules=rules, skipped=[], force=force)

@@ -1,16 +1,28 @@
-"""Documents before they are written: found and checked, with the text left on disk; and their streams."""
+"""Documents before they are written: found and checked, with their text left on disk."""
 
 from __future__ import annotations
 
 import codecs
+import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path, PurePosixPath
 
 from trainer.data.documents import damaged
+from trainer.data.layout import (
+    Discovery,
+    Stream,
+    discover_direct,
+    discover_nested,
+    loose_files,
+    refuse_empty_files,
+    sort_of,
+)
 from trainer.data.text_formats import document_of
+from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report, silent
 
 CHUNK_BYTES = 1 << 20
@@ -28,10 +40,9 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
+    # Its origin below its package or root, with forward slashes; the directory gives the stream.
     source: str
-    """Its origin relative to its package or root, with forward slashes; the directory determines the stream."""
-    size: Callable[[], int]
-    """The bytes to read at most, without reading them."""
+    size: Callable[[], int]  # the bytes to read at most, without reading them
     read: Callable[[], bytes]
 
 
@@ -44,7 +55,7 @@ def of_text(source: str, text: str) -> Candidate:
 
 
 def of_lines(source: str, path: Path) -> list[Candidate]:
-    """The lines of a JSON lines file that are not blank, left on disk: such files may be larger than memory.
+    """The lines of a JSON lines file, left on disk: it may be larger than memory.
 
     Reading one raises UserError if it is damaged or holds token ids.
 
@@ -57,13 +68,14 @@ def of_lines(source: str, path: Path) -> list[Candidate]:
             if text.strip():
                 places.append((number, start, len(text)))
             start += len(text)
-    width = len(str(places[-1][0])) if places else 0  # so that sources sort in the order of the lines
+    width = len(str(places[-1][0])) if places else 0  # sources sort as the lines
 
     def line(number: int, start: int, num_bytes: int) -> Candidate:
         def read() -> bytes:
             with path.open("rb") as file:
                 file.seek(start)
-                return _text_of(file.read(num_bytes), f"{path}: line {number}").encode("utf-8", "surrogatepass")
+                text = _text_of(file.read(num_bytes), f"{path}: line {number}")
+                return text.encode("utf-8", "surrogatepass")
 
         return Candidate(f"{source}:{number:0{width}d}", lambda: num_bytes, read)
 
@@ -74,7 +86,8 @@ def _text_of(line: bytes, where: str) -> str:
     """The text of one line."""
     text = document_of(line, where)
     if not isinstance(text, str):
-        raise damaged(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
+        fix = "leave the file out: a run reads it as it is"
+        raise damaged(where, "holds token ids, not text", fix)
     return text
 
 
@@ -95,7 +108,8 @@ class Document:
 def document(candidate: Candidate, text: str) -> Document:
     """The document that a candidate with this text is."""
     encoded = text.encode("utf-8")
-    return Document(candidate.source, candidate.read, len(encoded), hashlib.sha256(encoded).hexdigest())
+    digest = hashlib.sha256(encoded).hexdigest()
+    return Document(candidate.source, candidate.read, len(encoded), digest)
 
 
 def why_not_text(content: bytes | mmap) -> str:
@@ -105,7 +119,7 @@ def why_not_text(content: bytes | mmap) -> str:
         chunk = content[start : start + CHUNK_BYTES]
         try:
             text = decoder.decode(chunk, final=start + len(chunk) == len(content))
-        except UnicodeDecodeError as error:  # of the chunk, and what the last one has left of a character
+        except UnicodeDecodeError as error:  # of the chunk, and the rest of a character before it
             offset = start + len(chunk) - len(error.object) + error.start
             return f"not UTF-8: byte {error.object[error.start]:#04x} at offset {offset}"
         if "\0" in text:
@@ -114,7 +128,7 @@ def why_not_text(content: bytes | mmap) -> str:
 
 
 def _checked(candidate: Candidate, max_bytes: int, forbidden: Iterable[str]) -> Document | str:
-    """The document that a candidate is, or why it is none. Raises UserError if a line of a JSON lines file is damaged."""
+    """The document, or why it is none. Raises UserError: a line of a JSON lines file is damaged."""
     try:
         size = candidate.size()
         if size > max_bytes:
@@ -122,7 +136,8 @@ def _checked(candidate: Candidate, max_bytes: int, forbidden: Iterable[str]) -> 
         content = candidate.read()
     except OSError as error:
         return f"cannot be read: {error.strerror or type(error).__name__}"
-    if why := why_not_text(content):
+    why = why_not_text(content)
+    if why:
         return why
     text = content.decode("utf-8-sig")
     if not text.strip():
@@ -140,12 +155,9 @@ def check_all(
     forbidden: Sequence[str] = (),
     progress: Report = silent,
 ) -> tuple[list[Document], list[Skipped]]:
-    """The candidates of the modality `what` that are text, sorted by source, each text once; and the others.
-
-    Args:
-        max_bytes: a larger file or line is skipped unread.
-        forbidden: strings that must not enter the corpus, such as absolute paths of this machine.
-    """
+    """The candidates of the modality `what` that are text, by source, each once; and the others.
+    `max_bytes`: a larger file or line is skipped unread. `forbidden`: strings that must not enter
+    the corpus, such as absolute paths of this machine."""
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
     skipped: list[Skipped] = []
     documents: dict[str, Document] = {}
@@ -169,10 +181,11 @@ Streams = dict[str, list[Document]]
 
 
 def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
-    """One stream per directory of the sources; a directory with less than `min_bytes` joins its parent.
+    """One stream per directory; one with less than `min_bytes` joins its parent.
 
-    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins the smallest other
-    stream. Streams are named after the directory, with dots: `numpy.linalg`; see `_stream_name`.
+    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins
+    the smallest other stream. Streams are named after the directory, with dots: `numpy.linalg`; see
+    `_stream_name`.
     """
     by_directory: dict[tuple[str, ...], list[Document]] = {}
     for document in documents:
@@ -193,15 +206,16 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
         streams[smallest] = streams[smallest] + left_over
     elif left_over:
         streams[_free_name(MISC, streams)] = left_over
-    return {name: sorted(streams[name], key=lambda document: document.source) for name in sorted(streams)}
+    return {name: sorted(streams[name], key=lambda each: each.source) for name in sorted(streams)}
 
 
 def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
-    """At most `max_bytes` of text in total, in even shares; what a small stream does not need goes to the others.
+    """At most `max_bytes` of text, in even shares; what small streams leave goes to the others.
 
-    Within a stream documents are considered in the order of the SHA-256 of their source, and those that fit are taken.
-    A stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too;
-    if it still stays below (one small document and a huge one), it is dropped.
+    Within a stream documents are considered in the order of the SHA-256 of their source, and those
+    that fit are taken. A stream that stays below `min_bytes` because its documents are larger than
+    its share takes its smallest ones too; if it still stays below (one small document and a huge
+    one), it is dropped.
     """
     chosen: Streams = {}
     left = max_bytes
@@ -212,7 +226,7 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
         taken: list[Document] = []
         rest: list[Document] = []
         size = 0
-        for document in sorted(streams[name], key=lambda d: hashlib.sha256(d.source.encode()).digest()):
+        for document in sorted(streams[name], key=_shuffled):
             if size + document.num_bytes > room:
                 rest.append(document)
                 continue
@@ -228,12 +242,16 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
     return {name: chosen[name] for name in sorted(chosen)}
 
 
+def _shuffled(document: Document) -> bytes:
+    return hashlib.sha256(document.source.encode()).digest()
+
+
 def _size(documents: Sequence[Document]) -> int:
     return sum(document.num_bytes for document in documents)
 
 
 def _stream_name(parts: Sequence[str]) -> str:
-    """`numpy.linalg`, without the `_` or `.` at its beginning: runs ignore files whose names begin so.
+    """`numpy.linalg`, without `_` or `.` at its beginning, which hide a file from runs.
 
     A name that is too long for a file ends in a digest.
     """
@@ -241,10 +259,34 @@ def _stream_name(parts: Sequence[str]) -> str:
     encoded = name.encode()
     if len(encoded) <= MAX_NAME_BYTES:
         return name
-    return f"{encoded[:MAX_NAME_BYTES].decode(errors='ignore')}-{hashlib.sha256(encoded).hexdigest()[:12]}"
+    digest = hashlib.sha256(encoded).hexdigest()[:12]
+    return f"{encoded[:MAX_NAME_BYTES].decode(errors='ignore')}-{digest}"
 
 
 def _free_name(name: str, taken: Mapping[str, object]) -> str:
     while name in taken:
         name += "_"
     return name
+
+
+def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
+    """A single directory with one directory per modality is NESTED; anything else is DIRECT."""
+    directory = Path(paths[0])
+    if len(paths) > 1 or not directory.is_dir():
+        return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
+    try:
+        streams = discover_nested(directory, format=format)
+        loose = tuple(loose_files(directory, format))
+        return Discovery("nested", streams, root=paths[0], left_out=loose)
+    except UserError:
+        files = [Path(path.name) for path in directory.iterdir() if path.is_file()]
+        if not any(sort_of(name, format) == "data" for name in files):
+            raise
+        pattern = os.path.join(glob.escape(paths[0]), "*")
+        return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
+
+
+def refuse_empty(streams: Sequence[Stream]) -> None:
+    """Refuse streams of empty files, all of them at once."""
+    paths = [stream.path for stream in streams if os.path.isfile(stream.path)]
+    refuse_empty_files([path for path in paths if not os.path.getsize(path)], len(streams))

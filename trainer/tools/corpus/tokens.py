@@ -1,4 +1,4 @@
-"""Tokenizes a corpus of text once, into a directory of indexed token files, and continues after an interruption."""
+"""Tokenizes a corpus of text into indexed token files; continues after an interruption."""
 
 from __future__ import annotations
 
@@ -57,51 +57,57 @@ def tokenize(
         report: told (megabytes done, of, file).
 
     Raises:
-        UserError: a file is damaged or holds no text; or `out` is in use, or holds tokens of other files, or made otherwise.
-            What was finished stays.
+        UserError: a file is damaged or holds no text; or `out` is in use, or holds tokens of other
+            files, or made otherwise. What was finished stays.
     """
     if tokenizer == "ids":
-        raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
+        problem = '"ids" has nothing to tokenize text with'
+        raise UserError("--tokenizer", problem, "name a tokenizer.json")
     options = ReadOptions(load_tokenizer(tokenizer))
     for root in {Path(stream.root).absolute() for stream in streams}:
         if out.absolute().is_relative_to(root):
             problem = f"lies in {root}, where the text is: its files would be input the next time"
             raise UserError(str(out), problem, "name a directory beside it")
-    files = [TextFile.cut(stream.path, format, _target(stream, out), span_bytes) for stream in streams]
+    files = [TextFile.cut(each.path, format, _target(each, out), span_bytes) for each in streams]
     first: dict[Path, str] = {}
     for file in files:
         if first.setdefault(file.target, file.path) != file.path:
-            problem = f"{file.target.relative_to(out)} would hold both {first[file.target]} and {file.path}"
-            raise UserError(str(out), problem, "name them by one directory or one glob in quotes, whose names differ")
+            name = file.target.relative_to(out)
+            problem = f"{name} would hold both {first[file.target]} and {file.path}"
+            fix = "name them by one directory or one glob in quotes, whose names differ"
+            raise UserError(str(out), problem, fix)
     identity = tokenizer
     if tokenizer.endswith(".json"):  # which may move, or change under its name
         identity = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]
+    how: dict[str, Any] = {"text_split": text_split, "column": column}
     with _alone(out):
-        _claim(out, files, tokenizer=identity, text_split=text_split, column=column, span_bytes=span_bytes)
+        _claim(out, files, {"tokenizer": identity, **how, "span_bytes": span_bytes})
         for folder in {out, *(file.target.parent for file in files)}:
             remove_leftovers(folder)
         kept = sum(file.is_done for file in files)
-        tokenize_files(
-            files, out, tokenizer=tokenizer, text_split=text_split, column=column, workers=workers, report=report
-        )
+        tokenize_files(files, out, tokenizer=tokenizer, workers=workers, report=report, **how)
     lengths = [load_megatron(file.target, options).lengths for file in files]
     # Read back, since files of an earlier call count too.
     documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
-    return Tokenized(len(files), documents, tokens, sum(os.path.getsize(file.path) for file in files), kept)
+    bytes_read = sum(os.path.getsize(file.path) for file in files)
+    return Tokenized(len(files), documents, tokens, bytes_read, kept)
 
 
 def _target(stream: Stream, out: Path) -> Path:
-    # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and a.md may lie side by side.
-    # Relative to what the user named, not to what the files have in common: a file that is added later renames no other.
+    # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and
+    # a.md may lie side by side. Relative to what the user named, not to what the files have in
+    # common: a file that is added later renames no other.
     relative = Path(stream.path).relative_to(stream.root)
-    folder = relative.parent if relative.parts[0] == stream.modality else Path(stream.modality) / relative.parent
+    folder = relative.parent
+    if relative.parts[0] != stream.modality:
+        folder = Path(stream.modality) / folder
     return out / folder / f"{relative.name}.bin"
 
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves nothing behind.
-    Raises UserError: another one does."""
+    """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves
+    nothing behind. Raises UserError: another one does."""
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY)
     try:
@@ -116,9 +122,9 @@ def _alone(out: Path) -> Iterator[None]:
         os.close(directory)
 
 
-def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
-    """Record in `out` what it is made of; what was made of a file that has changed since is removed. Raises UserError:
-    `out` is made of other files, with other settings, or not by this."""
+def _claim(out: Path, files: Sequence[TextFile], settings: dict[str, Any]) -> None:
+    """Record in `out` what it is made of; what was made of a file that has changed since is
+    removed. Raises UserError: `out` is made of other files, with other settings, or not by this."""
     now = {}
     for file in files:
         status = os.stat(file.path)
@@ -137,7 +143,8 @@ def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
             other = f"of other files ({few(gone)})"
             if changed:
                 other = f"made with another {' and '.join(changed)}"
-            raise UserError(str(out), f"holds tokens {other}", "name a new directory, or remove these tokens")
+            fix = "name a new directory, or remove these tokens"
+            raise UserError(str(out), f"holds tokens {other}", fix)
     for file in files:
         name = file.target.relative_to(out).as_posix()
         if name in before and before[name] != now[name]:

@@ -1,4 +1,4 @@
-"""Writes a corpus (streams of JSON lines and `manifest.json`) into a sibling directory that is renamed at the end."""
+"""Writes a corpus (JSON lines and `manifest.json`) beside its place, and renames it at the end."""
 
 from __future__ import annotations
 
@@ -21,25 +21,20 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class StreamEntry:
-    path: str
-    """Relative to the corpus, with forward slashes."""
+    path: str  # relative to the corpus, with forward slashes
     documents: int
-    text_bytes: int
-    """UTF-8 bytes of the texts."""
+    text_bytes: int  # UTF-8 bytes of the texts
     file_bytes: int
-    sha256: str
-    """Of the file."""
+    sha256: str  # of the file
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole corpus, without times or paths of the machine: equal inputs and options give equal manifests and files."""
+    """A whole corpus, without times or paths of the machine: equal inputs give equal manifests."""
 
     builder: str
-    inputs_sha256: str
-    """Of the options and of every document: position and content."""
-    rules: Mapping[str, str]
-    """How documents were chosen, in words, with the numbers used."""
+    inputs_sha256: str  # of the options and of every document: position and content
+    rules: Mapping[str, str]  # how documents were chosen, in words, with the numbers used
     modalities: Mapping[str, tuple[StreamEntry, ...]]
     skipped: tuple[Skipped, ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
@@ -55,7 +50,8 @@ class Manifest:
         if modality is not None:
             chosen = self.modalities[modality]
         names = ("documents", "text_bytes", "file_bytes")
-        return {"streams": len(chosen), **{name: sum(getattr(entry, name) for entry in chosen) for name in names}}
+        sums = {name: sum(getattr(entry, name) for entry in chosen) for name in names}
+        return {"streams": len(chosen), **sums}
 
     def to_json(self) -> str:
         content = {
@@ -75,10 +71,7 @@ class Manifest:
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a corpus.
-
-    Raises:
-        UserError: it is missing, damaged, or of another format version.
-    """
+    Raises UserError: it is missing, damaged, or of another format version."""
     file = directory / MANIFEST_NAME
     try:
         content = read_json(file)
@@ -95,7 +88,8 @@ def read_manifest(directory: Path) -> Manifest:
             skipped=tuple(Skipped(**item) for item in content["skipped"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(str(file), f"is not a corpus's manifest ({error!r})", "build the corpus again") from None
+        problem = f"is not a corpus's manifest ({error!r})"
+        raise UserError(str(file), problem, "build the corpus again") from None
 
 
 def write_corpus(
@@ -108,13 +102,13 @@ def write_corpus(
     force: bool,
     progress: Report = silent,
 ) -> Manifest:
-    """Write `out/<modality>/<stream>.jsonl`, one document per line as `{"text": ..., "source": ...}`, and the manifest.
+    """Write `out/<modality>/<stream>.jsonl`, one document per line, and the manifest.
 
     An `out` that is complete and was built from the same inputs is left untouched, unless `force`.
 
     Raises:
-        UserError: `out` holds something else and `force` is not given, or it holds files that no builder wrote; or a file
-            changed meanwhile.
+        UserError: `out` holds something else and `force` is not given, or it holds files that no
+            builder wrote; or a file changed meanwhile.
     """
     digest = _inputs_digest(modalities, builder, rules)
     if out.exists() and any(out.iterdir()):
@@ -122,7 +116,8 @@ def write_corpus(
         if not force:
             if existing.inputs_sha256 == digest and _is_whole(out, existing):
                 return existing
-            raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
+            fix = "use another directory, or --force to replace it"
+            raise UserError(str(out), "holds another corpus", fix)
         if others := _not_ours(out, existing):
             problem = f"holds {others[0]}, which is no part of the corpus"
             raise UserError(str(out), problem, "move it away, or name another directory")
@@ -158,14 +153,16 @@ def _existing(out: Path) -> Manifest:
     try:
         return read_manifest(out)
     except UserError:
-        raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus") from None
+        fix = "name a new directory for the corpus"
+        raise UserError(str(out), "is not empty and holds no corpus", fix) from None
 
 
 def _not_ours(out: Path, manifest: Manifest) -> list[str]:
     """Files in `out` that no builder wrote, and that would be lost with the corpus."""
     ours = {MANIFEST_NAME, *manifest.entries}
     found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
-    return sorted(name for name in found if name not in ours and not Path(name).name.startswith("."))
+    lost = [name for name in found if name not in ours]
+    return sorted(name for name in lost if not Path(name).name.startswith("."))
 
 
 def _is_whole(out: Path, manifest: Manifest) -> bool:
@@ -177,7 +174,8 @@ def _is_whole(out: Path, manifest: Manifest) -> bool:
 def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> StreamEntry:
     digest = hashlib.sha256()
     file_bytes = 0
-    with replacing(directory / path, sync=False) as file:  # the whole corpus is synced with its manifest, last
+    # The whole corpus is synced with its manifest, last.
+    with replacing(directory / path, sync=False) as file:
         for document in documents:
             text = document.text()
             # The text was left on disk since it was checked.
@@ -194,7 +192,7 @@ def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> 
 
 @contextlib.contextmanager
 def _replaced(out: Path) -> Iterator[Path]:
-    """A new directory beside `out` that replaces it at the end; on any failure `out` is unchanged."""
+    """A new directory that replaces `out` at the end; on any failure `out` is unchanged."""
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:

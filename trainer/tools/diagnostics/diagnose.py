@@ -17,16 +17,9 @@ NO_FINDING: Final = "no finding"
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 
 RULES: Final[tuple[Rule, ...]] = (
-    *state.RULES,
-    *depth.RULES,
-    run.model_contract,
-    *mixing.RULES,
-    *gradients.RULES,
-    *loss.RULES,
-    *run.SPEED_RULES,
-    run.restarts,
-    run.ending,
-)
+    *state.RULES, *depth.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
+    *run.SPEED_RULES, run.restarts, run.ending,
+)  # fmt: skip
 """All rules, in display order."""
 
 
@@ -62,7 +55,7 @@ class Ruling:
 
     @property
     def result(self) -> str:
-        """The severity of a finding, the verdict otherwise; `not yet` if more rows would give one."""
+        """The severity of a finding, else the verdict; `not yet` if more rows would give one."""
         if self.outcome.is_early:
             return "not yet"
         return self.severity or self.outcome.verdict.replace("_", " ")
@@ -92,18 +85,16 @@ class Diagnosis:
     run: RunRecord
     rulings: tuple[Ruling, ...]
 
-    def _of(self, *severities: str) -> list[Ruling]:
-        return [ruling for severity in severities for ruling in self.rulings if ruling.severity == severity]
-
     @property
     def findings(self) -> list[Ruling]:
         """Errors, then warnings: a run with any is not healthy."""
-        return self._of("error", "warning")
+        found = [ruling for ruling in self.rulings if ruling.severity in ("error", "warning")]
+        return sorted(found, key=lambda ruling: str(ruling.severity))
 
     @property
     def advice(self) -> list[Ruling]:
         """Findings that cost time or tokens but do not harm the model."""
-        return self._of("advice")
+        return [ruling for ruling in self.rulings if ruling.severity == "advice"]
 
     @property
     def num_judged(self) -> int:
@@ -112,7 +103,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> DiagnosisVerdict | None:
-        """`healthy` takes half of the rules or more (`LEAST_JUDGED`); fewer without a finding are `no_findings`.
+        """`healthy` takes half of the rules or more (`LEAST_JUDGED`), else `no_findings`.
 
         None for a run without training rows: the rules have nothing to check.
         """
@@ -126,14 +117,13 @@ class Diagnosis:
 
     @property
     def coverage(self) -> str:
-        """How many rules judged the run: `14 of 24 rules judged the run, 4 could not yet, 7 had nothing to measure`."""
+        """How many rules judged: `14 of 24 rules judged the run, 4 could not yet, ...`."""
+        text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
-        text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
-        if early:
-            text += f", {early} could not yet"
-        if rest:
-            text += f", {rest} had nothing to measure"
+        for number, what in ((early, "could not yet"), (rest, "had nothing to measure")):
+            if number:
+                text += f", {number} {what}"
         return text
 
     @property
@@ -147,7 +137,7 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """One sentence: healthy or not, with the names of the findings and of the suggestions (advice)."""
+        """One sentence: healthy or not, with the names of the findings and of the suggestions."""
         if self.verdict is None:
             return "Not diagnosed: no training rows"
         found = {
@@ -172,7 +162,7 @@ class Diagnosis:
             "findings": [ruling.rule.name for ruling in self.findings],
             "advice": [ruling.rule.name for ruling in self.advice],
             "rules_judged": self.num_judged,
-            "rules_not_judged": [ruling.rule.name for ruling in self.rulings if not ruling.is_judged],
+            "rules_not_judged": [each.rule.name for each in self.rulings if not each.is_judged],
             "rules": [ruling.to_json() for ruling in self.rulings],
             "notes": self.run.notes,
         }
@@ -183,8 +173,9 @@ def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
 
 
 def _outcome(rule: Rule, run: RunRecord) -> Outcome:
-    """The rule's outcome. Its config and events may hold anything, which is no reason not to judge the rest, or other runs."""
+    """The rule's outcome; files that hold anything are no reason not to judge the rest."""
     try:
         return rule.apply(run)
     except Exception as error:  # noqa: BLE001 - see above
-        return not_measured(f"the run's files do not fit together ({type(error).__name__}: {error})")
+        why = f"{type(error).__name__}: {error}"
+        return not_measured(f"the run's files do not fit together ({why})")

@@ -5,44 +5,23 @@ from __future__ import annotations
 import math
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    MICRO_BATCHES,
-    Knob,
-    Outcome,
-    Series,
-    aligned,
-    explained,
-    finding,
-    healthy,
-    micro_batches,
-    not_measured,
-    not_yet,
-    ranks,
-    rule,
-    series,
-)
+from trainer.tools.diagnostics.facts import MICRO_BATCHES, Knob, Series, aligned, micro_batches, ranks, series
+from trainer.tools.diagnostics.rule import Outcome, explained, finding, healthy, not_measured, not_yet, rule
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
 
-CONSISTENCY = "gns/consistency"
-B_SMALL = "gns/b_small"
+CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
+B_SMALL = "gns/b_small"  # sequences of a micro-batch
 DRAWN = "gns/b_drawn"
-TR_SIGMA = "gns/tr_sigma"
-GRAD_SQ = "gns/grad_sq"
+TR_SIGMA = "gns/tr_sigma"  # noise: trace of the covariance of a sequence's gradient
+GRAD_SQ = "gns/grad_sq"  # signal: squared norm of the true gradient
 HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
 
 
 @rule("error", needs=(TR_SIGMA, GRAD_SQ, B_BIG), uses=(CONSISTENCY, f"{CONSISTENCY}_se", B_SMALL), hint=HINT)
 def repeated_data(run: RunRecord) -> Outcome:
-    """In the last row, gns/consistency with {limits.CONSISTENCY_ERRORS:g} standard errors is below {limits.SAME_DATA:g}, or
-    (a warning, in loops that are not the trainer's) above {limits.TOO_DIFFERENT:g}; or the noise is below {limits.ROUNDING:g}
-    of the squared gradient.
-
-    Ranks that read the same data (a sampler without the rank, one seed for all) have equal gradients and no noise between
-    them: the batch is smaller than it seems, without another symptom.
-    Change: the part of the data that each rank reads: a `DistributedSampler`, the rank in the seed
-    """
+    """Ranks or micro-batches whose gradients are too much alike, or differ too much."""
     noise, signal, batch = aligned(*(series(run, key) for key in (TR_SIGMA, GRAD_SQ, B_BIG)))
     if not noise:
         return not_yet("no row has a noise scale yet")
@@ -55,8 +34,9 @@ def repeated_data(run: RunRecord) -> Outcome:
         return finding(words, noise.evidence([len(noise) - 1]), knob=other_data)
     ratio, error = aligned(series(run, CONSISTENCY), series(run, f"{CONSISTENCY}_se"))
     if not ratio:
-        per_micro = series(run, B_SMALL).values
-        num_micros = batch.values[-1] / per_micro[-1] if per_micro else math.inf
+        per_micro, num_micros = series(run, B_SMALL).values, math.inf
+        if per_micro:
+            num_micros = batch.values[-1] / per_micro[-1]
         # With one micro-batch per rank, the noise between micro-batches is the noise between ranks.
         if run.world_size == 1 or num_micros < 1.5 * ranks(run):
             return healthy(f"the micro-batches of a step differ {words}")
@@ -75,30 +55,27 @@ def repeated_data(run: RunRecord) -> Outcome:
         return finding(words, evidence, knob=other_data)
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
-        words += ": gradients were clipped or scaled before they were measured, or ranks read data of different kinds"
+        words += ": gradients were clipped or scaled before they were measured, "
+        words += "or ranks read data of different kinds"
         return finding(words, evidence, severity="warning")
     return healthy(words)
 
 
 @rule("advice", needs=[B_BIG], hint=HINT)
 def batch_size(run: RunRecord) -> Outcome:
-    """In the last row, the batch is below {limits.SMALL_BATCH:g} of the lower bound of the noise scale (too small) or above
-    {limits.WASTEFUL_BATCH:g} times its upper bound (wasteful).
-
-    A batch B needs 1 + B / B_simple times the minimum tokens and 1 + B_simple / B times the minimum steps (McCandlish et
-    al. 2018): beyond the bounds, five times the tokens or eleven times the steps.
-    Change: `train.micro_batches` (or `data.mixing.batch_size`): move the batch towards the noise scale
-    """
-    if all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ)) and repeated_data.check(run).verdict == "finding":
+    """A batch that is far from the noise scale of the gradient."""
+    has_noise = all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ))
+    if has_noise and repeated_data.check(run).verdict == "finding":
         return explained("ranks read the same data, so the noise scale is unknown: see repeated_data")
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
         return not_yet(f"the noise scale is {why_unknown(run)}")
     if scale.steps is not None and scale.steps < limits.NOISE_STEPS:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
-    words = f"{number_text(scale.batch)} sequences per step, noise scale {scale.number} ({scale.where})"
-    words += _doubt(run, scale)
-    rows = [_row(run, key, scale) for key in (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)]
+    words = f"{number_text(scale.batch)} sequences per step, "
+    words += f"noise scale {scale.number} ({scale.where}){_doubt(run, scale)}"
+    keys = (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)
+    rows = [_row(run, key, scale) for key in keys]
     shown = [row.evidence() for row in rows if len(row)]
     # A lower bound is enough for "too small". The other two verdicts need an upper bound.
     if scale.batch < limits.SMALL_BATCH * scale.low:
@@ -113,7 +90,7 @@ def batch_size(run: RunRecord) -> Outcome:
 
 
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
-    """Towards the noise scale, at most tenfold; None where a rank has a single sequence per step."""
+    """Towards the noise scale, at most tenfold; None where a rank has one sequence per step."""
     # A noise scale is an order of magnitude: no step beyond ten is suggested at once.
     factor = min(_middle(scale) / scale.batch, 1 / limits.SMALL_BATCH)
     if not run.config and not series(run, MICRO_BATCHES):
@@ -121,8 +98,9 @@ def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
         return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
     micros = micro_batches(run, since=scale.step)
     if factor > 1 or micros > 1:
-        least = micros + 1 if factor > 1 else 1
-        better = max(round(micros * factor), least)
+        better = max(round(micros * factor), 1)
+        if factor > 1:
+            better = max(better, micros + 1)
         if isinstance(run.setting("train.micro_batches", 1), int):
             return Knob("train.micro_batches", micros, better)
         return Knob("train.micro_batches", micros, f"a schedule that ends at {better}")
@@ -143,19 +121,18 @@ def _row(run: RunRecord, key: str, scale: NoiseScale) -> Series:
 
 
 def _doubt(run: RunRecord, scale: NoiseScale) -> str:
-    """A remark if the rows of a step visibly depend on each other, and the noise scale does not know it."""
+    """A remark if the rows of a step depend on each other, and the noise scale does not know it."""
     value, error = (_row(run, key, scale).values for key in (CONSISTENCY, f"{CONSISTENCY}_se"))
     if scale.key == DRAWN or not value or not error:
         return ""
-    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise, which is B / batch of
-    # the signal in a step's gradient.
+    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise,
+    # which is B / batch of the signal in a step's gradient.
     excess = abs(1.0 / max(value[0], limits.LEAST_CONSISTENCY) - 1.0)
     shift = excess * max(_middle(scale) / scale.batch, 1.0)
     is_chance = abs(value[0] - 1.0) < limits.CONSISTENCY_ERRORS * error[0]
     if shift < limits.INCONSISTENT or is_chance:
         return ""
-    more = ""
-    drawn = _row(run, f"{DRAWN}_low", scale).values
+    more, drawn = "", _row(run, f"{DRAWN}_low", scale).values
     if drawn:
         more = f": {DRAWN}, which does not, is at least {number_text(drawn[0])} so far"
     elif run.config and not run.setting("gns.components_every"):

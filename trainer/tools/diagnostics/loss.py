@@ -9,64 +9,47 @@ from itertools import pairwise
 from statistics import median
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import Knob, Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
+from trainer.tools.diagnostics.facts import Knob, Series, lower_lr, series
+from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_yet, rule
 from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import counted, number_text
 
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
-REJECTED = "non_finite_steps"
-FLAG = "loss_spike"
+REJECTED = "non_finite_steps"  # steps since the row before
+FLAG = "loss_spike"  # 1 if a step since the row before was flagged
 
 
 @rule("error", needs=[LOSS], uses=(REJECTED, GRAD_NORM))
 def non_finite(run: RunRecord) -> Outcome:
-    """Above 0 (fp16: above {limits.FP16_STEPS} + {limits.FP16_SHARE:.0%} of the steps).
-
-    Such a step changes no weight: it ends the run, or is skipped (`train.on_non_finite`). fp16 skips some steps until its
-    loss scale has settled.
-    Change: `optimizer.lr`: half; or the batch that events.jsonl names
-    """
+    """Steps whose loss or gradient was not finite."""
     loss, rejected = series(run, LOSS), series(run, REJECTED)
     count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
     if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
         return healthy(f"{count} skipped, as fp16 loss scaling does")
-    measured = (loss, series(run, GRAD_NORM))
-    bad = [(column, column.where(lambda value: not math.isfinite(value))) for column in measured]
-    hits = [(column, where) for column, where in [(rejected, rejected.positive), *bad] if where]
-    if not hits:
+    bad = [rejected.evidence(rejected.positive)]
+    bad += [each.evidence(each.where(_is_not_finite)) for each in (loss, series(run, GRAD_NORM))]
+    shown = [evidence for evidence in bad if evidence.steps]
+    if not shown:
         return healthy("every logged loss and gradient norm was finite")
-    first = min(column.steps[where[0]] for column, where in hits)
+    what = f"the loss or the gradient of {count} was not finite"
     if not rejected.total:
         what = "NaN or infinite values"
     elif is_fp16 or run.setting("train.on_non_finite") == "skip":
         what = f"{count} skipped"
-    else:
-        what = f"the loss or the gradient of {count} was not finite"
-    words = f"{what}, first logged at step {first}"
+    words = f"{what}, first logged at step {min(evidence.steps[0] for evidence in shown)}"
     if run.config:  # other loops write no events
         words += "; events.jsonl names the batches"
-    return finding(words, *(column.evidence(where) for column, where in hits), knob=lower_lr(run))
+    return finding(words, *shown, knob=lower_lr(run))
+
+
+def _is_not_finite(value: float) -> bool:
+    return not math.isfinite(value)
 
 
 @rule("warning", needs=[LOSS], uses=[FLAG])
 def loss_spikes(run: RunRecord) -> Outcome:
-    """A spike: above the median of the {limits.SPIKE_CENTER} rows before by each of: {limits.SPIKE_SIGMAS:g} deviations (of
-    second differences), {limits.SPIKE_RANGES:g} times the largest such distance in {limits.SPIKE_FAR_WINDOW} rows,
-    {limits.SPIKE_GIVEN_BACK:.0%} of the improvement, {limits.MIN_RISE} nats (as for all that follows), and in the first
-    {limits.SPIKE_HISTORY} rows above the first; or flagged between two later rows, in one row or at most
-    {limits.MAX_FLAGGED:.0%} of them. A divergence, which is an error, from {limits.DIVERGED_ROWS} rows on: each of the last
-    rows (a quarter, {limits.END_ROWS[0]} to {limits.END_ROWS[1]}) is {limits.DOUBLED:g} times the first; or, from
-    {limits.MANY_ROWS} rows on, their median is {limits.END_RISE:.0%} and {limits.END_SIGMAS:g} deviations above the first, and
-    each is nearer to it than to the first. A rise that came back: within the first half, two rows in a row {limits.BUMP:g}
-    times the first, or one {limits.LONE_BUMP:g} times, and {limits.BUMP_SIGMAS:g} deviations above it, while the second half
-    is nearer to the first row.
-
-    The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first
-    row, even after a resume, may be low by chance, so the last rows must agree and be far above it. A change of shares that
-    moves the loss as far reads as a divergence. With a first loss of 0 or less only spikes count.
-    Change: `optimizer.lr`: half; the weight that `train mix` changed before; or, for a spike, the batches of that step
-    """
+    """Spikes of the loss, and losses that end above where they began."""
     loss = series(run, LOSS)
     diverged = _divergence(run, loss.at(loss.where(math.isfinite)))
     if diverged is not None:
@@ -74,13 +57,14 @@ def loss_spikes(run: RunRecord) -> Outcome:
     flagged = _flagged(loss, series(run, FLAG))
     if len(loss) <= limits.SPIKE_BEFORE and not flagged:
         return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(loss)}")
-    hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
+    late = [index for index, step in enumerate(loss.steps) if step in flagged]
+    hits = sorted({*find_spikes(loss.values), *late})
     if not hits:
         return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")
     peak = max(hits, key=loss.values.__getitem__)
     before = [*filter(math.isfinite, loss.values[:peak])][-limits.SPIKE_CENTER :]
-    words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[peak])} at step "
-    words += f"{loss.steps[peak]}, after {_level(before)}"
+    words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
+    words += f"{number_text(loss.values[peak])} at step {loss.steps[peak]}, after {_level(before)}"
     if flagged:
         words += f"; {len(flagged)} flagged between two rows, see events.jsonl"
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
@@ -91,8 +75,8 @@ def loss_spikes(run: RunRecord) -> Outcome:
 def _flagged(loss: Series, flags: Series) -> set[int]:
     """The steps of late rows that were flagged since the row before.
 
-    The flag compares with an average and a deviation alone. Where every step is logged, the rows say more; and flags that
-    return are a source whose losses differ.
+    The flag compares with an average and a deviation alone. Where every step is logged, the rows
+    say more; and flags that return are a source whose losses differ.
     """
     before = dict(zip(loss.steps, [0, *loss.steps], strict=False))
     flagged = {step for step in flags.at(flags.positive).steps if step - before.get(step, step) > 1}
@@ -102,7 +86,7 @@ def _flagged(loss: Series, flags: Series) -> set[int]:
 
 
 def _cause(run: RunRecord, loss: Series, row: int) -> tuple[str, Knob]:
-    """A change of the mix right before a rise in words (empty: there was none), and the setting to change."""
+    """A change of the mix right before a rise in words, or "", and the setting to change."""
     since = min(loss.steps[max(row - limits.SPIKE_CENTER, 0)], loss.steps[row] - limits.MIX_STEPS)
     changes = [change for change in mix_changes(run) if since < change[0] <= loss.steps[row]]
     if not changes:
@@ -122,7 +106,8 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     first = f"{number_text(loss.values[0])} at step {loss.steps[0]}"
     last = _end_above_first(loss)
     if last is not None:
-        words = f"the run diverged: its loss began with {first} and is {_level(loss.at(last).values)} at the end"
+        level = _level(loss.at(last).values)
+        words = f"the run diverged: its loss began with {first} and is {level} at the end"
         middle = (loss.values[0] + median(loss.at(last).values)) / 2
         mix, knob = _cause(run, loss, loss.where(lambda value: value >= middle)[0])
         shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
@@ -131,8 +116,8 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     if high is None:
         return None
     top = max(high, key=loss.values.__getitem__)
-    words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step {loss.steps[top]}, "
-    words += f"and came back to {_level(loss.values[len(loss) // 2 :])}"
+    words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step "
+    words += f"{loss.steps[top]}, and came back to {_level(loss.values[len(loss) // 2 :])}"
     mix, knob = _cause(run, loss, high[0])
     shown = loss.evidence(sorted({0, *high, len(loss) - 1}))
     return finding(words + mix, shown, knob=knob, severity="warning")
@@ -140,11 +125,12 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
 
 def _level(rows: Sequence[float]) -> str:
     """The median of three rows or more, and their deviation."""
-    return f"{number_text(median(rows))} +- {number_text(_noise(rows), 2)} (median and spread of {len(rows)} logged losses)"
+    level = f"{number_text(median(rows))} +- {number_text(_noise(rows), 2)}"
+    return f"{level} (median and spread of {len(rows)} logged losses)"
 
 
 def _end_above_first(loss: Series) -> range | None:
-    """The last rows if the run ended above its first row (see the condition of the rule); None: it did not."""
+    """The last rows, if the run ended above its first row (see the condition of the rule)."""
     first, (least, most) = loss.values[0], limits.END_ROWS
     start = len(loss) - max(least, min(len(loss) // 4, most))
     last = loss.values[start:]
@@ -163,7 +149,7 @@ def _end_above_first(loss: Series) -> range | None:
 
 
 def _bump(loss: Series) -> list[int] | None:
-    """The high rows of the first half if the loss rose far above the first row and came back; None: it did not."""
+    """The high rows of the first half, if the loss rose far above the first row and came back."""
     first, half = loss.values[0], len(loss) // 2
     before, after = loss.values[:half], loss.values[half:]
     peak = max(before)
@@ -177,8 +163,8 @@ def _bump(loss: Series) -> list[int] | None:
 
 
 def _noise(values: Iterable[float]) -> float:
-    """Robust deviation of three values or more from second differences, which ignore a falling loss; theirs is sqrt(6) times
-    that of a value, and 1.4826 times their median size.
+    """Robust deviation of three values or more from second differences, which ignore a falling
+    loss; theirs is sqrt(6) times that of a value, and 1.4826 times their median size.
     """
     listed = list(values)
     bends = (abs(a - 2 * b + c) for a, b, c in zip(listed, listed[1:], listed[2:], strict=False))
@@ -188,18 +174,17 @@ def _noise(values: Iterable[float]) -> float:
 def find_spikes(values: Iterable[float]) -> list[int]:
     """Indices of values that rise above the noise of the run; see the condition of the rule.
 
-    The first batches of a source, or of a hard document, are as bad as those of the untrained model: until `SPIKE_HISTORY`
-    values may have shown such, only a value above the first one counts.
+    The first batches of a source, or of a hard document, are as bad as those of the untrained
+    model: until `SPIKE_HISTORY` values may have shown such, only one above the first counts.
     """
     before: deque[float] = deque(maxlen=limits.SPIKE_WINDOW)
     distances: deque[float] = deque(maxlen=limits.SPIKE_FAR_WINDOW)
     found: list[int] = []
-    first: float | None = None
-    in_a_row = 0
+    first, in_a_row = math.nan, 0
     for index, value in enumerate(values):
         if not math.isfinite(value):
             continue
-        if first is None:
+        if math.isnan(first):
             first = value
         center = median([*before][-limits.SPIKE_CENTER :] or [value])
         distance = value - center
@@ -213,11 +198,11 @@ def find_spikes(values: Iterable[float]) -> list[int]:
         if is_spike:
             found.append(index)
             in_a_row += 1
-            # A spike says nothing about the noise, unless it lasts: then it is the new level.
-            if in_a_row < limits.NEW_LEVEL:
-                continue
         else:
             in_a_row = 0
+        # A spike says nothing about the noise, unless it lasts: then it is the new level.
+        if 0 < in_a_row < limits.NEW_LEVEL:
+            continue
         before.append(value)
         distances.append(distance)
     return found

@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    MODALITIES,
-    Knob,
-    Outcome,
-    Series,
-    aligned,
-    batches_through,
-    finding,
-    has_full_rows,
-    healthy,
-    is_one_pool,
-    modality_columns,
-    not_measured,
-    not_yet,
-    ranks,
-    rule,
-    series,
-    sources,
-    unlogged,
-)
+from trainer.tools.diagnostics import facts
+from trainer.tools.diagnostics.facts import MODALITIES, Knob, Series, aligned, batches_through, ranks, series
+from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measured, not_yet, rule, unlogged
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, few, number_text
 
-SURPRISE = "stream_mixing/active/pick_surprise_max"
-WAIT = "stream_mixing/active/steps_since_pick_max"
-REMAINING_MIN = "stream_mixing/active/remaining_min"
-REMAINING_MAX = "stream_mixing/active/remaining_max"
-FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
-EXHAUSTED = "stream_mixing/refill/exhaust_events"
-ROWS_FILL = "data/fill"
-SHARE_ERROR = "blend/max_share_error"
-ENDED_SOURCES = "blend/ended_sources"
+SURPRISE = "stream_mixing/active/pick_surprise_max"  # nats; since a reader was last picked
+WAIT = "stream_mixing/active/steps_since_pick_max"  # picks since a reader was last picked
+REMAINING_MIN = "stream_mixing/active/remaining_min"  # picks of the reader with fewest left
+REMAINING_MAX = "stream_mixing/active/remaining_max"  # picks of the reader with most left
+FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"  # share of its slice
+EXHAUSTED = "stream_mixing/refill/exhaust_events"  # readers since the row before
+ROWS_FILL = "data/fill"  # share of the positions of full rows
+SHARE_ERROR = "blend/max_share_error"  # largest difference of a share so far
+ENDED_SOURCES = "blend/ended_sources"  # sources without data left
 
 FULL_ROWS = not_measured("with full rows a document stays on its row, whatever its file has left")
 SEVERAL_POOLS = not_measured("with several sources these keys do not say which source they are of")
@@ -46,17 +29,12 @@ SEVERAL_POOLS = not_measured("with several sources these keys do not say which s
 
 def _has_own_pools(run: RunRecord) -> bool:
     """Whether every rank picks from its own pool."""
-    return has_full_rows(run) or bool(run.setting("data.mixing.batching_mode") == "device_per_stream")
+    return run.setting("data.mixing.batching_mode") in ("per_row", "device_per_stream")
 
 
 @rule("error", needs=[SURPRISE], uses=[WAIT])
 def stuck_reader(run: RunRecord) -> Outcome:
-    """Above ln(picks / {limits.ALPHA:g}): 12 for 200 picks, 21 for a million.
-
-    The surprise accumulated since the last pick of a reader is a unit exponential in any pool: one wait in a million exceeds
-    ln(1e6).
-    Change: `data.mixing.pick_mode`: "round_robin"; or repair the data set that is not picked
-    """
+    """A reader that is no longer picked."""
     surprise, waits = series(run, SURPRISE), series(run, WAIT)
     mode = run.setting("data.mixing.pick_mode")
     if mode == "round_robin":
@@ -64,16 +42,19 @@ def stuck_reader(run: RunRecord) -> Outcome:
     picks = batches_through(run, surprise.steps[-1])
     if _has_own_pools(run):
         picks *= ranks(run)
-    if has_full_rows(run):  # a document is a token at least
-        picks *= math.prod(int(run.setting(key, 1)) for key in ("data.mixing.batch_size", "data.seq_len"))
+    if facts.has_full_rows(run):  # a document is a token at least
+        picks *= int(run.setting("data.mixing.batch_size", 1)) * int(run.setting("data.seq_len", 1))
     limit = limits.surprise_bound(picks)
     hits = surprise.where(lambda value: value > limit)
+    chance = f"has a chance of {_odds(max(surprise.values))}"
     if not hits:
-        chances = f"the least likely wait has a chance of {_odds(max(surprise.values))}, the alarm is at {_odds(limit)}"
+        chances = f"the least likely wait {chance}, the alarm is at {_odds(limit)}"
         return healthy(f"no open stream waits for longer than chance explains ({chances})")
-    words = f"an open stream is no longer read: so long a wait has a chance of {_odds(max(surprise.values))}"
+    words = f"an open stream is no longer read: so long a wait {chance}"
     words += f"; first beyond {_odds(limit)} at step {surprise.steps[hits[0]]}"
-    shown = [column.evidence(hits) for column in (surprise, waits) if column.steps == surprise.steps]
+    shown = [surprise.evidence(hits)]
+    if waits.steps == surprise.steps:
+        shown.append(waits.evidence(hits))
     return finding(words, *shown, knob=Knob("data.mixing.pick_mode", mode, "round_robin"))
 
 
@@ -86,26 +67,22 @@ def _odds(nats: float) -> str:
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
-    tables = [run.setting("data.mixing", {}), *(table.get("mixing", {}) for table in sources(run))]
-    found = [table.get("batch_size") for table in tables]
-    for table in tables:
-        found.extend(dict(table.get("batch_size_by_modality") or {}).values())
+    found, own = [], [table.get("mixing", {}) for table in facts.sources(run)]
+    for table in (run.setting("data.mixing", {}), *own):
+        by_modality = dict(table.get("batch_size_by_modality") or {})
+        found += [table.get("batch_size"), *by_modality.values()]
     return [size for size in found if isinstance(size, int)]
 
 
 @rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN), uses=[WAIT])
 def uneven_slices(run: RunRecord) -> Outcome:
-    """One slice has more than {limits.UNEVEN_RATIO:g} times as many picks as another, in {limits.UNEVEN_SHARE:.0%} of the rows.
-
-    Picks are weighted by remaining picks, so readers with few picks (large batches) wait. Advice if the configured
-    batch sizes are even: then the streams differ in size.
-    Change: `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
-    """
-    if has_full_rows(run):
+    """Slices so different in length that readers of the short ones wait."""
+    if facts.has_full_rows(run):
         return FULL_ROWS
-    if not is_one_pool(run):
+    if not facts.is_one_pool(run):
         return SEVERAL_POOLS
-    least, most, fraction = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)))
+    keys = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
+    least, most, fraction = aligned(*(series(run, key) for key in keys))
     ratios = list(map(_ratio_of_slices, least.values, most.values, fraction.values))
     hits = [index for index, ratio in enumerate(ratios) if ratio > limits.UNEVEN_RATIO]
     times = f"at least {number_text(max(ratios))} times as many batches as the shortest"
@@ -119,19 +96,21 @@ def uneven_slices(run: RunRecord) -> Outcome:
     if waits:
         words += f", here for up to {counted(max(waits.values), 'batch')} of others"
     shown = hits[:: max(len(hits) // 6, 1)][:6]
-    evidence = least.evidence(shown), most.evidence(shown)
-    sizes = _batch_sizes(run)
+    evidence, sizes = (least.evidence(shown), most.evidence(shown)), _batch_sizes(run)
     if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
         value = f"sizes within a factor of {limits.EVEN_BATCHES}"
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
         return finding(words, *evidence, knob=knob, severity="warning")
-    return finding(words, *evidence, knob=Knob("data.source", None, "streams of similar size"), severity="advice")
+    # The batches are even, so the streams differ in size, which is the user's choice.
+    knob = Knob("data.source", None, "streams of similar size")
+    return finding(words, *evidence, knob=knob, severity="advice")
 
 
 def _ratio_of_slices(low: float, high: float, share: float) -> float:
-    """Lower bound on the ratio of the longest slice to the shortest, in picks; 0 where the row does not say.
+    """Lower bound on the ratio of the longest slice to the shortest, in picks; 0 if unknown.
 
-    The reader with the fewest picks left began with at most low / share + 1, the one with most left with at least `high`.
+    The reader with the fewest picks left began with at most low / share + 1, the one with most left
+    with at least `high`.
     """
     if low <= 0 or share <= 0:
         return 0.0
@@ -140,22 +119,14 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
 
 @rule("warning", needs=[EXHAUSTED], uses=[f"{MODALITIES}<modality>"])
 def starved_modality(run: RunRecord) -> Outcome:
-    """No active reader of a modality while g of N readers entered the pool, where (x + 1)(1 - g/N)^x < {limits.ALPHA:g} /
-    modalities and x of the N have the modality.
-
-    In a shuffled queue, x points leave a gap of g with this probability.
-    Change: `data.mixing.num_streams_mixed`: twice as many; or a source of its own for the modality
-    """
-    # Of the rows before a source is exhausted: its modalities are absent from then on, which `shares` reports.
-    gone = series(run, ENDED_SOURCES)
-    stop = math.inf
+    """A modality that is absent for longer than chance explains."""
+    # Only before a source is exhausted: then its modalities are gone, as `shares` reports.
+    gone, stop = series(run, ENDED_SOURCES), math.inf
     if gone.positive:
         stop = gone.steps[gone.positive[0]]
-    found = [
-        column.at(index for index, step in enumerate(column.steps) if step < stop)
-        for column in (series(run, EXHAUSTED), *modality_columns(run))
-    ]
-    ended, *columns = aligned(*found)
+    ended, *columns = aligned(series(run, EXHAUSTED), *facts.modality_columns(run))
+    before = [index for index, step in enumerate(ended.steps) if step < stop]
+    ended, columns = ended.at(before), [column.at(before) for column in columns]
     if not columns:
         return unlogged([f"{MODALITIES}<modality>"])
     if len(columns) == 1:
@@ -183,19 +154,20 @@ def starved_modality(run: RunRecord) -> Outcome:
 
 
 class _Absence(NamedTuple):
-    """Rows `first` to `last` without a modality: readers that entered the pool meanwhile, and -ln of the probability."""
+    """Rows `first` to `last` without a modality."""
 
     first: int
     last: int
-    refills: float
-    surprise: float
+    refills: float  # readers that entered the pool meanwhile
+    surprise: float  # -ln of the probability
 
 
 def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]], column: int) -> _Absence:
     """The absence of a modality during which most readers entered the pool.
 
-    Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest stretch without it has g or
-    more readers with a probability of at most (x + 1) (1 - g / N)^x (spacings of x points among N).
+    Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest
+    stretch without it has g or more readers with a probability of at most (x + 1) (1 - g / N)^x
+    (spacings of x points among N).
     """
     sums = [math.fsum(values) for values in counts]
     share = sums[column] / (math.fsum(sums) or 1.0)
@@ -221,13 +193,8 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
 
 @rule("warning", needs=[EXHAUSTED])
 def exhaust_churn(run: RunRecord) -> Outcome:
-    """A reader lasts {limits.CHURN_PICKS:g} picks or fewer on average, over {limits.CHURN_EVENTS} exhausted readers per rank or
-    more.
-
-    Most of the work is then opening files and starting groups, and the mix depends on which streams were opened last.
-    Change: longer streams, or `data.mixing.batch_size`: a quarter
-    """
-    if has_full_rows(run):
+    """Readers that end after a few picks."""
+    if facts.has_full_rows(run):
         return FULL_ROWS
     ended = series(run, EXHAUSTED)
     if len(ended) < 2:
@@ -253,14 +220,8 @@ def exhaust_churn(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=[ROWS_FILL])
 def low_fill(run: RunRecord) -> Outcome:
-    """Less than {limits.LOW_FILL:.0%} of the positions of full rows held a document's token, over all logged steps.
-
-    The rest is computed for nothing. Batches of single streams shrink as documents end; full rows have gaps where each document
-    begins a row, or where there are fewer documents than rows, or one is longer than a row's share of an epoch.
-    Change: `data.mixing.batching_mode`: "per_row" (advice where another one was chosen); with it, fewer rows
-    (`data.mixing.batch_size`), or, where documents are padded, a shorter `data.seq_len` or `data.align`: "stream"
-    """
-    fill, tables = series(run, ROWS_FILL), sources(run)
+    """Rows in which many positions hold no token."""
+    fill, tables = series(run, ROWS_FILL), facts.sources(run)
     if tables and all(table.get("target") for table in tables):
         return not_measured("data sets of your own make the rows")
     if len(fill) < limits.FILL_ROWS:
@@ -269,16 +230,15 @@ def low_fill(run: RunRecord) -> Outcome:
     words = f"{mean:.1%} of the positions of full rows held a token (from {least:.1%} to {most:.1%})"
     if mean >= limits.LOW_FILL:
         return healthy(words)
-    if not has_full_rows(run):
-        mode = run.setting("data.mixing.batching_mode")
-        knob = Knob("data.mixing.batching_mode", mode, "per_row")
-        # Whoever chose another mode knows that its batches shrink.
-        return finding(words, fill.evidence(), knob=knob, severity="advice" if mode else None)
-    return finding(words, fill.evidence(), knob=_fuller_rows(run, fill, mean))
+    if facts.has_full_rows(run):
+        return finding(words, fill.evidence(), knob=_fuller_rows(run, fill, mean))
+    knob = Knob.of(run, "data.mixing.batching_mode", "per_row")
+    # Whoever chose another mode knows that its batches shrink.
+    return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
 
 
 def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob:
-    """The setting that keeps full rows from being full: the end of the data, padding, or too many rows."""
+    """The setting that keeps full rows from being full: the data's end, padding, or many rows."""
     align, cell, rows = (run.setting(f"data.{key}") for key in ("align", "seq_len", "mixing.batch_size"))
     is_built_in = run.setting("model.target") is None
     if run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
@@ -288,7 +248,8 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob:
     begins_within_rows = align == "stream" or (align == "auto" and is_built_in)
     if not begins_within_rows and max(fill.values) < limits.WHOLE_FILL:
         shorter = max(cell // 2, 1) if isinstance(cell, int) else "half"
-        return Knob("data.seq_len", cell, shorter, "or train a model that runs resets in one pass (docs/models.md)")
+        condition = "or train a model that runs resets in one pass (docs/models.md)"
+        return Knob("data.seq_len", cell, shorter, condition)
     if isinstance(rows, int) and mean * rows >= 1:
         more = "or read more data, or set data.max_group_cells"
         return Knob("data.mixing.batch_size", rows, int(mean * rows), more)
@@ -297,32 +258,27 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob:
 
 @rule("warning", needs=[SHARE_ERROR], uses=[ENDED_SOURCES])
 def shares(run: RunRecord) -> Outcome:
-    """The realised and the configured share differ by more than sqrt(ln(1024 / {limits.ALPHA:g}) / (2 N)) after N batches; or a
-    source has ended (advice).
-
-    Batches are independent draws, so Hoeffding's bound holds (for 16 sources, tested at each doubling of the steps, 32
-    times). A source that ran out of data keeps its configured share, so its missing batches count.
-    Change: the `weight` of the source, `data.mixing.repeat`, or more data
-    """
+    """Sources whose share differs from their weight, or that have ended."""
     errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)
-    explained, due = {}, 1
+    bounds, due = {}, 1
     for index, step in enumerate(errors.steps):
         # The first row at or after each power of two, and the last row.
         if step >= due or index == len(errors) - 1:
             batches = max(batches_through(run, step), 1)
-            explained[index] = math.sqrt(math.log(1024 / limits.ALPHA) / (2 * batches))
-            due = 2 ** (step.bit_length())
-    hits = [index for index, limit in explained.items() if errors.values[index] > limit]
-    index = hits[-1] if hits else len(errors) - 1
-    words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; chance explains {explained[index]:.1%}"
+            bounds[index] = math.sqrt(math.log(1024 / limits.ALPHA) / (2 * batches))
+            due = 2 ** step.bit_length()
+    hits = [index for index, limit in bounds.items() if errors.values[index] > limit]
+    index = [len(errors) - 1, *hits][-1]
+    words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; "
+    words += f"chance explains {bounds[index]:.1%}"
     off = f"the share of a source differs from its weight {words}"
     if ended.positive:
-        repeat = Knob("data.mixing.repeat", run.setting("data.mixing.repeat"), "true, or more data")
-        first_end = ended.evidence(ended.positive[:1])
+        repeat = Knob.of(run, "data.mixing.repeat", "true, or more data")
+        what, first_end = _what_ended(run, ended), ended.evidence(ended.positive[:1])
         if hits:
-            return finding(f"{off}; {_what_ended(run, ended)}", errors.evidence(hits), first_end, knob=repeat)
-        text = f"{_what_ended(run, ended)}; the others give its batches"
-        return finding(text, first_end, knob=repeat, severity="advice")
+            return finding(f"{off}; {what}", errors.evidence(hits), first_end, knob=repeat)
+        words = f"{what}; the others give its batches"
+        return finding(words, first_end, knob=repeat, severity="advice")
     if not hits:
         return healthy(f"the shares of the sources differ from their weights {words}")
     knob = Knob("data.source.weight", None, "a weight that the amount of data allows")
@@ -331,24 +287,16 @@ def shares(run: RunRecord) -> Outcome:
 
 def _what_ended(run: RunRecord, ended: Series) -> str:
     """The exhausted sources, each with its step where events.jsonl (written by rank 0) has it."""
-    events = [event for event in run.events if event.get("event") == "source_ended"]
-    names = {
-        name: event.get("global_step")
-        for event in events
-        if isinstance(event.get("sources"), list)
-        for name in event["sources"]
-    }
+    names: dict[str, Any] = {}
+    for event in run.events:
+        if event.get("event") == "source_ended" and isinstance(event.get("sources"), list):
+            names.update(dict.fromkeys(event["sources"], event.get("global_step")))
     if not names:
-        return f"{counted(max(ended.values), 'source')} exhausted, the first by step {ended.steps[ended.positive[0]]}"
+        first = ended.steps[ended.positive[0]]
+        return f"{counted(max(ended.values), 'source')} exhausted, the first by step {first}"
     where = " on rank 0" if ranks(run) > 1 else ""
-    return f"source {few([f'{name} exhausted at step {step}{where}' for name, step in names.items()])}"
+    each = [f"{name} exhausted at step {step}{where}" for name, step in names.items()]
+    return f"source {few(each)}"
 
 
-RULES = (
-    stuck_reader,
-    uneven_slices,
-    starved_modality,
-    exhaust_churn,
-    low_fill,
-    shares,
-)
+RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

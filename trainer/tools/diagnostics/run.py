@@ -1,4 +1,4 @@
-"""Rules about the run itself: its speed, how it ended, how often it restarted, and the contract of its model."""
+"""Rules about the run itself: its speed, ending and restarts, and the contract of its model."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ from collections import Counter
 from statistics import median
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    Evidence,
-    Knob,
-    Outcome,
-    Series,
-    aligned,
-    finding,
-    healthy,
-    not_measured,
-    not_yet,
-    rule,
-    series,
-    sources,
-)
+from trainer.tools.diagnostics import facts
+from trainer.tools.diagnostics.facts import Evidence, Knob, Series, aligned, series, sources
+from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measured, not_yet, rule
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
-DATA_TIME = "time/data_sec"
+DATA_TIME = "time/data_sec"  # waiting for data, of an average step since the row before
 STEP_TIME = "step_time_sec"
 SLOWEST = "time/slowest_rank_sec"
 FASTEST = "time/fastest_rank_sec"
@@ -37,6 +26,7 @@ STAGES = {  # of reading: in words, and what makes them faster
     "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
     "own_code": ("running the own code", "less work for each batch in its own code"),
 }
+EQUAL_WORK = {"per_stream": "they read slices of the same streams", "per_row": "their rows are full alike"}
 STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 
 
@@ -48,22 +38,15 @@ def _warm(run: RunRecord, key: str) -> Series:
 
 def _seconds(times: Series) -> float:
     """Time of all steps: a row has the mean of the steps since the row before."""
-    before = [times.steps[0] - 1, *times.steps]
-    return math.fsum(
-        seconds * (step - last) for last, step, seconds in zip(before, times.steps, times.values, strict=False)
-    )
+    total, before = 0.0, times.steps[0] - 1
+    for step, seconds in zip(times.steps, times.values, strict=True):
+        total, before = total + seconds * (step - before), step
+    return total
 
 
 @rule("warning", needs=(DATA_TIME, STEP_TIME), uses=[f"{key}<source>" for key in STAGE_KEYS])
 def data_bound(run: RunRecord) -> Outcome:
-    """Waiting for data takes more than {limits.DATA_SHARE:.0%} of the time of the steps, over {limits.BUSY_SECONDS:g} s or
-    more.
-
-    With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps if single steps
-    wait; if the typical step does, only speeding up the slowest stage helps. The first rows are judged separately.
-    Change: the data: tokenized ahead (`train data tokenize`), fewer files, a faster disk, or the data set's own code; where
-    single steps wait for reading, `data.prefetch`
-    """
+    """Steps that wait for data."""
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < limits.SPEED_ROWS:
         return not_yet(f"needs {limits.SPEED_ROWS} rows after warm-up, has {len(waits)}")
@@ -108,8 +91,9 @@ def data_bound(run: RunRecord) -> Outcome:
 
 
 def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, float] | None:
-    """The stage of reading that took most of the time, and its share of all stages; None: they do not explain the wait."""
-    columns = [series(run, key).since(since) for key in run.train.keys if key.startswith(STAGE_KEYS)]
+    """The stage of reading that took most, and its share; None: they do not explain the wait."""
+    keys = [key for key in run.train.keys if key.startswith(STAGE_KEYS)]
+    columns = [series(run, key).since(since) for key in keys]
     total = sum(column.total for column in columns)
     if not columns or total < limits.EXPLAINED_WAIT * waited:
         return None
@@ -119,12 +103,7 @@ def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, f
 
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
 def straggling_rank(run: RunRecord) -> Outcome:
-    """The median of (slowest - fastest rank) / step time is above {limits.STRAGGLE_SHARE:.0%}, over {limits.BUSY_SECONDS:g} s
-    or more.
-
-    Every rank waits for the slowest in the gradient reduction. The median ignores occasional uneven batches.
-    Change: the machine of the rank; or `data.mixing.batching_mode`
-    """
+    """Ranks that wait for the slowest one."""
     if run.world_size == 1:
         return not_measured("single rank")
     slowest, fastest, times = aligned(*(_warm(run, key) for key in (SLOWEST, FASTEST, STEP_TIME)))
@@ -141,21 +120,16 @@ def straggling_rank(run: RunRecord) -> Outcome:
     worst = sorted(heapq.nlargest(6, range(len(waits)), key=waits.__getitem__))
     evidence = slowest.evidence(worst), fastest.evidence(worst)
     mode = run.setting("data.mixing.batching_mode")
-    equal_work = {"per_stream": "they read slices of the same streams", "per_row": "their rows are full alike"}
-    if mode in equal_work:
-        return finding(f"{words}; {equal_work[mode]}: look at the machine of the slowest", *evidence)
+    if mode in EQUAL_WORK:
+        return finding(f"{words}; {EQUAL_WORK[mode]}: look at the machine of the slowest", *evidence)
     condition = "if ranks read different data; otherwise look at the machine of the slowest rank"
-    return finding(words, *evidence, knob=Knob("data.mixing.batching_mode", mode, "per_stream", condition))
+    knob = Knob("data.mixing.batching_mode", mode, "per_stream", condition)
+    return finding(words, *evidence, knob=knob)
 
 
 @rule("warning", uses=["the `restart` events of metrics.jsonl"])
 def restarts(run: RunRecord) -> Outcome:
-    """More than {limits.REDONE_SHARE:.0%} of the steps were repeated, or there were more than {limits.RESTARTS} restarts from
-    one step.
-
-    A planned stop repeats no step. Repeated steps waste compute, and repeated restarts are a crash loop.
-    Change: `checkpoint.every`: a quarter
-    """
+    """Restarts that repeat many steps, or that return to one step again and again."""
     if not run.restarts:
         return healthy("no restarts")
     lost, total = sum(run.steps_redone), max(run.steps, default=0)
@@ -174,18 +148,14 @@ def restarts(run: RunRecord) -> Outcome:
     if isinstance(every, int) and every:
         suggested = max(every // 4, 1)
     evidence = Series("restart", array("q", starts), array("d", run.steps_redone)).evidence()
-    # More checkpoints do not help a run that keeps failing at the same step, or one that saves at every step.
+    # More checkpoints do not help a run that fails at one step, or saves at every step.
     knob = Knob("checkpoint.every", every, suggested) if loses_much and suggested != every else None
     return finding(words, evidence, knob=knob)
 
 
 @rule("error", uses=["status.json"])
 def ending(run: RunRecord) -> Outcome:
-    """The state is `failed`, or `running` while the process is gone.
-
-    status.json has the reason even where torchrun replaced the exit code with 1.
-    Change: depends on the reason
-    """
+    """A run that failed or died."""
     state = run.status.get("state")
     if state is None:
         return not_measured("needs status.json beside the metrics")
@@ -201,18 +171,15 @@ def ending(run: RunRecord) -> Outcome:
 
 @rule("warning", uses=["the `contract` events of events.jsonl"])
 def model_contract(run: RunRecord) -> Outcome:
-    """A check of the model was broken when the run or a resume began (`resets`: where documents may begin within rows).
-
-    A model that drops its state, sees later tokens or mixes rows trains without another symptom ([contracts.md](contracts.md)).
-    Change: the model; then empty `model.trust` where it names something
-    """
+    """A model that breaks the contract of state."""
     events = [event for event in run.events if event.get("event") == "contract"]
     if not events:
         if "model" in run.config and run.setting("model.target") is None:
             return healthy("a built-in model, which the tests prove")
-        return not_measured("the run has no record of a check of its model (trainer.lab.contracts.check_model)")
+        check = "trainer.lab.contracts.check_model"
+        return not_measured(f"the run has no record of a check of its model ({check})")
     # Where each document begins a row, none has a reset inside.
-    begins_rows = run.setting("data.mixing.batching_mode") != "per_row" or run.setting("data.align") == "document"
+    begins_rows = not facts.has_full_rows(run) or run.setting("data.align") == "document"
     broken: dict[str, str] = {}
     starts: Counter[int] = Counter()  # breaches found at each step
     judged, why = False, "unknown reason"
@@ -224,20 +191,23 @@ def model_contract(run: RunRecord) -> Outcome:
                 broken.setdefault(verdict["check"], verdict["text"])
                 starts[int(event.get("global_step", 0))] += 1
         # Every model can be judged for causality: where that one was not testable, nothing was.
-        untried = [v["text"] for v in verdicts if v["check"] == "causality" and v["status"] == "not testable here"]
+        open_ones = [verdict for verdict in verdicts if verdict["status"] == "not testable here"]
+        untried = [verdict["text"] for verdict in open_ones if verdict["check"] == "causality"]
         judged = judged or bool(verdicts and not untried)
         why = str((untried or [event.get("not_tried") or why])[0])
     if broken:
         trusted = run.setting("model.trust", events[-1].get("trusted")) or []
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
-        evidence = Evidence("breaches of the contract", tuple(starts), tuple(map(float, starts.values())))
+        counts = tuple(map(float, starts.values()))
+        evidence = Evidence("breaches of the contract", tuple(starts), counts)
         if not broken.keys() & set(trusted):
             return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
-        return finding(sentence, evidence, knob=Knob("model.trust", trusted, [], "with a model that keeps it"))
+        knob = Knob("model.trust", trusted, [], "with a model that keeps it")
+        return finding(sentence, evidence, knob=knob)
     if not judged:
         return not_measured(f"the model was not checked: {why}")
     return healthy("the model keeps the contract, as far as it could be tested")
 
 
 SPEED_RULES = (data_bound, straggling_rank)
-"""Displayed but not judged in the smoke matrix and the calibration: they report what else the machine was doing."""
+"""Not judged in the smoke matrix and the calibration: they report what else the machine did."""

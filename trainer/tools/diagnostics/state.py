@@ -1,4 +1,4 @@
-"""Rules about recurrent state: lost while still needed, given too much memory, worth nothing, or stale."""
+"""Rules about recurrent state: lost while needed, too much memory, worthless or stale."""
 
 from __future__ import annotations
 
@@ -10,24 +10,9 @@ from statistics import fmean, median, stdev
 
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, keys_under
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    Knob,
-    Outcome,
-    Series,
-    aligned,
-    explained,
-    finding,
-    has_full_rows,
-    healthy,
-    lower_lr,
-    micro_batches,
-    modality_columns,
-    not_measured,
-    not_yet,
-    ranks,
-    rule,
-    series,
-)
+from trainer.tools.diagnostics import facts
+from trainer.tools.diagnostics.facts import Knob, Series, aligned, series
+from trainer.tools.diagnostics.rule import Outcome, explained, finding, healthy, not_measured, not_yet, rule
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -37,26 +22,25 @@ FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/fal
 EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
-LIVE = "ledger/live_groups"
-FILL = "ledger/fill_fraction"
+LIVE = "ledger/live_groups"  # groups with a state, over all ranks
+FILL = "ledger/fill_fraction"  # share of the capacity, on the fullest rank
 GAIN = ("ledger/carry_gain", f"ledger/carry_gain{ERROR_SUFFIX}")
 GAP = ("ledger/stale_gap", f"ledger/stale_gap{ERROR_SUFFIX}")
-AGE = "ledger/state_age"
-DRIFT = "ledger/state_drift"
+AGE = "ledger/state_age"  # steps since the probed states were stored
+DRIFT = "ledger/state_drift"  # |stored - fresh| / |fresh| of the probed states
 PROBES = "a model with state is probed every ledger.probe_every steps"
 
 
 def _capacity(run: RunRecord) -> int | None:
-    """Rows of the ledger of one rank: as configured, else estimated from the number of live groups, which is a sum over ranks,
-    and the fill; None where neither is known."""
+    """Rows of the ledger of one rank: as configured, else estimated from live groups and fill."""
     configured = run.setting("ledger.capacity")
     if isinstance(configured, int):
         return configured
-    if run.world_size is None:
-        return None
     live, fill = (column.values for column in aligned(series(run, LIVE), series(run, FILL)))
     sizes = [groups / share for groups, share in zip(live, fill, strict=True) if share > 0]
-    return round(median(sizes) / run.world_size) if sizes else None
+    if run.world_size is None or not sizes:
+        return None
+    return round(median(sizes) / run.world_size)
 
 
 def _larger_capacity(run: RunRecord) -> Knob:
@@ -71,56 +55,42 @@ def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob
     share = number_text(losses.total)
     if evictions:
         share += f" of {number_text(evictions.total)}"
-    words = f"{share} evicted states ({mode}) were still needed: their documents continued from zero, "
-    words += f"first logged at step {losses.steps[losses.positive[0]]}"
+    words = f"{share} evicted states ({mode}) were still needed: their documents continued from "
+    words += f"zero, first logged at step {losses.steps[losses.positive[0]]}"
     return finding(words, losses.evidence(losses.positive), knob=knob(run))
 
 
 @rule("error", needs=[FALSE_EVICTIONS["lru"]])
 def false_evictions_lru(run: RunRecord) -> Outcome:
-    """Above 0.
-
-    Each is a group that continued after its state was evicted: a cell started from the wrong state.
-    Change: `ledger.capacity`: twice as large
-    """
+    """States that `lru` evicted and that were still needed."""
     return _false_evictions(run, "lru", _larger_capacity)
 
 
 @rule("error", needs=[FALSE_EVICTIONS["stale"]])
 def false_evictions_stale(run: RunRecord) -> Outcome:
-    """Above 0.
-
-    As for `false_evictions_lru`.
-    Change: `ledger.stale_threshold`: 2 K n, as in `train preview`, where K are the readers of all sources and the longest
-    slice logged stands for all
-    """
+    """States that were evicted for their age and still needed."""
     return _false_evictions(run, "stale", _longer_threshold)
 
 
 def _longer_threshold(run: RunRecord) -> Knob:
-    """To 2 K n of `limits.wait_bound`, as if all sources were one pool and all slices like the longest logged."""
-    current = run.setting("ledger.stale_threshold") or 0
-    if has_full_rows(run):  # what is read is stored in every micro-batch
-        return Knob("ledger.stale_threshold", current or None, max(2 * current, 2))
-    active: Counter[int] = Counter()  # by step, over ranks; a source reports modalities only after its first batch
-    for column in modality_columns(run):
+    """To 2 K n of `limits.wait_bound`, as if all sources were one pool of the longest slices."""
+    key, current = "ledger.stale_threshold", run.setting("ledger.stale_threshold") or 0
+    if facts.has_full_rows(run):  # what is read is stored in every micro-batch
+        return Knob(key, current or None, max(2 * current, 2))
+    active: Counter[int] = Counter()  # by step, over ranks and sources
+    for column in facts.modality_columns(run):
         active.update(dict(zip(column.steps, map(round, column.values), strict=True)))
-    readers = max(active.values(), default=0) / ranks(run)
+    readers = max(active.values(), default=0) / facts.ranks(run)
     if not readers:
-        return Knob("ledger.stale_threshold", current or None, 4 * current or "four times as long")
+        return Knob(key, current or None, 4 * current or "four times as long")
     longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0) + 1
-    longer = math.ceil(2 * readers * longest / micro_batches(run))
-    return Knob("ledger.stale_threshold", current or None, max(longer, 2 * current))
+    longer = math.ceil(2 * readers * longest / facts.micro_batches(run))
+    return Knob(key, current or None, max(longer, 2 * current))
 
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
 def cold_starts(run: RunRecord) -> Outcome:
-    """More cold starts than false evictions and refused rows explain.
-
-    Wipes, and resuming without the ledger, are no false evictions; cold starts count every cause.
-    Change: `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`: what was wiped, resumed or evicted before; otherwise
-    nothing
-    """
+    """Documents that continued without their state, which no other counter explains."""
     cold = series(run, COLD_STARTS)
     if not cold.total:
         return healthy("every chunk that continues a document found its state")
@@ -129,34 +99,29 @@ def cold_starts(run: RunRecord) -> Outcome:
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
-        return explained(f"{counted(cold.total, 'chunk')} that continue a document found no state, explained by {why}")
-    first = cold.steps[cold.positive[0]]
-    chunks = counted(cold.total - known, "chunk")
-    sentence = f"{chunks} that continue a document found no state and began from zero, first logged at step {first}"
-    evidence = [cold.evidence(cold.positive)]
-    wipes = series(run, WIPES)
+        chunks = counted(cold.total, "chunk")
+        return explained(f"{chunks} that continue a document found no state, explained by {why}")
+    first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
+    words = f"{chunks} that continue a document found no state and began from zero, "
+    words += f"first logged at step {first}"
+    evidence, wipes = [cold.evidence(cold.positive)], series(run, WIPES)
     knob: Knob | None = None
     if wipes.total:
-        sentence += f"; the ledger was wiped {counted(wipes.total, 'time')}"
+        words += f"; the ledger was wiped {counted(wipes.total, 'time')}"
         evidence.append(wipes.evidence(wipes.positive))
-        knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
+        knob = Knob.of(run, "ledger.wipe_mode", "lru")
     elif any(restart.global_step < first for restart in run.restarts):
-        knob = Knob("checkpoint.resume", run.setting("checkpoint.resume"), "a checkpoint that includes the ledger")
+        knob = Knob.of(run, "checkpoint.resume", "a checkpoint that includes the ledger")
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
         knob = _larger_capacity(run)
     else:  # no capacity would help: the data set continues groups that it has not begun
-        sentence += "; nothing was evicted: the chunks before them were never stored"
-    return finding(sentence, *evidence, knob=knob)
+        words += "; nothing was evicted: the chunks before them were never stored"
+    return finding(words, *evidence, knob=knob)
 
 
 @rule("warning", needs=[FILL], uses=["gpu/total_gb"])
 def ledger_oversize(run: RunRecord) -> Outcome:
-    """At most {limits.OVERSIZE_FILL:.0%} used over {limits.OVERSIZE_STEPS} steps or more, and the unused rows take more than
-    {limits.OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown).
-
-    The whole capacity is allocated at startup.
-    Change: `ledger.capacity`: the power of two above twice the peak use
-    """
+    """A ledger that takes much memory and is hardly used."""
     fill, capacity, width = series(run, FILL), _capacity(run), run.environment.get("state_width")
     if capacity is None or not width:
         return not_measured("how large a state is was not recorded")
@@ -167,28 +132,27 @@ def ledger_oversize(run: RunRecord) -> Outcome:
     judged = limits.ledger_oversize(capacity, max(fill.values) * capacity, row_bytes, device)
     if not judged.is_beyond:
         return healthy(judged.words)
-    return finding(judged.words, fill.evidence(fill.largest()), knob=Knob("ledger.capacity", capacity, judged.better))
+    knob = Knob("ledger.capacity", capacity, judged.better)
+    return finding(judged.words, fill.evidence(fill.largest()), knob=knob)
 
 
 @rule("error", needs=[REFUSED])
 def refused_rows(run: RunRecord) -> Outcome:
-    """Above 0.
-
-    A state that is not finite comes from a recurrence that overflowed.
-    Change: `optimizer.lr`: half
-    """
+    """States that were not finite."""
     refused = series(run, REFUSED)
     if not refused.positive:
         return healthy("every state was finite")
     first = refused.steps[refused.positive[0]]
-    words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, first logged at step {first}"
-    return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
+    words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, "
+    words += f"first logged at step {first}"
+    return finding(words, refused.evidence(refused.positive), knob=facts.lower_lr(run))
 
 
 @dataclass(frozen=True)
 class _Late:
-    """The mean of a probed key over the second half of a run, and its standard error: that of the probes' own errors, or that
-    of their scatter if it is larger, as the error of a probe cannot know how much one stream differs from the next."""
+    """The mean of a probed key over the second half of a run, and its standard error: that of the
+    probes' own errors, or that of their scatter if it is larger, as the error of a probe cannot
+    know how streams differ."""
 
     mean: float
     error: float
@@ -199,7 +163,7 @@ class _Late:
 
 
 def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
-    """The means of some keys (values, errors) over the second half of a run, if it has enough probes there."""
+    """The means of some keys over the second half of a run, if it has enough probes there."""
     columns = aligned(*(series(run, key) for pair in keys for key in pair))
     rows = zip(*(column.values for column in columns), strict=True)
     finite = [index for index, row in enumerate(rows) if all(map(math.isfinite, row))]
@@ -211,77 +175,61 @@ def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
     found = []
     for values, errors in zip(columns[::2], columns[1::2], strict=True):
         own = math.sqrt(math.fsum(error**2 for error in errors.values)) / count
-        found.append(_Late(fmean(values.values), max(own, stdev(values.values) / math.sqrt(count)), values))
+        scatter = stdev(values.values) / math.sqrt(count)
+        found.append(_Late(fmean(values.values), max(own, scatter), values))
     return found
 
 
 @rule("advice", needs=GAIN, hint=PROBES)
 def carry_worthless(run: RunRecord) -> Outcome:
-    """Over the second half of the run ({limits.MIN_PROBES} probes or more) the mean gain is at most {limits.NEAR_ERRORS:g} of
-    its standard errors, and with {limits.FAR_ERRORS:g} still at most {limits.WORTHLESS_NATS:g} nats; a warning if it is
-    negative by more than {limits.FAR_ERRORS:g} and {limits.STALE_NATS:g} nats.
-
-    The upper bound excludes a relevant gain that the probes are too few to see.
-    Change: `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
-    """
+    """Carried states that do not lower the loss."""
     found = _late(run, GAIN)
     if isinstance(found, Outcome):
         return found
     (gain,) = found
-    words = (
-        f"the state carried from the chunk before lowers the loss by {gain} nats per token ({len(gain.shown)} probes)"
-    )
+    words = f"the state carried from the chunk before lowers the loss by {gain} nats per token "
+    words += f"({len(gain.shown)} probes)"
     if gain.mean < -max(limits.FAR_ERRORS * gain.error, limits.STALE_NATS):
         words += ": chunks do better from a state of zero"
-        return finding(words, gain.shown.evidence(), knob=lower_lr(run), severity="warning")
+        return finding(words, gain.shown.evidence(), knob=facts.lower_lr(run), severity="warning")
     may_be_zero = gain.mean <= limits.NEAR_ERRORS * gain.error
+    # The upper bound excludes a gain that the probes are too few to see.
     if not may_be_zero or gain.mean + limits.FAR_ERRORS * gain.error > limits.WORTHLESS_NATS:
         return healthy(words)
     words += ", which is nothing: the model does not use its state, and the ledger is overhead"
-    knob = Knob("data.max_group_cells", run.setting("data.max_group_cells"), 1)
-    return finding(words, gain.shown.evidence(), knob=knob)
+    return finding(words, gain.shown.evidence(), knob=Knob.of(run, "data.max_group_cells", 1))
 
 
 @rule("warning", needs=(*GAP, *GAIN), hint=PROBES, uses=(AGE, DRIFT, COLD_STARTS))
 def stale_states(run: RunRecord) -> Outcome:
-    """Over the second half of the run ({limits.MIN_PROBES} probes or more) the mean gap, of either sign, is beyond
-    {limits.FAR_ERRORS:g} standard errors, {limits.STALE_SHARE:g} of the gain and {limits.STALE_NATS:g} nats.
-
-    A gap means that cells are trained on states that inference never has.
-    Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, or a smaller `data.max_group_cells`
-    """
+    """Carried states whose effect on the loss differs from that of fresh ones."""
     found = _late(run, GAP, GAIN)
     if isinstance(found, Outcome):
         return found
     gap, gain = found
-    size, first = abs(gap.mean), gap.shown.steps[0]
-    side = "below" if gap.mean < 0 else "above"
-    words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats per token "
-    words += f"{side} that of fresh ones (carrying a state lowers it by {gain})"
+    size, first, side, effect = abs(gap.mean), gap.shown.steps[0], "above", "their age costs loss"
+    if gap.mean < 0:
+        side, effect = "below", "training looks better than inference will be"
+    words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats "
+    words += f"per token {side} that of fresh ones (carrying a state lowers it by {gain})"
     if size <= max(limits.FAR_ERRORS * gap.error, limits.STALE_SHARE * gain.mean, limits.STALE_NATS):
         return healthy(words)
     if series(run, COLD_STARTS).since(first).total:
-        return explained(f"{words}; ledger/cold_starts counts lost states, which also differ from fresh ones")
+        lost = "ledger/cold_starts counts lost states, which also differ from fresh ones"
+        return explained(f"{words}; {lost}")
     age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
-    how_old, effect = "", "their age costs loss"
+    how_old = ""
     if age and drift:
         how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)"
-    if gap.mean < 0:
-        effect = "training looks better than inference will be"
-    # Fewer streams in flight make states younger; with one, or full rows, only a smaller step of the weights does.
-    knob, streams = lower_lr(run), run.setting("data.mixing.num_streams_mixed")
-    if isinstance(streams, int) and streams > 1 and not has_full_rows(run):
+    # Fewer streams in flight make states younger; otherwise only smaller steps help.
+    knob, streams = facts.lower_lr(run), run.setting("data.mixing.num_streams_mixed")
+    if isinstance(streams, int) and streams > 1 and not facts.has_full_rows(run):
         knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2)
     words = f"states are stale{how_old}: {words}; {effect}"
     return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)
 
 
 RULES = (
-    false_evictions_lru,
-    false_evictions_stale,
-    cold_starts,
-    ledger_oversize,
-    refused_rows,
-    carry_worthless,
-    stale_states,
-)
+    false_evictions_lru, false_evictions_stale, cold_starts, ledger_oversize, refused_rows,
+    carry_worthless, stale_states,
+)  # fmt: skip

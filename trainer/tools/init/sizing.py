@@ -24,8 +24,8 @@ MOST_HELD_OUT = 0.3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Initial values of `[data]`, `[train]` and `[eval]`. `holdout_fraction` 0: too few documents to hold any out.
-    `passes`: over the documents that are not held out."""
+    """Initial values of `[data]`, `[train]` and `[eval]`. `holdout_fraction` 0: too few documents
+    to hold any out. `passes`: over the documents that are not held out."""
 
     seq_len: int
     num_streams_mixed: int
@@ -37,12 +37,9 @@ class Sizes:
 
 
 def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
-    """Sizes with which rows are full and a run sees its training documents about once, within `STEPS_RANGE`.
-
-    Args:
-        lengths: tokens of each document, by stream; at least one document has a token.
-        share: of all data that these streams are.
-    """
+    """Sizes with which rows are full, and a run is about one epoch within `STEPS_RANGE`.
+    `lengths`: tokens of each document, by stream; at least one document has a token. `share`: of
+    all data that these streams are."""
     holdout = _holdout(streams, lengths)
     kept = np.concatenate(
         [
@@ -52,8 +49,9 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     )
     trained = int(kept.sum()) / share
     seq_len = _seq_len(kept, int(kept.sum()))
-    # A row reads documents one behind the other, and an epoch has to last longer than its longest document does.
-    fitting = min(np.count_nonzero(kept) / share, trained / int(kept.max()), trained / (32 * seq_len))
+    # A row reads documents in turn; an epoch has to last longer than its longest document.
+    longest = max(int(kept.max()), 32 * seq_len)
+    fitting = min(np.count_nonzero(kept) / share, trained / longest)
     batch = _power_of_two(int(fitting), 1, LARGEST_BATCH)
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
     tokens_a_step = batch * seq_len * micro
@@ -70,7 +68,7 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
 
 
 def _seq_len(lengths: Ints, total: int) -> int:
-    """Half of all tokens are in documents of at least about `CELLS_PER_DOCUMENT` cells, unless most are short."""
+    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells, unless most are short."""
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
     roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
@@ -86,12 +84,12 @@ def _power_of_two(value: int, lowest: int, highest: int) -> int:
 
 
 def _holdout(streams: Sequence[Stream], lengths: Sequence[Ints]) -> float:
-    """The smallest usual fraction that holds out some tokens, of every modality if one does, and leaves most; 0 if none."""
+    """The smallest usual fraction that holds out some of every modality, if one does; 0 if none."""
     total = sum(int(each.sum()) for each in lengths)
     usable = []
     for fraction in HOLDOUT_FRACTIONS:
         held = sum(held for held, _ in _held_out(streams, lengths, fraction).values())
-        # Whole documents are held out: of few or of unequal ones, a fraction may hold out none, or most of the text.
+        # Whole documents are held out: a fraction of few may hold out none, or most of the text.
         if total * fraction / 4 <= held <= total * MOST_HELD_OUT:
             usable.append(fraction)
             if not never_held_out(streams, lengths, fraction):
@@ -101,7 +99,8 @@ def _holdout(streams: Sequence[Stream], lengths: Sequence[Ints]) -> float:
 
 def never_held_out(streams: Sequence[Stream], lengths: Sequence[Ints], fraction: float) -> list[str]:
     """The modalities of which this fraction holds out no token, or all."""
-    return [name for name, (held, all_) in _held_out(streams, lengths, fraction).items() if not 0 < held < all_]
+    found = _held_out(streams, lengths, fraction)
+    return [name for name, (held, all_) in found.items() if not 0 < held < all_]
 
 
 def _held_out(streams: Sequence[Stream], lengths: Sequence[Ints], fraction: float) -> dict[str, tuple[int, int]]:
@@ -119,13 +118,10 @@ class Part:
     """A modality, and a source of it alone."""
 
     modality: str
-    source: str
-    """Its name."""
+    source: str  # its name
     streams: int
-    tokens: int
-    """Of the training documents."""
-    weight: float
-    """Its share of all training tokens."""
+    tokens: int  # of the training documents
+    weight: float  # its share of all training tokens
 
 
 def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes) -> list[Part]:

@@ -1,4 +1,4 @@
-"""The TOML that `train init` writes: the keys that a newcomer is likely to change, each with its meaning beside it."""
+"""The TOML that `train init` writes: the keys that a newcomer is likely to change, explained."""
 
 from __future__ import annotations
 
@@ -13,32 +13,14 @@ from typing import Any
 from trainer.tools.init.sizing import Part, Sizes
 
 WIDTH = 120  # of notes
-TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
-VOCABULARY = """\
-# The largest id is {} (it occurs {:,} times). Set this to your tokenizer's vocabulary size.
-vocab_size = {}
-"""
-END = "# eod = {}   # {}, as a target behind each document: generation learns to stop\n"
-TYING = "args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two\n"
-OBJECTIVE = "[objective]\ntoken_types = true   # report the loss by type of character\n\n"
-EVALUATION = """\
-[eval]
-every = {}
-holdout_fraction = {}   # share of the documents held out for evaluation
-depth = true   # report the loss by the tokens read before, with and without carried state"""
-NO_EVALUATION = """\
-# No [eval]: there are too few documents to hold any out. With more of them:
-# [eval]
-# every = 50
-# holdout_fraction = 0.05
-# depth = true"""
+TIE_FROM_VOCABULARY = 8192  # from here on, tied embeddings save most of a small model
 # A string, number, boolean or list of them, as TOML writes it.
 _toml = partial(json.dumps, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class StarterSource:
-    """A `[[data.source]]`: `keys` are all but name, weight and mixing; `part` is its modality if it is one of several."""
+    """A `[[data.source]]`: `keys` are all but name, weight and mixing."""
 
     name: str
     keys: Mapping[str, Any]
@@ -48,59 +30,48 @@ class StarterSource:
 @dataclass(frozen=True)
 class Starter:
     name: str
-    found: list[str]
-    """Lines on the data, for the head of the file."""
-    notes: list[str]
-    """What the user should check."""
+    found: list[str]  # lines on the data, for the head of the file
+    notes: list[str]  # what the user should check
     sources: list[StarterSource]
     tokenizer: str
-    vocab_size: int
-    """As in `[data]`: 0 where the tokenizer has its own."""
-    num_ids: int
-    """Vocabulary of the model."""
-    largest_id: tuple[int, int]
-    """And how often it occurs."""
-    suggests_eod: bool
-    """Whether to suggest the key `eod`, which the sources lack."""
-    end: tuple[str, int] | None
-    """The tokenizer's mark of the end of a text, and its id."""
+    vocab_size: int  # as in `[data]`: 0 where the tokenizer has its own
+    num_ids: int  # vocabulary of the model
+    largest_id: tuple[int, int]  # and how often it occurs
+    suggests_eod: bool  # whether to suggest the key `eod`, which the sources lack
+    end: tuple[str, int] | None  # the tokenizer's mark of the end of a text, and its id
     sizes: Sizes
-    length: str
-    """Of the run, in words."""
+    length: str  # of the run, in words
 
 
 def render_starter(starter: Starter, *, schema: str | None) -> str:
     """The whole file.
-
-    Args:
-        schema: path of the JSON Schema from the file's directory, for editors; None: none.
-    """
-    sizes = starter.sizes
+    `schema`: path of the JSON Schema from the file's directory, for editors; None: none."""
+    sizes, (largest, times) = starter.sizes, starter.largest_id
     notes = [_comment(f"Note: {note}") for note in starter.notes]
-    vocabulary = end = tying = objective = ""
-    if starter.end:
-        mark, number = starter.end
-        end = END.format(number, mark)
-    if starter.vocab_size:
-        vocabulary = VOCABULARY.format(*starter.largest_id, starter.vocab_size)
-    if starter.num_ids >= TIE_FROM_VOCABULARY:
-        tying = TYING
-    if starter.tokenizer == "bytes":
-        objective = OBJECTIVE
-    evaluation = NO_EVALUATION
-    if sizes.holdout_fraction:
-        evaluation = EVALUATION.format(max(sizes.steps // 10, 10), sizes.holdout_fraction)
-    template = resources.files("trainer.tools.init") / "starter.toml.in"
-    text = template.read_text(encoding="utf-8").format(
+    # Lines of the template that begin with one of these and a bar are optional.
+    shown = {
+        "ids": bool(starter.vocab_size),
+        "end": starter.end is not None,
+        "large": starter.num_ids >= TIE_FROM_VOCABULARY,
+        "bytes": starter.tokenizer == "bytes",
+        "held out": sizes.holdout_fraction > 0,
+        "few": sizes.holdout_fraction == 0,
+    }
+    lines, template = [], resources.files("trainer.tools.init") / "starter.toml.in"
+    for line in template.read_text(encoding="utf-8").splitlines(keepends=True):
+        mark, _, rest = line.partition("|")
+        if shown.get(mark, True):
+            lines.append(rest if mark in shown else line)
+    text = "".join(lines).format(
         **{**asdict(sizes), "name": _toml(starter.name), "tokenizer": _toml(starter.tokenizer)},
         head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
         length=starter.length,
-        vocabulary=vocabulary,
-        end=end,
+        largest=largest,
+        times=times,
+        vocab_size=starter.vocab_size,
+        end=starter.end or ("", 0),
         sources=_sources(starter),
-        evaluation=evaluation,
-        tying=tying,
-        objective=objective,
+        every=max(sizes.steps // 10, 10),
         warmup=sizes.steps // 20,
         save=max(sizes.steps // 5, 1),
     )
@@ -110,17 +81,15 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
 
 
 def _comment(text: str) -> str:
-    return textwrap.fill(
-        text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
-    )
+    keep: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", **keep)
 
 
 def _sources(starter: Starter) -> str:
     head = "# Add [[data.source]] tables to blend in more data; weight sets the proportions."
     if len(starter.sources) > 1:
-        head = (
-            "# One source per modality. A weight is a share of the tokens: here each modality's own share of the data."
-        )
+        head = "# One source per modality. A weight is a share of the tokens: "
+        head += "here each modality's own share of the data."
     blocks = []
     for source in starter.sources:
         lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
@@ -133,7 +102,7 @@ def _sources(starter: Starter) -> str:
         if starter.suggests_eod:
             largest, times = starter.largest_id
             meaning = "id that ends a document, if there is one; without it a file is one document"
-            eod = str(largest) if times > 1 else "..."  # an id that ends documents occurs more than once
+            eod = str(largest) if times > 1 else "..."  # such an id occurs often
             lines.append(f"# eod = {eod}   # {meaning}")
         blocks.append("\n".join(lines))
     return head + "\n" + "\n\n".join(blocks)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.config.data_tables import DataTable
 from trainer.data.formats import is_import_path, takes_option
 from trainer.data.layout import Discovery, Stream, discover_direct, refuse_unheeded
 from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -26,12 +25,11 @@ from trainer.files import is_url, write_file
 from trainer.lab.cache import Cache
 from trainer.lab.stored import discover_stored
 from trainer.metrics.progress_bar import progress_bar
-from trainer.tools.corpus.paths import discover, refuse_empty
+from trainer.tools.corpus.documents import discover, refuse_empty
 from trainer.tools.fitted_table import duration_text
 from trainer.tools.init.sizing import Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter
-from trainer.tools.inspection.survey import Guess, guess, look
-from trainer.tools.inspection.verify import describe, not_text
+from trainer.tools.inspection.survey import Guess, describe, guess, look, not_text
 from trainer.wording import counted, few, printable
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
@@ -39,7 +37,7 @@ MOST_SOURCES = 32  # modalities that get a source of their own, each with open s
 TRIED_STEPS = 4  # the first is slower than the others, and is left out
 TIMEOUT_SEC = 60.0
 FEWEST_STEPS = 20
-# What tokenizers call the mark of the end of a text, where no tokenizer_config.json says.
+# Names of the mark that ends a text, for tokenizers without a tokenizer_config.json.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 QUIET = (
     *("eval.every=0", "metrics.log_interval=1", "metrics.stdout=off", "metrics.wandb.mode=disabled"),
@@ -57,19 +55,17 @@ def make_starter(
     tokenizer: str | None = None,
 ) -> Starter:
     """The starter config for the data at `paths`; the other arguments are the verb's options.
-
-    Raises:
-        UserError: there is nothing to train on.
-    """
+    Raises UserError: there is nothing to train on."""
     paths = [_expanded(path) for path in paths]
     if any(map(is_url, paths)):
-        at = discover_stored(paths, format=format, cache=Cache(None, DataTable.model_fields["cache_gb"].default))
+        at = discover_stored(paths, format=format, cache=Cache(None))
     else:
         at = discover(paths, format=format)
     refuse_empty(at.streams)
     refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "column": column})
     kind = guess(at.streams, format=format, dtype=dtype, column=column)
-    if is_import_path(format) and tokenizer == "ids":  # what a format of the user's own yields is not visible here
+    # Only the user knows what a format of their own yields.
+    if is_import_path(format) and tokenizer == "ids":
         kind = replace(kind, kind="ids")
     near, named = None, tokenizer or "ids"
     if kind.kind == "text" and tokenizer is None:
@@ -78,9 +74,11 @@ def make_starter(
         named = near or "bytes"
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
-        lengths, largest = look(chosen, kind, tokenizer=named, format=format, eod=eod, column=column, report=report)
+        how: dict[str, Any] = {"format": format, "eod": eod, "column": column, "report": report}
+        lengths, largest = look(chosen, kind, tokenizer=named, **how)
     if not any(each.any() for each in lengths):
-        raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
+        fix = "name files with text or token ids in them"
+        raise UserError(paths[0], "holds no token at all", fix)
     sizes = choose_sizes(chosen, lengths, share=share)
     parts = parts_of(chosen, lengths, sizes)
     notes = _notes(at, kind, share)
@@ -93,10 +91,8 @@ def make_starter(
     if sizes.holdout_fraction:
         without = never_held_out(chosen, lengths, sizes.holdout_fraction)
     if len(parts) > 1 and without:
-        notes.append(
-            f"all modalities are one source, without weights: in {', '.join(without)} no document would be held out, and "
-            "evaluation needs some of every source"
-        )
+        note = f"all modalities are one source, without weights: in {', '.join(without)} no document "
+        notes.append(note + "would be held out, and evaluation needs some of every source")
         parts = []
     given = {"format": format, "dtype": kind.dtype, "eod": eod, "column": column}
     if format == "auto":
@@ -126,7 +122,7 @@ def _expanded(path: str) -> str:
 
 
 def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:
-    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share of all bytes)."""
+    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share)."""
     sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
     total = float(sizes.sum())
     if total <= max_bytes:
@@ -143,28 +139,32 @@ def _tokenizer_near(path: Path) -> str | None:
 
 
 def _end_mark(tokenizer: Tokenizer, path: Path) -> tuple[str, int] | None:
-    """The mark that ends a text in a tokenizer.json, and its id: as the file's tokenizer_config.json says, or by its name."""
+    """The mark of the end of a text and its id, by tokenizer_config.json or by its usual names."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     special = {each["content"]: int(each["id"]) for each in tokenizer.spec["added_tokens"]}
-    said: Any = None
+    named: Any = None
     with suppress(OSError, ValueError, AttributeError):
-        said = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    if isinstance(said, dict):
-        said = said.get("content")
-    return next(((printable(mark), special[mark]) for mark in (str(said), *ENDS) if mark in special), None)
+        text = path.with_name("tokenizer_config.json").read_text(encoding="utf-8")
+        named = json.loads(text).get("eos_token")
+    if isinstance(named, dict):
+        named = named.get("content")
+    marks = [mark for mark in (str(named), *ENDS) if mark in special]
+    return (printable(marks[0]), special[marks[0]]) if marks else None
 
 
 def _run_name(path: str) -> str:
     """A run's name from the data's path: the last part that has a plain character."""
-    stem = next((part for part in reversed(Path(path).resolve().parts) if re.search(r"[A-Za-z0-9]", part)), "run")
+    named = [part for part in Path(path).resolve().parts if re.search(r"[A-Za-z0-9]", part)]
+    stem = ["run", *named][-1]
     plain = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(stem).stem).strip("-_")
     return plain[:40] or "run"
 
 
 def _found_lines(at: Discovery, chosen: list[Stream], lengths: list[Ints], kind: Guess) -> list[str]:
     def counts(modality: str | None) -> str:
-        its = [each for each, stream in zip(lengths, chosen, strict=True) if modality in (None, stream.modality)]
+        pairs = zip(lengths, chosen, strict=True)
+        its = [each for each, stream in pairs if modality in (None, stream.modality)]
         streams, documents = counted(len(its), "stream"), counted(sum(map(len, its)), "document")
         return f"{streams}, {documents}, {sum(int(each.sum()) for each in its):,} tokens"
 
@@ -173,8 +173,11 @@ def _found_lines(at: Discovery, chosen: list[Stream], lengths: list[Ints], kind:
     if len(chosen) < len(at.streams):
         of = f" of {len(at.streams):,} streams"
     modalities = sorted({stream.modality for stream in chosen})
-    lines = [f"Found: {counts(None)}{of}, in layout {at.layout}, {what} ({', '.join(kind.formats)})"]
-    return lines + [f"  modality {name}: {counts(name)}" for name in modalities if len(modalities) > 1]
+    formats = ", ".join(kind.formats)
+    lines = [f"Found: {counts(None)}{of}, in layout {at.layout}, {what} ({formats})"]
+    if len(modalities) > 1:
+        lines += [f"  modality {name}: {counts(name)}" for name in modalities]
+    return lines
 
 
 def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
@@ -189,9 +192,8 @@ def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
 
 
 def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], *, format: str) -> list[StarterSource]:
-    """One source per modality, where a config can name the modality alone; otherwise a single one."""
-    whole: dict[str, Any] = {"layout": at.layout}
-    whole |= {"root": at.root} if at.root is not None else {"paths": list(at.paths)}
+    """One source per modality, where a config can name each alone; otherwise a single one."""
+    whole: dict[str, Any] = {"paths": list(at.paths)} if at.root is None else {"root": at.root}
     names = [part.modality for part in parts]
     apart: dict[str, dict[str, list[str]]] = {}
     if at.root is not None:
@@ -204,22 +206,25 @@ def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], 
             apart.setdefault(modality, {"paths": []})["paths"].append(path)
     if not 1 < len(parts) <= MOST_SOURCES or apart.keys() != set(names):
         return [StarterSource(name, {**whole, **keys})]
-    return [StarterSource(part.source, {**whole, **apart[part.modality], **keys}, part) for part in parts]
+    tables = [{**whole, **apart[part.modality], **keys} for part in parts]
+    return [StarterSource(part.source, own, part) for part, own in zip(parts, tables, strict=True)]
 
 
 def timed(starter: Starter, minutes: float) -> Starter:
-    """The starter with at most as many steps as take `minutes` on one rank of this machine, and the predicted time in words.
+    """The starter with as many steps as take `minutes` on a rank here, and the time in words.
 
-    The time is that of a few real steps, in a process of its own; a note says why, if they cannot be timed.
+    The time is that of a few real steps; a note says why, if they cannot be timed.
     """
     try:
         seconds = _seconds_per_step(starter)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        if isinstance(error, subprocess.TimeoutExpired):  # it names the whole command, and what it captured is bytes
+        # Its text is the whole command, and what it captured is bytes.
+        if isinstance(error, subprocess.TimeoutExpired):
             said = f"{TRIED_STEPS} steps took longer than {TIMEOUT_SEC:g} s"
         last = said.strip().splitlines()[-1] if said.strip() else type(error).__name__
-        return replace(starter, notes=[*starter.notes, f"the time of a step could not be measured: {last}"])
+        note = f"the time of a step could not be measured: {last}"
+        return replace(starter, notes=[*starter.notes, note])
     sizes = starter.sizes
     steps = min(sizes.steps, max(int(minutes * 60 / seconds), FEWEST_STEPS))
     passes = sizes.passes * steps / sizes.steps
@@ -229,8 +234,8 @@ def timed(starter: Starter, minutes: float) -> Starter:
 
 
 def _seconds_per_step(starter: Starter) -> float:
-    """The median time of the steps after the first of a short run. Raises OSError, SubprocessError: the run fails, or
-    takes too long."""
+    """The median time of the steps after the first of a short run. Raises OSError, SubprocessError:
+    the run fails, or takes too long."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
         write_file(config, render_starter(starter, schema=None).encode(), sync=False)
@@ -239,6 +244,8 @@ def _seconds_per_step(starter: Starter) -> float:
         line += [part for setting in QUIET for part in ("--set", setting)]
         line += ["--steps", str(TRIED_STEPS)]
         subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=True)
-        rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    times: list[float] = [row["metrics"]["step_time_sec"] for row in rows if row.get("mode") == "train"]
+        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    metrics = [row["metrics"] for row in rows if row.get("mode") == "train"]
+    times: list[float] = [each["step_time_sec"] for each in metrics]
     return statistics.median(times[1:])

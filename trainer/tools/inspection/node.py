@@ -16,7 +16,7 @@ NUMBERS = 16_000_000
 
 
 class NodeCheck:
-    """Under torchrun, a rank checks its own device and the sum over all ranks; a process alone checks every device.
+    """Under torchrun a rank checks its device and the sum over ranks; alone, every device.
 
     `doing` says what is being tried: a broken device or network may never answer.
     """
@@ -29,13 +29,16 @@ class NodeCheck:
         """The problem of the node; empty: there is none, and `lines` say what works."""
         try:
             info = rank_info()
-            expected, found = int(os.environ.get("SLURM_GPUS_ON_NODE", 0)), torch.cuda.device_count()
+            expected = int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
+            found = torch.cuda.device_count()
             if found < expected:
                 return f"{found} of {expected} devices are there"
             devices = [torch.device("cuda", number) for number in range(found)] or [torch.device("cpu")]
             if info.world_size > 1:
                 devices = [devices[info.local_rank % len(devices)]]
-            works = all(map(self._multiplies, devices)) and (info.world_size == 1 or self._sums(devices[0], seconds))
+            works = all(map(self._multiplies, devices))
+            if works and info.world_size > 1:
+                works = self._sums(devices[0], seconds)
         except RuntimeError as error:  # of CUDA or of a collective
             return f"{self.doing} fails: {str(error).splitlines()[0]}"
         return "" if works else f"{self.doing} is wrong"
@@ -51,7 +54,8 @@ class NodeCheck:
                 return False
             took = time.perf_counter() - began
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self.lines.append(f"{device} ({name}): {2 * SIZE**3 / took / 1e12:.2g} TFLOP/s in float32, with the copy back")
+        speed = f"{2 * SIZE**3 / took / 1e12:.2g} TFLOP/s in float32, with the copy back"
+        self.lines.append(f"{device} ({name}): {speed}")
         return True
 
     def _sums(self, device: torch.device, seconds: float) -> bool:
@@ -65,5 +69,6 @@ class NodeCheck:
             is_right = bool((numbers == ranks * (ranks + 1) / 2).all())
             took = time.perf_counter() - began
         dist.destroy_process_group()
-        self.lines.append(f"all-reduce of {NUMBERS * 4 / 1e6:.0f} MB over {ranks} ranks: {took * 1e3:.0f} ms")
+        size = f"{NUMBERS * 4 / 1e6:.0f} MB"
+        self.lines.append(f"all-reduce of {size} over {ranks} ranks: {took * 1e3:.0f} ms")
         return is_right

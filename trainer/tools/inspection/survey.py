@@ -1,9 +1,11 @@
-"""Reads data that nobody has described: text or token ids, of which dtype, how long the documents and how large the ids are."""
+"""Reads data completely: what data that nobody has described are, and which files are damaged."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,16 @@ from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report, silent
+from trainer.tools.corpus.documents import why_not_text
+from trainer.tools.corpus.writer import MANIFEST_NAME, StreamEntry, read_manifest
+from trainer.wording import counted, few
 
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary
 PEEK_BYTES = 1 << 20
 # Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
 LARGEST_UPPER_HALF = 15
+AGAIN = "build the corpus again, or remove manifest.json"
 
 
 def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
@@ -32,11 +38,7 @@ def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
 
 
 def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
-    """Every token of every document once, in chunks of whole or partial documents.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Every token of every document, in chunks. Raises UserError: the file is damaged."""
     waiting: list[TokenArray] = []
     num_waiting = 0
     for document, length in enumerate(documents.lengths.tolist()):
@@ -52,23 +54,18 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
 
 @dataclass(frozen=True)
 class Guess:
-    """The content of the files in terms of `[data]` and a source: text to be tokenized, or token ids."""
+    """The content of the files in terms of `[data]` and a source."""
 
     kind: Kind
-    formats: tuple[str, ...]
-    """Names of those that occur, sorted."""
-    dtype: str | None
-    """Of headerless files; None if there are none."""
+    formats: tuple[str, ...]  # names of those that occur, sorted
+    dtype: str | None  # of headerless files; None if there are none
 
 
 def guess(
     streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
 ) -> Guess:
     """Distinguish text from token ids by the format and first record of each stream.
-
-    Raises:
-        UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot be read.
-    """
+    Raises UserError: text is mixed with ids, dtypes differ, or a file cannot be read."""
     examples: dict[Kind, str] = {}
     dtypes: dict[str, str] = {}
     formats = set()
@@ -84,7 +81,8 @@ def guess(
         raise UserError(examples["text"], problem, "name the files of one kind, with a glob in quotes")
     if len(dtypes) > 1:
         seen = ", ".join(f"{path} looks like {each}" for each, path in dtypes.items())
-        raise UserError("dtype", f"differs between the files: {seen}", "give --dtype, or name the files of one dtype")
+        fix = "give --dtype, or name the files of one dtype"
+        raise UserError("dtype", f"differs between the files: {seen}", fix)
     return Guess(next(iter(examples)), tuple(sorted(formats)), next(iter(dtypes), None))
 
 
@@ -98,17 +96,15 @@ def _dtype_of(path: Path) -> str:
                 file.seek(size // 16 * 8)
                 sample += file.read(PEEK_BYTES)
     except OSError as error:
-        raise UserError(str(path), f"cannot be read: {error.strerror}", "check the path and its mode") from None
+        problem = f"cannot be read: {error.strerror}"
+        raise UserError(str(path), problem, "check the path and its mode") from None
     return guess_dtype(sample, size)
 
 
 def guess_dtype(sample: bytes, size: int) -> str:
-    """The integer type of headerless little-endian ids: the widest whose upper bytes are as empty as those of ids.
-
-    Args:
-        sample: bytes of the file, from an offset that is a multiple of 8.
-        size: bytes of the whole file, which must be a multiple of the type's size.
-    """
+    """The integer type of headerless little-endian ids: the widest with upper bytes like theirs.
+    `sample`: bytes of the file, from an offset that is a multiple of 8. `size`: bytes of the whole
+    file, which must be a multiple of the type's size."""
     if size % 8 == 0 and len(sample) >= 16:
         # The upper half of each int64 is 0, unless ids are beyond any vocabulary.
         words = np.frombuffer(sample[: len(sample) // 8 * 8], dtype="<u4")
@@ -134,11 +130,8 @@ def look(
     column: str | None = None,
     report: Report = silent,
 ) -> tuple[list[Ints], tuple[int, int]]:
-    """Read the streams once: the tokens of each document, by stream; and the largest token id, and how often it occurs.
-
-    Raises:
-        UserError: a file cannot be read or is damaged.
-    """
+    """Read the streams once: tokens of each document, by stream; the largest id and its count.
+    Raises UserError: a file cannot be read or is damaged."""
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
     options = ReadOptions(bounded, found.dtype, eod, format=format, column=column)
     lengths: list[Ints] = []
@@ -154,3 +147,84 @@ def look(
                 largest, count = top, 0
             count += int((chunk == largest).sum())
     return lengths, (largest, count)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of reading everything."""
+
+    streams: int
+    documents: int
+    tokens: int
+    errors: list[UserError]  # one per damaged file
+    is_hashed: bool  # hashes of a manifest were compared
+    not_text: list[str]  # as of `not_text`
+
+
+def verify(
+    streams: Sequence[Stream], options: ReadOptions, *, root: Path | None = None, report: Report = silent
+) -> Verification:
+    """Read every stream completely.
+
+    Args:
+        streams: from `discover_nested` or `discover_direct`.
+        options: how files are read.
+        root: of a NESTED layout; if it has a corpus manifest, hashes are compared too.
+        report: see `each_stream`.
+
+    Raises:
+        UserError: the manifest itself is damaged. Damaged streams are in the result.
+    """
+    has_hashes = root is not None and (root / MANIFEST_NAME).exists()
+    entries = read_manifest(root).entries if root is not None and has_hashes else {}
+    errors: list[UserError] = []
+    strange: list[str] = []
+    num_documents = num_tokens = 0
+    for stream in each_stream(streams, report):
+        try:
+            if has_hashes:
+                _compare(Path(stream.path), entries.pop(stream.relative_path, None))
+            documents = load_documents(stream.path, options)
+            num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
+            num_documents += documents.num_documents
+            strange += not_text([stream], options.format)
+        except UserError as error:
+            errors.append(error)
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror or error})"
+            errors.append(UserError(stream.path, problem, "check the file"))
+    problem = f"is in {MANIFEST_NAME}, but not here"
+    errors += [UserError(f"{root}/{path}", problem, AGAIN) for path in sorted(entries)]
+    return Verification(len(streams), num_documents, num_tokens, errors, has_hashes, strange)
+
+
+def _compare(path: Path, entry: StreamEntry | None) -> None:
+    """Raise UserError unless the file matches the manifest."""
+    if entry is None:
+        raise UserError(str(path), f"is not in {MANIFEST_NAME}", AGAIN)
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+            raise UserError(str(path), f"differs from what {MANIFEST_NAME} says", AGAIN)
+
+
+def not_text(streams: Sequence[Stream], format: str) -> list[str]:
+    """`FILE (why)` of each stream that is read as plain text and is not UTF-8 text, which the bytes
+    tokenizer would not notice.
+    `format`: as `data.source.format`.
+    Raises OSError: a file cannot be read."""
+    found = []
+    for stream in streams:
+        if format_name(Path(stream.path), format) == "text":
+            with open(stream.path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                why = why_not_text(content)
+            if why:
+                found.append(f"{stream.relative_path} ({why})")
+    return found
+
+
+def describe(found: Sequence[str], num_files: int) -> str:
+    """A sentence on what `not_text` found among so many files, and what to do."""
+    verb = "is" if len(found) == 1 else "are"
+    what = f"{len(found):,} of {counted(num_files, 'file')} {verb} not UTF-8 text"
+    fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
+    return f"{what}: {few(found)}; a run would read the bytes as they are; {fix}"

@@ -1,7 +1,8 @@
-"""The content of a corpus, and the forecast of full rows: the real lanes and pools, over the lengths of the documents.
+"""The content of a corpus, and the forecast of full rows by the real lanes and pools.
 
-Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads documents whose tokens are all
-0 and take no memory. What it hands out, masks and exhausts is what a run with this seed does, as far as it is counted.
+Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads
+documents whose tokens are all 0 and take no memory. It hands out, masks and exhausts as a run with
+this seed does, as far as it is counted.
 """
 
 from __future__ import annotations
@@ -23,57 +24,44 @@ from trainer.data.tokenizer import IdsTokenizer
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, reading, runs_on
 
-MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; the rest of a longer run is extrapolated
+MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; more are extrapolated
+Opened = Mapping[str, Mapping[str, OpenStream]]  # source -> path -> stream
 MOST_POSITIONS = 200_000_000  # of all counted rows: as long
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The content of an epoch of a source, by modality.
+    """The content of an epoch of a source, by modality."""
 
-    Attributes:
-        padded: positions that its groups take where each begins a row of T, T / 2, T / 4, ... tokens.
-    """
-
-    streams: Mapping[str, int]
-    groups: Mapping[str, int]
-    tokens: Mapping[str, int]
-    behind_cuts: int
-    padded: Ints
+    streams: Counter[str]
+    groups: Counter[str]
+    tokens: Counter[str]
+    behind_cuts: int  # tokens that follow a cut of their document
+    padded: Ints  # positions of its groups, each beginning a row of T, T / 2, T / 4, ... tokens
 
 
 @dataclass
 class Tally:
-    """Counts of one source on one data shard, by modality: documents begun, streams ended, and tokens."""
+    """Counts of one source on one data shard, by modality."""
 
-    picks: Counter[str] = field(default_factory=Counter)
-    exhausts: Counter[str] = field(default_factory=Counter)
+    picks: Counter[str] = field(default_factory=Counter)  # documents begun
+    exhausts: Counter[str] = field(default_factory=Counter)  # streams ended
     tokens: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class LanesForecast:
-    """Counts of the first `num_batches` batches of each data shard.
-
-    Attributes:
-        is_whole: these are all batches of the run.
-        ended_at: the batch at which no shard has data left, which ends the run; None: not within those counted.
-        tokens, full: of each step over all shards; those of rows without a gap. Data sets of the user's own are not in them.
-            int64 [steps].
-        tallies: of each source that has streams and is read, by shard.
-        shards: of each of them, per shard, the tokens of all its groups and of its longest one, and their number,
-            int64 [shards, 3].
-        runs_on: documents begin within rows.
-    """
+    """Counts of the first `num_batches` batches of each data shard."""
 
     num_batches: int
-    is_whole: bool
-    ended_at: int | None
-    tokens: Ints
-    full: Ints
-    tallies: Mapping[str, Sequence[Tally]]
+    is_whole: bool  # these are all batches of the run
+    ended_at: int | None  # the batch at which no shard has data left, if that is counted
+    tokens: Ints  # of each step over all shards, without data sets of the user's own: [steps]
+    full: Ints  # those of rows without a gap: [steps]
+    tallies: Mapping[str, Sequence[Tally]]  # of each source that has streams and is read, by shard
+    # Of each of them [shards, 3]: tokens of all groups and of the longest, number of groups.
     shards: Mapping[str, Ints]
-    runs_on: bool
+    runs_on: bool  # documents begin within rows
 
 
 class CountedSource(ShardSource):
@@ -92,7 +80,8 @@ class CountedSource(ShardSource):
 
     def counted(self) -> Tally:
         """The counts so far, with the readers that ended."""
-        return replace(self.tally, exhausts=self._opened - Counter(each.stream.modality for each in self._pool.readers))
+        still_open = Counter(each.stream.modality for each in self._pool.readers)
+        return replace(self.tally, exhausts=self._opened - still_open)
 
     def _next_reader(self) -> Any:
         reader = super()._next_reader()
@@ -101,7 +90,7 @@ class CountedSource(ShardSource):
         return reader
 
     def dealt(self) -> list[int]:
-        """Tokens of the groups that are dealt to this shard, of the longest of them, and their number."""
+        """Tokens of the groups dealt to this shard, of the longest of them, and their number."""
         tokens = longest = number = 0
         for part in self._parts(self._shard, self._num_shards):
             source = self.open(self.streams[part.stream])
@@ -112,18 +101,16 @@ class CountedSource(ShardSource):
 
 
 def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
-    """Its streams by relative path, with the places and lengths of their documents, and without tokens.
-
-    Raises:
-        UserError: a file cannot be read or is damaged, or there is no document to train on.
-    """
+    """Its streams by relative path, with the lengths of their documents, without tokens.
+    Raises UserError: a file cannot be read or is damaged, or there is no document to train on."""
     cut, read, _ = reading(plan, source)
     opener, found = StreamOpener(read, cut, warns=False), {}
     for stream in source.streams:
         opened = opener(stream)
         # As many zeros as tokens, in one byte: lanes look at lengths alone.
         none = np.broadcast_to(np.uint8(0), len(opened.documents.tokens))
-        found[stream.relative_path] = replace(opened, documents=replace(opened.documents, tokens=none, bounds=None))
+        documents = replace(opened.documents, tokens=none, bounds=None)
+        found[stream.relative_path] = replace(opened, documents=documents)
     if not any(opened.groups.num_groups for opened in found.values()):
         raise opener.nothing_left(f"source {source.name}", "has no document to train on")
     opener.warn()
@@ -132,24 +119,23 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
 
 def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
     """The content of an epoch of the open streams of a source."""
-    counts: dict[str, Counter[str]] = {name: Counter() for name in ("streams", "groups", "tokens")}
+    num_streams, groups, tokens = Counter[str](), Counter[str](), Counter[str]()
     lengths = [row_tokens >> halvings for halvings in range(max(row_tokens.bit_length() - 4, 1))]
-    padded = np.zeros(len(lengths), np.int64)
+    padded, behind_cuts = np.zeros(len(lengths), np.int64), 0
     for opened in streams.values():
         sizes, modality = opened.num_tokens(), opened.stream.modality
-        for name, value in (("streams", 1), ("groups", len(sizes)), ("tokens", int(sizes.sum()))):
-            counts[name][modality] += value
+        num_streams[modality] += 1
+        groups[modality] += len(sizes)
+        tokens[modality] += int(sizes.sum())
+        behind_cuts += opened.tokens_behind_cuts[0]
         padded += [int((-(-sizes // length)).sum()) * length for length in lengths]
-    return Corpus(**counts, behind_cuts=sum(opened.tokens_behind_cuts[0] for opened in streams.values()), padded=padded)
+    return Corpus(num_streams, groups, tokens, behind_cuts, padded)
 
 
-def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, most: int) -> LanesForecast:
+def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
     """Count what the lanes of a run with this config and seed will read, one step at least.
-
-    Args:
-        streams: from `open_lengths`, of each source that has streams and is read.
-        most: rows that are counted, over all data shards.
-    """
+    `streams`: from `open_lengths`, of each source that has streams and is read. `most`: rows that
+    are counted, over all data shards."""
     config, batches, num_shards = plan.config, plan.batches_by_steps, plan.facts.data_shards
     rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
     limit = min(most // rows, MOST_POSITIONS // (rows * row_tokens)) // num_shards
@@ -158,25 +144,9 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
     tokens, full = np.zeros((2, firsts[-1]), np.int64)
     full += num_shards * rows * row_tokens
     parts: dict[str, list[CountedSource]] = {name: [] for name in streams}
-    ends, runs_rows_on = [], runs_on(plan, None)
+    ends = []
     for shard in range(num_shards):
-        sources = []
-        for source in plan.sources:
-            dataset: Any = UnreadSource() if source.is_off else _unknown(rows, row_tokens)
-            if source.name in streams:
-                where: dict[str, Any] = {"shard": shard, "num_shards": num_shards, "in_memory": streams[source.name]}
-                dataset = CountedSource(source.streams, *reading(plan, source), **where)
-                parts[source.name].append(dataset)
-            sources.append(BlendSource(source.name, dataset, source.weight))
-        blend = LaneBlend(
-            sources,
-            seed=config.run.seed,
-            rows=rows,
-            row_tokens=row_tokens,
-            runs_on=runs_rows_on,
-            tokenizer=IdsTokenizer(1),
-            micro_batches=batches,
-        )
+        blend = _blend(plan, streams, shard, parts)
         tallies = {name: each[-1].tally for name, each in parts.items()}  # of this shard
         for index in range(len(tokens)):
             batch = next(blend, None)
@@ -191,9 +161,11 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
                 size = segment.stop - segment.start
                 tokens[index] += size
                 tallies[segment.source].tokens[modality] += size
+    num_batches = len(tokens)
+    ended_at: int | None = None
     # Shards without data run masked rows until none has any.
-    ended_at = max(ends) if len(ends) == num_shards else None
-    num_batches = len(tokens) if ended_at is None else ended_at
+    if len(ends) == num_shards:
+        num_batches = ended_at = max(ends)
     begun = [first for first in firsts[:-1] if first < num_batches]  # of the steps that have data
     tokens, full = tokens[: firsts[len(begun)]], full[: firsts[len(begun)]]
     return LanesForecast(
@@ -204,7 +176,32 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
         full=np.add.reduceat(full, begun),
         tallies={name: [part.counted() for part in each] for name, each in parts.items()},
         shards={name: np.array([part.dealt() for part in each]) for name, each in parts.items()},
-        runs_on=runs_rows_on,
+        runs_on=runs_on(plan, None),
+    )
+
+
+def _blend(plan: Plan, streams: Opened, shard: int, parts: Mapping[str, list[CountedSource]]) -> LaneBlend:
+    """The lanes of a data shard, whose counted sources are added to `parts`."""
+    config, sources = plan.config, []
+    rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
+    for source in plan.sources:
+        dataset: Any = _unknown(rows, row_tokens)
+        if source.is_off:
+            dataset = UnreadSource()
+        elif source.name in streams:
+            where: Any = {"shard": shard, "num_shards": plan.facts.data_shards}
+            where["in_memory"] = streams[source.name]
+            dataset = CountedSource(source.streams, *reading(plan, source), **where)
+            parts[source.name].append(dataset)
+        sources.append(BlendSource(source.name, dataset, source.weight))
+    return LaneBlend(
+        sources,
+        seed=config.run.seed,
+        rows=rows,
+        row_tokens=row_tokens,
+        runs_on=runs_on(plan, None),
+        tokenizer=IdsTokenizer(1),
+        micro_batches=plan.batches_by_steps,
     )
 
 

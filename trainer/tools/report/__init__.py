@@ -1,1 +1,1 @@
-"""The report: one self-contained HTML page on one or several runs. Needs plotly (extra `report`), but not torch."""
+"""The report: one self-contained HTML page on runs. Needs plotly (extra `report`), not torch."""

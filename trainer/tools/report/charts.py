@@ -1,11 +1,14 @@
-"""From runs to charts: which keys share a chart, with which curves, under which heading of the catalog."""
+"""From runs to charts: which keys share a chart, and under which heading of the catalog."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
 from typing import Final, Literal
 
 import numpy as np
@@ -24,7 +27,7 @@ from trainer.metrics.catalog.lookup import (
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import batches_through
+from trainer.tools.diagnostics.facts import batches_through
 from trainer.tools.runs.depth_curve import is_by_depth
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of
@@ -46,16 +49,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps. A point is one logged value, or a bucket of neighboring ones: its first and last step [N], and the
-    mean, lowest and highest of its finite values. `bad_steps` are those of all other values, `num_values` counts the former."""
+    """Values over steps. A point is one logged value, or a bucket of neighboring ones."""
 
-    first: Ints
+    first: Ints  # step of each point [N]
     last: Ints
-    mean: Floats
+    mean: Floats  # of its finite values
     low: Floats
     high: Floats
-    num_values: int
-    bad_steps: Ints
+    num_values: int  # the finite ones
+    bad_steps: Ints  # of all others
 
     @property
     def is_reduced(self) -> bool:
@@ -65,12 +67,14 @@ class Curve:
     @property
     def is_constant(self) -> bool:
         """Whether all values are the same finite number."""
-        return bool(len(self.mean)) and not len(self.bad_steps) and float(self.low.min()) == float(self.high.max())
+        if not len(self.mean) or len(self.bad_steps):
+            return False
+        return float(self.low.min()) == float(self.high.max())
 
 
 def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
-    """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets of equal width, whose
-    lowest and highest keep an outlier visible in a run of any length."""
+    """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets
+    of equal width, whose lowest and highest keep an outlier visible in a run of any length."""
     step, value = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     finite = np.isfinite(value)
     bad = step[~finite]
@@ -89,22 +93,15 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a chart.
+    """One curve of a chart."""
 
-    Attributes:
-        run, color, dash: indices; the color stands for the run if there are several.
-        label: legend text, including the name of the run if there are several.
-        variant: distinguishes lines of the same run and key.
-        errors: standard error of each point; NaN where unknown.
-    """
-
-    run: int
-    label: str
-    variant: str
+    run: int  # its index
+    label: str  # legend text, including the name of the run if there are several
+    variant: str  # distinguishes lines of the same run and key
     curve: Curve
-    color: int
-    dash: int = 0
-    errors: Floats | None = None
+    color: int  # an index; it stands for the run if there are several
+    dash: int = 0  # an index
+    errors: Floats | None = None  # standard error of each point; NaN where unknown
 
 
 @dataclass(frozen=True)
@@ -118,8 +115,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `facts` are (heading, text) pairs shown below it. Of style `heat`, a line is a row of cells over steps, whose
-    colors are logarithmic. `is_wide`: a combined view."""
+    """One chart. Of style `heat`, a line is a row of cells over steps, with logarithmic colors."""
 
     title: str
     unit: str
@@ -129,8 +125,8 @@ class Chart:
     style: Style = "line"
     band: Band | None = None
     references: tuple[Reference, ...] = ()
-    facts: tuple[tuple[str, str], ...] = ()
-    is_wide: bool = False
+    facts: tuple[tuple[str, str], ...] = ()  # (heading, text) pairs shown below it
+    is_wide: bool = False  # a combined view
     is_log: bool = False
 
     @property
@@ -142,11 +138,10 @@ class Chart:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it is drawn. Constants are listed in words, in a combined view only zeros that have no error bars."""
+        """Whether it is drawn: constants are not, of combined views those of 0 without errors."""
         if not all(line.curve.is_constant for line in self.lines):
             return True
-        is_zero = all(line.errors is None and float(line.curve.low[0]) == 0.0 for line in self.lines)
-        return self.is_wide and not is_zero
+        return self.is_wide and any(line.errors is not None or line.curve.low[0] for line in self.lines)
 
 
 @dataclass
@@ -155,21 +150,20 @@ class Columns:
 
     runs: Sequence[RunRecord]
     limit: int
-    _made: dict[tuple[int, str], Curve | None] = field(default_factory=dict)
+    _made: dict[str, list[tuple[int, Curve]]] = field(default_factory=dict)
 
     def curves(self, key: str) -> list[tuple[int, Curve]]:
         """(index of the run, curve) for each run that has the key."""
-        for run, record in enumerate(self.runs):
-            if (run, key) not in self._made:
+        if key not in self._made:
+            self._made[key] = []
+            for run, record in enumerate(self.runs):
                 steps, values = record.column(key)
-                self._made[run, key] = None
                 if len(steps):
-                    self._made[run, key] = make_curve(steps, values, limit=self.limit)
-        made = [(run, self._made[run, key]) for run in range(len(self.runs))]
-        return [(run, curve) for run, curve in made if curve is not None]
+                    self._made[key].append((run, make_curve(steps, values, limit=self.limit)))
+        return self._made[key]
 
     def errors(self, run: int, key: str, curve: Curve) -> Floats | None:
-        """The standard error of each point, NaN where unknown; None for a key without errors, and for buckets."""
+        """The standard error of each point, NaN where unknown; None if there is none to draw."""
         if not _is_error(key + ERROR_SUFFIX) or curve.is_reduced:
             return None
         known = dict(zip(*self.runs[run].column(key + ERROR_SUFFIX), strict=True))
@@ -191,14 +185,14 @@ class Columns:
 
 
 def variant_of(key: str) -> tuple[str, int]:
-    """(base key, index of `VARIANTS`): `eval_loss` is the evaluation of `loss`, `ledger/cold_starts_max` its worst rank."""
+    """(base key, index of `VARIANTS`): `eval_loss` is the evaluation of `loss`."""
     if key.startswith(EVAL_PREFIX):
         return key.removeprefix(EVAL_PREFIX), 1
     base = key.removesuffix(WORST_SUFFIX)
+    if base == key or not is_known(base) or not is_known(key):
+        return key, 0
     # Some keys of the catalog end in _max themselves.
-    if base != key and is_known(base) and is_known(key) and lookup(key).title == f"{lookup(base).title}, worst rank":
-        return base, 2
-    return key, 0
+    return (base, 2) if lookup(key).title == f"{lookup(base).title}, worst rank" else (key, 0)
 
 
 def _is_error(key: str) -> bool:
@@ -208,7 +202,7 @@ def _is_error(key: str) -> bool:
 
 
 def _family(key: str) -> tuple[str, str]:
-    """(catalog row, the part of its pattern) of a key; empty for one that the catalog does not know."""
+    """(catalog row, the part of its pattern) of a key; empty for one that is not in the catalog."""
     if not is_known(key):
         return "", ""
     return family(key)
@@ -216,70 +210,46 @@ def _family(key: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class View:
-    """Keys that are read together.
-
-    Attributes:
-        rows: names of catalog rows; a pattern stands for all its keys.
-        style: for a single run; several runs are drawn as lines.
-        max_keys: lines of one color that are readable if colors stand for runs; beyond, the keys get separate charts.
-    """
+    """Keys that are read together."""
 
     title: str
-    rows: tuple[str, ...]
-    style: Style = "line"
+    rows: tuple[str, ...]  # names of catalog rows; a pattern stands for all its keys
+    style: Style = "line"  # for a single run; several runs are drawn as lines
     is_total: bool = False
     is_log: bool = False
-    max_keys: int = 1
-    references: Callable[[Sequence[RunRecord]], Iterable[Reference]] = lambda runs: ()
+    max_keys: int = 1  # lines of one color that are readable; with more each key has a chart
+
+    def references(self, runs: Sequence[RunRecord]) -> list[Reference]:
+        """The levels of the rows that have some."""
+        found = []
+        for number, run in enumerate(runs):
+            capacity, ranks = run.setting("ledger.capacity"), run.world_size
+            if "ledger/live_groups" in self.rows and isinstance(capacity, int) and ranks is not None:
+                label = f"capacity of {counted(ranks, 'rank')}"
+                found.append(Reference(label, float(capacity * ranks), number))
+            if "stream_mixing/active/pick_surprise_max" in self.rows and run.steps:
+                bound = limits.surprise_bound(max(batches_through(run, run.steps[-1]), 1))
+                found.append(Reference(f"ln(picks / {limits.ALPHA:g})", bound, number))
+        return found
 
 
 PLAIN: Final = View("", ())
 
 
-def _capacity(runs: Sequence[RunRecord]) -> Iterable[Reference]:
-    for number, run in enumerate(runs):
-        capacity, ranks = run.setting("ledger.capacity"), run.world_size
-        if isinstance(capacity, int) and ranks is not None:
-            yield Reference(f"capacity of {counted(ranks, 'rank')}", float(capacity * ranks), number)
-
-
-def _surprise_bound(runs: Sequence[RunRecord]) -> Iterable[Reference]:
-    for number, run in enumerate(runs):
-        if run.steps:
-            picks = max(batches_through(run, run.steps[-1]), 1)
-            yield Reference(f"ln(picks / {limits.ALPHA:g})", limits.surprise_bound(picks), number)
-
-
-_POOL: Final = "stream_mixing/active/"
-_PHASES: Final = ("data", "forward_backward", "optimizer")
-_REMAINING: Final = f"{_POOL}remaining"
-VIEWS: Final = (
-    View("Step time by phase (share)", tuple(f"time/{phase}_share" for phase in _PHASES), style="area"),
-    View("Step time by phase (seconds)", tuple(f"time/{phase}_sec" for phase in _PHASES)),
-    View("Device memory", ("gpu/allocated_gb", "gpu/peak_gb", "gpu/reserved_gb", "gpu/total_gb")),
-    View("Pool: active readers by modality", (f"{_POOL}modalities/<modality>",), style="area"),
-    View("Pool: remaining picks per reader", (f"{_REMAINING}_min", f"{_REMAINING}_max"), max_keys=2),
-    View(
-        "Pool: remaining fraction of the slice per reader",
-        (f"{_REMAINING}_fraction_min", f"{_REMAINING}_fraction_max"),
-        max_keys=2,
-    ),
-    View("Pool: surprise of the longest wait", (f"{_POOL}pick_surprise_max",), references=_surprise_bound),
-    View("Ledger: live groups", ("ledger/live_groups",), references=_capacity),
-    View(
-        "Ledger: lost state, running total",
-        (*keys_under("ledger/false_evictions/"), "ledger/cold_starts"),
-        is_total=True,
-        max_keys=3,
-    ),
-    View("Ledger: evictions, running total", keys_under("ledger/evictions/"), is_total=True, max_keys=2),
-    View("Ledger: what carrying is worth", ("ledger/carry_gain", "ledger/stale_gap"), max_keys=2),
-    *(View(spec.title, (spec.name,), style="heat") for spec in LAYER_ROWS),
-)
+@cache
+def _fixed_views() -> tuple[View, ...]:
+    """Those of views.json (`*`: all rows that begin so), and a heat map for each row of layers."""
+    file, found = resources.files("trainer.tools.report") / "assets" / "views.json", []
+    for fields in json.loads(file.read_text(encoding="utf-8")):
+        rows: list[str] = []
+        for row in fields.pop("rows"):
+            rows += keys_under(row[:-1]) if row.endswith("*") else [row]
+        found.append(View(rows=tuple(rows), **fields))
+    return (*found, *(View(spec.title, (spec.name,), style="heat") for spec in LAYER_ROWS))
 
 
 def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
-    """Those of the noise scale, one for each key that it is read from (`noise_scale_of`), and all others."""
+    """Those of the noise scale, one for each key that it is read from, and all others."""
     scales = filter(None, map(noise_scale_of, runs))
     read = sorted({scale.key for scale in scales}, key=READINGS.index) or ["gns/b_now"]
     for key in read:
@@ -287,14 +257,15 @@ def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
         if len(read) > 1:
             title += f" ({key})"
         yield View(title, (key, f"{key}_low", f"{key}_high", B_BIG), is_log=True, max_keys=4)
-    yield from VIEWS
+    yield from _fixed_views()
 
 
 def _keys_of_row(row: str, keys: Sequence[str], columns: Columns) -> list[str]:
     """The training keys of a catalog row that some run has; `blocks.10` follows `blocks.9`."""
-    found = [key for key in keys if _family(key)[0] == row and variant_of(key)[1] == 0 and not _is_error(key)]
-    found.sort(key=lambda key: [(text, int(part or 0)) for text, part in re.findall(r"(\D*)(\d*)", key)])
-    return [key for key in found if columns.curves(key)]
+    found = [key for key in keys if _family(key)[0] == row and not variant_of(key)[1]]
+    found = [key for key in found if not _is_error(key) and columns.curves(key)]
+    parts = {key: re.findall(r"(\D*)(\d*)", key) for key in found}
+    return sorted(found, key=lambda key: [(text, int(number or 0)) for text, number in parts[key]])
 
 
 def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
@@ -305,7 +276,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     if view.rows and (len(keys) > 1 or parts[0]):
         names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)]
         dashes = [0] * len(keys)
-        # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
+        # Totals often coincide, as false evictions are cold starts too: dashes show both.
         if view.is_total or not columns.is_single:
             dashes = list(range(len(keys)))
     elif columns.is_single and parts[0]:
@@ -343,7 +314,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
 
 
 def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Meaning, good and bad signs of some keys from the catalog; of several, each with the title of its row."""
+    """Meaning, good and bad signs of some keys; of several, each with the title of its row."""
     specs = {family(key)[0]: lookup(key) for key in keys if is_known(key)}
     facts = []
     for spec in specs.values():
@@ -356,7 +327,7 @@ def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
-    """The keys that are drawn, as many as the budget has curves for, those of the catalog first; and how many are left out."""
+    """The keys that the budget has curves for, known ones first; and how many are left out."""
     # The loss against depth has a drawing of its own.
     keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
     num_left_out = max(len(keys) - MOST_CURVES // max(len(runs), 1), 0)
@@ -366,11 +337,11 @@ def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts with every other key of every run, sorted by the headings of the catalog; in each group the views come first.
+    """Charts of every other key, under the headings of the catalog, in each the views first.
 
-    Evaluation and worst rank are drawn with the training curve. For a single run the keys of a pattern share a chart too, one
-    for each variant; for several runs, colors stand for runs, so each key needs its own. Standard errors are drawn with their
-    means.
+    Evaluation and worst rank are drawn with the training curve. For a single run the keys of a
+    pattern share a chart too, one for each variant; for several runs, colors stand for runs, so
+    each key needs its own. Standard errors are drawn with their means.
     """
     num_curves = max(sum(len(run.keys) for run in runs), 1)
     columns = Columns(runs, min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS))

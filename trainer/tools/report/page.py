@@ -15,24 +15,22 @@ from trainer.config.load import flatten
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, drawn_keys, make_charts
-from trainer.tools.report.depth_chart import HEIGHT, depth_figures
-from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
-from trainer.tools.report.run_summary import (
-    config_differences,
-    ran,
-    rows_text,
-    summaries,
-    summarize,
-    value_text,
-)
+from trainer.tools.report.figures import HEIGHT, NUM_COLORS, depth_figures, encode_charts, skipped_step
+from trainer.tools.report.run_summary import config_differences, ran, rows_text, summaries, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
-_MOST_EVENTS, _MOST_SETTINGS, _MOST_DETAILS = 200, 2_000, 4_000  # no file of a run makes a page of any size
+# No file of a run makes a page of any size.
+_MOST_EVENTS, _MOST_SETTINGS, _MOST_DETAILS = 200, 2_000, 4_000
 FINDINGS: Final = "Findings"
 DEPTH: Final = "Is context worth its cost?"
-_EVENT_COLUMNS: Final = ("Event", "Run", "Step", "Details")
+# By verdict: its mark and its class.
+LOOKS: Final = {
+    "healthy": ("✓", "verdict good"),
+    "no_findings": ("?", "verdict"),
+    "findings": ("!", "verdict bad"),
+}
 
 
 class Html(str):
@@ -45,8 +43,10 @@ NOTHING: Final = Html()
 
 
 def element(tag: str, *children: str, **attributes: object) -> Html:
-    """One element; all that comes from a run is escaped here. Attributes: `class_` means `class`, `_` becomes `-`, None and
-    False are left out, True has no value."""
+    """One element; all that comes from a run is escaped here.
+
+    Attributes: `class_` means `class`, `_` becomes `-`, None and False are left out.
+    """
     words = []
     for name, value in attributes.items():
         key = name.rstrip("_").replace("_", "-")
@@ -67,12 +67,11 @@ def _escaped(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, class_: str | None = None) -> Html:
-    """A table with row headers in its first column, which scrolls horizontally on narrow screens."""
-    top = element("tr", *(element("th", cell, scope="col") for cell in head))
-    body = [
-        element("tr", element("th", first, scope="row"), *(element("td", cell) for cell in cells))
-        for first, *cells in rows
-    ]
+    """A table with row headers in its first column; it scrolls horizontally on narrow screens."""
+    top, body = element("tr", *(element("th", cell, scope="col") for cell in head)), []
+    for first, *others in rows:
+        cells = [element("td", cell) for cell in others]
+        body.append(element("tr", element("th", first, scope="row"), *cells))
     unseen = element("caption", caption, class_="unseen")
     inner = element("table", unseen, element("thead", top), element("tbody", *body), class_=class_)
     return element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
@@ -108,37 +107,27 @@ def _optional(tag: str, text: str, class_: str | None = None) -> Html:
 def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html:
     """The verdict, and of one of several runs its findings too."""
     mark = front = found = NOTHING
-    if diagnosis.verdict is not None:
-        mark = _mark(diagnosis)
+    sign, look = LOOKS.get(diagnosis.verdict or "", ("", "verdict"))
+    if sign:
+        mark = element("span", sign, class_="mark", aria_hidden="true")
     if not is_single:
         front = element("h3", _swatch(number), diagnosis.run.name)
-        if diagnosis.verdict is not None:
-            found = _findings(diagnosis)
-    look = {"healthy": "verdict good", "findings": "verdict bad"}.get(str(diagnosis.verdict), "verdict")
+    if sign and not is_single:
+        found = _findings(diagnosis)
     return element("div", front, element("p", mark, diagnosis.summary), found, class_=look)
 
 
 def _findings(diagnosis: Diagnosis) -> Html:
-    rows = [
-        (
-            _code(each.rule.name),
-            each.result,
-            each.outcome.sentence,
-            element("small", "{} ({})".format(*each.rule.texts)),
-        )
-        for each in diagnosis.rulings
-    ]
+    rows = []
+    for each in diagnosis.rulings:
+        condition = element("small", "{} ({})".format(*each.rule.texts))
+        rows.append((_code(each.rule.name), each.result, each.outcome.sentence, condition))
     rules = _table(("Rule", "Result", "Measured", "Condition for a finding"), rows, caption="Rules")
     parts = [element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note")]
     items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
     if items:
         parts.append(element("ol", *items))
     return join([*parts, element("details", element("summary", f"All {len(rows)} rules"), rules)])
-
-
-def _mark(diagnosis: Diagnosis) -> Html:
-    sign = {"healthy": "✓", "no_findings": "?"}.get(str(diagnosis.verdict), "!")
-    return element("span", sign, class_="mark", aria_hidden="true")
 
 
 def _finding(ruling: Ruling) -> Html:
@@ -148,13 +137,11 @@ def _finding(ruling: Ruling) -> Html:
     if knob is not None:
         setting = f"{knob.key} = {knob.suggested}"
         parts.append(element("p", "Try ", _code(setting), str(knob).removeprefix(setting)))
-    buttons = [
-        element("button", f"step {step:,}", type="button", class_="step", data_step=step, title="Show in the charts")
-        for step in ruling.steps[:_MOST_STEP_BUTTONS]
-    ]
-    num_more = len(ruling.steps) - len(buttons)
+    look: dict[str, Any] = {"type": "button", "class_": "step", "title": "Show in the charts"}
+    shown, num_more = ruling.steps[:_MOST_STEP_BUTTONS], len(ruling.steps) - _MOST_STEP_BUTTONS
+    buttons = [element("button", f"step {step:,}", data_step=step, **look) for step in shown]
     if buttons:
-        more = f" and {num_more:,} more" if num_more else ""
+        more = f" and {num_more:,} more" if num_more > 0 else ""
         parts.append(element("p", "Seen at ", *buttons, more, class_="evidence"))
     return element("li", *parts)
 
@@ -163,9 +150,10 @@ def _notes(runs: Sequence[RunRecord]) -> Html:
     """Problems of the files and settings that a resume changed, if there are any."""
     items = []
     for run in runs:
-        front = f"{run.name}: " if len(runs) > 1 else ""
-        changed = {key: value for key, value in settings_by_step(run).items() if isinstance(value, Mapping)}
-        notes = [*run.notes, *(f"changed on a resume: {key} = {value_text(value)}" for key, value in changed.items())]
+        front, notes = f"{run.name}: " if len(runs) > 1 else "", list(run.notes)
+        for key, value in settings_by_step(run).items():
+            if isinstance(value, Mapping):
+                notes.append(f"changed on a resume: {key} = {value_text(value)}")
         items += [element("li", front, note) for note in notes[:_MOST_EVENTS]]
     if not items:
         return NOTHING
@@ -177,11 +165,10 @@ def _tiles(run: RunRecord) -> Html:
     tiles = []
     for row in [*ran(run), *summarize(run)]:
         if row.value is not None or row.note:
-            unit = NOTHING
-            if row.value is not None:
-                unit = _optional("span", row.unit, "unit")
-            value = element("dd", row.text, " ", unit, class_="value")
-            tiles.append(element("div", element("dt", row.label), value, _optional("dd", row.note, "note")))
+            unit = row.unit if row.value is not None else ""
+            value = element("dd", row.text, " ", _optional("span", unit, "unit"), class_="value")
+            note = _optional("dd", row.note, "note")
+            tiles.append(element("div", element("dt", row.label), value, note))
     return _section("Outcome", element("dl", *tiles, class_="tiles"))
 
 
@@ -189,13 +176,12 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     """The results of several runs side by side, and the settings in which they differ."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     head = ["", *(join([_swatch(number), run.name]) for number, run in enumerate(runs))]
-    rows = [
-        [results[0].heading, *(join([each.text, _optional("small", each.note)]) for each in results)]
-        for results in summaries(runs)
-    ]
-    different = [
-        [_code(key), *(_code(value_text(value)) for value in values)] for key, values in config_differences(runs)
-    ]
+    rows, different = [], []
+    for results in summaries(runs):
+        cells = [join([each.text, _optional("small", each.note)]) for each in results]
+        rows.append([results[0].heading, *cells])
+    for key, values in config_differences(runs):
+        different.append([_code(key), *(_code(value_text(value)) for value in values)])
     settings: Html = element("p", "All settings and recorded versions are the same.")
     if different:
         settings = _table(["Setting", *head[1:]], different[:_MOST_SETTINGS], caption="Settings that differ")
@@ -207,13 +193,14 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
 
 
 def chart_groups(charts: Sequence[Chart]) -> Html:
-    """Charts, sorted by group, under the headings of the catalog; undrawn ones in words at the end of their group."""
+    """Charts under the headings of the catalog; undrawn ones in words at the end of their group."""
     parts = []
     for group, members in groupby(enumerate(charts), key=lambda pair: pair[1].group):
         numbered = list(members)
         grids = []
         for is_wide in (True, False):
-            cards = [_card(*pair) for pair in numbered if pair[1].is_drawn and pair[1].is_wide is is_wide]
+            drawn = [pair for pair in numbered if pair[1].is_drawn]
+            cards = [_card(*pair) for pair in drawn if pair[1].is_wide is is_wide]
             if cards:
                 grids.append(element("div", *cards, class_="grid views" if is_wide else "grid"))
         still = [_unchanged(chart) for _, chart in numbered if not chart.is_drawn]
@@ -225,7 +212,7 @@ def chart_groups(charts: Sequence[Chart]) -> Html:
 
 
 def _unchanged(chart: Chart) -> Html:
-    """A chart that is said instead of drawn: its value, or its values and the names of its lines."""
+    """A chart that is not drawn in words: its value, or its values and the names of its lines."""
     names: dict[str, list[str]] = {}
     for line in chart.lines:
         names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
@@ -239,11 +226,9 @@ def _card(number: int, chart: Chart) -> Html:
     title = element("h3", chart.title, " ", _optional("span", chart.unit, "unit"), id=f"chart-{number}")
     levels = [f"{level.label}: {number_text(level.value)}" for level in chart.references]
     facts = [element("div", element("dt", name), element("dd", text)) for name, text in chart.facts]
-    num_rows = len(chart.lines)
-    height = 228 + 20 * (num_rows // 6)  # of a legend that breaks
+    height, about = 228 + 20 * (len(chart.lines) // 6), NOTHING  # of a legend that breaks
     if chart.style == "heat":
-        height = max(17 * num_rows + 60, 160)
-    about = NOTHING
+        height = max(17 * len(chart.lines) + 60, 160)
     if facts:
         about = element("details", element("summary", "About"), element("dl", *facts))
     return element(
@@ -260,7 +245,8 @@ def _card(number: int, chart: Chart) -> Html:
 
 def _plot(number: int, height: int) -> Html:
     """Where the page draws the chart of this number, whose heading has the id `chart-NUMBER`."""
-    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}", "aria_describedby": "keys-help"}
+    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}"}
+    aria["aria_describedby"] = "keys-help"
     style = f"height: {height}px"
     return element("div", class_="plot", data_chart=number, style=style, tabindex="0", role="group", **aria)
 
@@ -281,7 +267,7 @@ def _small_print(chart: Chart) -> Html:
 
 
 def _depth(runs: Sequence[RunRecord], number: int) -> tuple[Html, list[dict[str, Any]]]:
-    """The loss against depth in each set of each run, and its charts, the first of which has this number."""
+    """The loss against depth in each set of each run, and its charts, numbered from `number`."""
     parts: list[Html] = []
     figures: list[dict[str, Any]] = []
     for run in runs:
@@ -303,13 +289,15 @@ def _events(runs: Sequence[RunRecord]) -> Html:
     rows = []
     for run in runs:
         for event in run.events[:_MOST_EVENTS]:
-            rest = {key: value for key, value in event.items() if key not in ("time", "event", "global_step", "step")}
-            step = str(event.get("global_step", event.get("step", "")))
+            rest = dict(event)
+            name, step = rest.pop("event", "?"), rest.pop("step", "")
+            step = rest.pop("global_step", step)
+            rest.pop("time", None)
             details = json.dumps(rest, ensure_ascii=False)[:_MOST_DETAILS]
-            rows.append([str(event.get("event", "?"))[:_MOST_DETAILS], run.name, step, details])
+            rows.append([str(name)[:_MOST_DETAILS], run.name, str(step), details])
     if not rows:
         return NOTHING
-    parts = [_table(_EVENT_COLUMNS, rows, caption="Events")]
+    parts = [_table(("Event", "Run", "Step", "Details"), rows, caption="Events")]
     if any(len(run.events) > _MOST_EVENTS for run in runs):
         parts.append(element("p", f"The first {_MOST_EVENTS} of each run; events.jsonl has all."))
     return _section("Events", *parts)
@@ -331,36 +319,37 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
 
 
 def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
-    """The parts of the page that show its runs: HTML by the id of its element, and the charts as JSON under `data`.
-
-    Args:
-        diagnoses: of one run, or of several to overlay in the order of the colors.
-    """
+    """The parts of the page that show its runs: HTML by id, and the charts under `data`.
+    `diagnoses`: of one run, or of several to overlay in the order of the colors."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     is_single = len(runs) == 1
     charts = make_charts(runs)
-    cards = [_verdict_card(number, diagnosis, is_single=is_single) for number, diagnosis in enumerate(diagnoses)]
+    cards = [_verdict_card(*each, is_single=is_single) for each in enumerate(diagnoses)]
     events, (depth, figures) = _events(runs), _depth(runs, len(charts))
-    # As in the table of contents: what is not there is not named.
-    shown = {"Verdict": True, "Outcome": True, FINDINGS: is_single and diagnoses[0].verdict is not None}
-    shown |= {DEPTH: bool(depth), **{chart.group: True for chart in charts}, "Events": bool(events)}
-    names = [name for name, is_there in shown.items() if is_there]
+    outcome, names = _outcome_tables(diagnoses), ["Verdict", "Outcome"]
+    if is_single:
+        outcome = _tiles(runs[0])
+    if is_single and diagnoses[0].verdict is not None:
+        findings = element("div", _findings(diagnoses[0]), class_="verdict")
+        outcome = join([outcome, _section(FINDINGS, findings)])
+        names.append(FINDINGS)
+    # The contents name no section that is not there.
+    if depth:
+        names.append(DEPTH)
+    names += dict.fromkeys(chart.group for chart in charts)
+    if events:
+        names.append("Events")
     links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
     details = [chart_groups(charts)]
     _, num_left_out = drawn_keys(runs)
     if num_left_out:
-        details.append(element("p", f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them."))
+        text = f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them."
+        details.append(element("p", text))
     details += [
         events,
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
     ]
-    outcome = _outcome_tables(diagnoses)
-    if is_single:
-        outcome = _tiles(runs[0])
-        if diagnoses[0].verdict is not None:
-            findings = element("div", _findings(diagnoses[0]), class_="verdict")
-            outcome = join([outcome, _section(FINDINGS, findings)])
     return {
         "contents": element("ul", *(element("li", link) for link in links)),
         "overview": join([_section("Verdict", *cards), _notes(runs), outcome, depth]),
@@ -370,11 +359,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
 
 
 def plotly_script() -> str:
-    """plotly.js from the Python package.
-
-    Raises:
-        UserError: plotly is not installed.
-    """
+    """plotly.js from the Python package. Raises UserError: plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -392,17 +377,17 @@ def render_page(names: Sequence[str], parts: Mapping[str, str], *, plotly: str =
     """
     title, legend = names[0], NOTHING
     if len(names) > 1:
-        title = f"{len(names)} runs: {', '.join(names)}"
-        switches = [
-            element("button", _swatch(place), name, type="button", aria_pressed="true", data_switch=place)
-            for place, name in enumerate(names)
-        ]
+        title, switches = f"{len(names)} runs: {', '.join(names)}", []
+        for place, name in enumerate(names):
+            look: dict[str, Any] = {"type": "button", "aria_pressed": "true", "data_switch": place}
+            switches.append(element("button", _swatch(place), name, **look))
         legend = element("div", *switches, class_="runs legend", role="group", aria_label="Runs")
     script, policy = f"<script>{plotly}</script>", ""
     if not plotly:
         script, policy = element("script", src=plotly_file), " 'self' file:"
     assets = resources.files("trainer.tools.report") / "assets"
-    texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("page.html", "report.css", "report.js")}
+    files = ("page.html", "report.css", "report.js")
+    texts = {name: (assets / name).read_text(encoding="utf-8") for name in files}
     return Template(texts["page.html"]).substitute(
         parts,
         title=escape(title),

@@ -15,43 +15,33 @@ from typing import Any, Final
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
 from trainer.metrics.catalog.rows_data import EPOCHS
-from trainer.tools.diagnostics.rule import sources
+from trainer.tools.diagnostics.facts import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
-# The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
+# The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/", EPOCHS)
+# Settings that decide which documents are held out. A weight only says how often a source is drawn.
 _HELD_OUT_SETTINGS: Final = (
-    "data files",
-    "eval.",
-    "data.source",
-    "data.tokenizer",
-    "data.seq_len",
-    "data.max_group_cells",
+    *("data files", "eval.", "data.source", "data.tokenizer"),
+    *("data.seq_len", "data.max_group_cells"),
 )
-
-
 _SAME_LOSS: Final = ("objective.token_types", "objective.chunk_tokens")
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One result of a run; `value` is None if the run does not have it.
-
-    Attributes:
-        note: the rows that it was made of, or why there is no value, in words.
-        digits: significant digits of `text`.
-    """
+    """One result of a run."""
 
     label: str
-    value: float | str | None
+    value: float | str | None  # None if the run does not have it
     unit: str = ""
-    note: str = ""
-    digits: int = 5
+    note: str = ""  # the rows that it was made of, or why there is no value, in words
+    digits: int = 5  # significant ones of `text`
 
     @property
     def text(self) -> str:
@@ -68,25 +58,20 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class KeyMean:
-    """Means and standard deviations of a key at the end of two runs; None where a run does not have it.
-
-    Attributes:
-        is_last: the key is not averaged, and `means` are its last values.
-        difference: second minus first; `relative` to the first, if that is not 0.
-    """
+    """Means and standard deviations of a key at the end of two runs; None where a run lacks it."""
 
     key: str
     unit: str
     means: tuple[float | None, float | None]
     standard_deviations: tuple[float | None, float | None]
-    is_last: bool
-    difference: float | None
-    relative: float | None
+    is_last: bool  # the key is not averaged, and `means` are its last values
+    difference: float | None  # second minus first
+    relative: float | None  # to the first, if that is not 0
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run: its last `rows` logged training rows, steps `first` to `last`; all 0 without rows."""
+    """The end of a run: its last logged training rows, steps `first` to `last`, or zeros."""
 
     rows: int
     first: int
@@ -101,7 +86,7 @@ class End:
 
 
 def end_of(run: RunRecord, window: int | None = None) -> End:
-    """The last `window` rows, or as many as there are; None: the last tenth of the rows, but at most 20."""
+    """The last `window` rows; None: the last tenth of the rows, but at most 20."""
     steps = run.steps
     if not steps:
         return End(0, 0, 0)
@@ -125,13 +110,13 @@ def rows_text(steps: Sequence[int]) -> str:
     return f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
 
 
-def _last_row(label: str, values: dict[int, float], unit: str, what: str = "", step: int | None = None) -> SummaryRow:
-    """The value of the last step, or of `step`."""
+def _last_row(label: str, run: RunRecord, key: str, unit: str) -> SummaryRow:
+    """The value of the last step."""
+    values = _finite(run, key)
     if not values:
         return SummaryRow(label, None, unit)
-    if step is None:
-        step = max(values)
-    return SummaryRow(label, values[step], unit, f"{what}step {step:,}")
+    step = max(values)
+    return SummaryRow(label, values[step], unit, f"step {step:,}")
 
 
 def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> SummaryRow:
@@ -148,19 +133,21 @@ def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median",
     values = _finite(run, key)
     if not values:
         return SummaryRow(label, None, unit)
-    value = statistics.fmean(values.values()) if of == "mean" else statistics.median(values.values())
-    rows = rows_text(list(values))
+    middle, rows = statistics.median(values.values()), rows_text(list(values))
+    if of == "mean":
+        middle = statistics.fmean(values.values())
     if len(values) > 1:
         rows = f"{of} of {rows}"
-    return SummaryRow(label, value, unit, front + rows, digits=4)
+    return SummaryRow(label, middle, unit, front + rows, digits=4)
 
 
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
-    """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean of as many consecutive rows,
-    which the final one is one of: the minimum of single rows is luck, and a running average lags."""
-    losses = _finite(run, "loss")
+    """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean
+    of as many consecutive rows, which may be the final ones: the minimum of single rows is luck,
+    and a running average lags."""
+    losses, unit = _finite(run, "loss"), "nats/token"
     if not losses:
-        return [SummaryRow(label, None, "nats/token") for label in ("Final loss", "Best loss")]
+        return [SummaryRow("Final loss", None, unit), SummaryRow("Best loss", None, unit)]
     steps, values = list(losses), list(losses.values())
     end = end_of(run, window)
     width = max(sum(step >= end.first for step in steps), 1)
@@ -169,28 +156,27 @@ def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
         of_final, of_best = "", "lowest row, "
         if steps[-1] != run.steps[-1]:
             of_final = "last finite value, "
-    final = statistics.fmean(values[-width:]), of_final + rows_text(steps[-width:])
     sums = list(accumulate(values, initial=0.0))
     starts = range(len(values) - width + 1)
     lowest = min(starts, key=lambda start: sums[start + width] - sums[start])
     # The running sums are rounded: the final rows are compared exactly.
     mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
-    where = of_best + rows_text(steps[start : start + width])
+    final_note, best_note = of_final + rows_text(steps[-width:]), of_best + rows_text(steps[start : start + width])
     return [
-        SummaryRow("Final loss", final[0], "nats/token", final[1]),
-        SummaryRow("Best loss", mean, "nats/token", where),
+        SummaryRow("Final loss", statistics.fmean(values[-width:]), unit, final_note),
+        SummaryRow("Best loss", mean, unit, best_note),
     ]
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
-    """The last row's estimate with its bounds; without an upper one, its lower bound. The digits are the diagnosis'."""
-    scale = noise_scale_of(run)
+    """The last row's estimate with its bounds; without an upper one, its lower bound."""
+    scale, label, unit = noise_scale_of(run), "Noise scale", "sequences"
     if scale is None or not scale.is_known:
-        return SummaryRow("Noise scale", None, "sequences", why_unknown(run))
+        return SummaryRow(label, None, unit, why_unknown(run))
     if scale.value is None or scale.high is None:
-        return SummaryRow("Noise scale", scale.number, "sequences", scale.where)
+        return SummaryRow(label, scale.number, unit, scale.where)
     between = f", between {number_text(scale.low)} and {number_text(scale.high)}"
-    return SummaryRow("Noise scale", scale.value, "sequences", f"{scale.where}{between}", digits=4)
+    return SummaryRow(label, scale.value, unit, f"{scale.where}{between}", digits=4)
 
 
 def _time(run: RunRecord) -> SummaryRow:
@@ -210,32 +196,33 @@ def _epochs(run: RunRecord) -> SummaryRow:
     """How often the data were read: the source that was read most, and in the note the others."""
     columns = {key.removeprefix(EPOCHS): _finite(run, key) for key in run.keys if key.startswith(EPOCHS)}
     last = {name: list(column.values())[-1] for name, column in columns.items() if column}
-    if not last:
-        return SummaryRow("Data read", None, "epochs")
-    first, *others = sorted(last, key=last.__getitem__, reverse=True)
-    rest = [f"{name} {number_text(last[name], digits=3)}" for name in others]
-    note = f"source {first}; {few(rest)}" if rest else ""
-    return SummaryRow("Data read", last[first], "epochs", note, digits=3)
+    first, *others = sorted(last, key=last.__getitem__, reverse=True) or [""]
+    note = ""
+    if others:
+        rest = [f"{name} {number_text(last[name], digits=3)}" for name in others]
+        note = f"source {first}; {few(rest)}"
+    return SummaryRow("Data read", last.get(first), "epochs", note, digits=3)
 
 
 def ran(run: RunRecord) -> list[SummaryRow]:
     """The model, the device and the data of a run, as far as they are recorded."""
+    model, name, sizes = run.setting("model"), "", ""
+    if isinstance(model, Mapping):
+        name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
+        sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
+        if model.get("num_layers") == 1:
+            sizes = sizes.removesuffix("s")
+    parts = [run.setting("train.precision")]
+    if run.world_size:
+        parts.insert(0, counted(run.world_size, "rank"))
+    if run.world_size != 1:
+        parts.append(run.setting("distributed.strategy"))
     rows = [
-        SummaryRow("Model", *_model(run)),
-        SummaryRow("Device", _device(run), note=_ranks(run)),
+        SummaryRow("Model", name, note=sizes),
+        SummaryRow("Device", _device(run), note=", ".join(map(str, filter(None, parts)))),
         SummaryRow("Data", few([str(table.get("name")) for table in sources(run)])),
     ]
     return [row for row in rows if row.value]
-
-
-def _model(run: RunRecord) -> tuple[str, str, str]:
-    """(family or target, no unit, sizes)."""
-    model = run.setting("model")
-    if not isinstance(model, Mapping):
-        return "", "", ""
-    name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
-    layers = model.get("num_layers")
-    return name, "", f"dim {model.get('dim')}, {layers} layer{'s' * (layers != 1)}"
 
 
 def _device(run: RunRecord) -> str:
@@ -247,26 +234,20 @@ def _device(run: RunRecord) -> str:
     return few(list(dict.fromkeys(devices)))
 
 
-def _ranks(run: RunRecord) -> str:
-    """Number of ranks, precision, and the strategy of several ranks."""
-    parts = [counted(run.world_size, "rank")] if run.world_size else []
-    parts.append(run.setting("train.precision"))
-    if run.world_size != 1:
-        parts.append(run.setting("distributed.strategy"))
-    return ", ".join(map(str, filter(None, parts)))
-
-
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
-    steps = SummaryRow("Steps", None)
+    steps, ratio, of_full, redone = SummaryRow("Steps", None), None, "", ""
     if run.steps:
         steps = SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
-    tokens = _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens")
+    tokens = _last_row("Tokens seen", run, "tokens_seen", "tokens")
     parameters, full = (run.environment.get(key) for key in ("parameters", "tokens_per_step"))
-    size = float(parameters) if parameters else None
-    ratio = tokens.value / size if size and isinstance(tokens.value, float) else None
-    of_full = f"of at most {full:,}, " if full else ""
-    redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
+    size = float(parameters or 0) or None
+    if size and isinstance(tokens.value, float):
+        ratio = tokens.value / size
+    if full:
+        of_full = f"of at most {full:,}, "
+    if any(run.steps_redone):
+        redone = f"{counted(sum(run.steps_redone), 'step')} repeated"
     return [
         _state(run),
         steps,
@@ -279,7 +260,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         _middle("Fill", run, "data/fill", "of full rows", "mean"),
         _middle("Speed", run, "tokens_per_sec", "tokens/s"),
         _middle("MFU", run, "mfu", "of the peak"),
-        _last_row("Peak memory", _finite(run, "gpu/peak_gb"), "GB"),
+        _last_row("Peak memory", run, "gpu/peak_gb", "GB"),
         *_held_out(run),
         *_losses(run, window),
         _noise_scale(run),
@@ -300,16 +281,20 @@ def _state(run: RunRecord) -> SummaryRow:
 
 def _held_out(run: RunRecord) -> list[SummaryRow]:
     """The last and the lowest held-out loss, with bits per byte and the error of the last."""
-    evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
-    bits = {step: f"{number_text(value)} bits/byte, " for step, value in _finite(run, "eval_bits_per_byte").items()}
+    evals, errors, bits = (_finite(run, f"eval_{name}") for name in ("loss", "loss_se", "bits_per_byte"))
     many = counted(len(evals), "evaluation")
     if errors:
         many += f", +- {number_text(ERRORS_SHOWN * list(errors.values())[-1])} (95 %)"
     last, best = max(evals, default=0), min(evals, key=evals.__getitem__, default=0)
-    return [
-        _last_row("Held-out loss", evals, "nats/token", f"{bits.get(last, '')}last of {many}, "),
-        _last_row("Best held-out loss", evals, "nats/token", f"{bits.get(best, '')}best of {many}, ", best),
-    ]
+    rows = []
+    for label, which, step in (("Held-out loss", "last", last), ("Best held-out loss", "best", best)):
+        note = ""
+        if evals:
+            note = f"{which} of {many}, step {step:,}"
+            if step in bits:
+                note = f"{number_text(bits[step])} bits/byte, {note}"
+        rows.append(SummaryRow(label, evals.get(step), "nats/token", note))
+    return rows
 
 
 def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tuple[SummaryRow, ...]]:
@@ -319,15 +304,15 @@ def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tupl
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs labeled by the shortest path suffixes that differ; runs with the same path are numbered."""
+    """The runs labeled by the shortest path suffixes that differ; equal paths are numbered."""
     parts = [run.path.absolute().parts for run in runs]
     depth = 1  # of the path, from its end
     while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
-    labels = ["/".join(part[-depth:]) for part in parts]
     seen: Counter[str] = Counter()
     named = []
-    for run, label in zip(runs, labels, strict=True):
+    for run, part in zip(runs, parts, strict=True):
+        label = "/".join(part[-depth:])
         seen[label] += 1
         if seen[label] > 1:
             label += f" ({seen[label]})"
@@ -336,7 +321,7 @@ def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def value_text(value: Any) -> str:
-    """A config value as JSON; a dash for None. One that a resume changed: `0.01; 0.001 from step 31 on`."""
+    """A config value as JSON; one that a resume changed: `0.01; 0.001 from step 31 on`."""
     if isinstance(value, Mapping) and value:
         first, *later = value.items()
         parts = [value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)]
@@ -354,19 +339,24 @@ def _strict(value: Any) -> Any:
 
 
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """(key, its value in each run) for settings that differ; None where a run does not have the key.
+    """(key, its value in each run) for settings that differ; None where a run lacks one.
 
-    For the keys see `recorded_settings`. A value that a resume changed is a mapping, as in `settings_by_step`.
+    Keys are those of `recorded_settings`; a changed value is a mapping (`settings_by_step`).
     """
-    settings = [{**recorded_settings(run.config, run.environment), **settings_by_step(run)} for run in runs]
-    flat = [{key: _strict(value) for key, value in one.items()} for one in settings]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = [(key, [one.get(key) for one in flat]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    flat = []
+    for run in runs:
+        found = recorded_settings(run.config, run.environment) | settings_by_step(run)
+        flat.append({key: _strict(value) for key, value in found.items()})
+    rows = []
+    for key in dict.fromkeys(key for one in flat for key in one):
+        values = [one.get(key) for one in flat]
+        if any(value != values[0] for value in values):
+            rows.append((key, values))
+    return rows
 
 
 def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple[float | None, float | None]:
-    """Mean and standard deviation over the end of a run; the last value if the key is not averaged or not logged there."""
+    """Mean and standard deviation over the end of a run; if not averaged there, the last value."""
     column = _finite(run, key)
     values = [value for step, value in column.items() if step >= end.first and is_averaged]
     if not values:
@@ -377,10 +367,10 @@ def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple
 
 
 def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None) -> list[KeyMean]:
-    """Every key of either run, averaged over the end of each run (`end_of`), in order of appearance.
+    """Every key of either run, averaged over its end (`end_of`), in order of appearance.
 
-    Evaluations within these steps are averaged too. For counters, schedules and running averages, and for keys that are not
-    logged within these steps, the last value is given.
+    Evaluations within these steps are averaged too. For counters, schedules and running averages,
+    and for keys that are not logged within these steps, the last value is given.
     """
     ends = [(run, end_of(run, window)) for run in (first, second)]
     rows = []
@@ -390,7 +380,8 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
         difference = relative = None
         if mean_a is not None and mean_b is not None:
             difference = mean_b - mean_a
-            relative = difference / abs(mean_a) if mean_a else None
+            if mean_a:
+                relative = difference / abs(mean_a)
         unit = lookup(key).unit if is_known(key) else ""
         means, deviations = (mean_a, mean_b), (deviation_a, deviation_b)
         rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference, relative))
@@ -399,7 +390,8 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
 
 def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Why results may not compare, in words: state, length, and data that the losses are of."""
-    unfinished = [f"{run.name} ({run.status.get('state') or 'unknown'})" for run in runs if not _is_done(run)]
+    states = [(run.name, run.status.get("state") or "unknown") for run in runs]
+    unfinished = [f"{name} ({state})" for name, state in states if state != "done"]
     if unfinished:
         yield f"not done: {few(unfinished)}"
     ends = {run.name: run.steps[-1] for run in runs if run.steps}
@@ -408,7 +400,6 @@ def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
     if short:
         yield f"not equally long: the longest ended at step {last:,}, earlier {few(short)}"
     keys = [key for key, _ in config_differences(runs) if key.startswith(_HELD_OUT_SETTINGS)]
-    # A weight says how often a source is drawn, not what is held out of it.
     differing = [key for key in keys if not key.endswith(".weight")]
     if differing:
         yield f"held-out losses may be of different data: {few(differing)} differ"
@@ -416,7 +407,3 @@ def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
     differing = [key for key in keys if key not in _SAME_LOSS]
     if differing:
         yield f"losses are of different objectives: {few(differing)} differ"
-
-
-def _is_done(run: RunRecord) -> bool:
-    return bool(run.status.get("state") == "done")

@@ -1,4 +1,4 @@
-"""The numbers that `depth` reports, read back: by set and depth, and in words. Needs the standard library alone."""
+"""The numbers that `depth` reports, read back: by set and depth, and in words."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Number(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        return f"{self.value:.4f}" + (
-            f" +- {ERRORS_SHOWN * self.error:.4f} (95 %)" if math.isfinite(self.error) else ""
-        )
+        if not math.isfinite(self.error):
+            return f"{self.value:.4f}"
+        return f"{self.value:.4f} +- {ERRORS_SHOWN * self.error:.4f} (95 %)"
 
 
 class Point(NamedTuple):
-    """The losses of the targets with `start` to 2 `start` - 1 tokens before; without the last two in a first cell."""
+    """The losses of targets with `start` to 2 `start` - 1 tokens before; two only after a cell."""
 
     start: int
     loss: Number
@@ -34,16 +34,14 @@ class Point(NamedTuple):
 
 
 class DepthCurve(NamedTuple):
-    """Of one set and evaluation."""
+    """The losses of one set in one evaluation."""
 
-    points: list[Point]
-    """Ascending."""
-    gain: Number
-    """Beyond a cell."""
+    points: list[Point]  # ascending
+    gain: Number  # beyond a cell
 
     @property
     def gains(self) -> list[tuple[int, Number]]:
-        """(first depth, gain) of the buckets in which states are carried, and the errors are known."""
+        """(first depth, gain) of the buckets with carried states and known errors."""
         return [(each.start, each.gain) for each in self.points if each.gain and math.isfinite(each.gain.error)]
 
 
@@ -51,22 +49,21 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
     """The curve of each set in an evaluation's metrics; the held-out documents are ""."""
     found: dict[str, dict[int, dict[str, Number]]] = {}
     for key, value in metrics.items():
-        if match := _KEY.fullmatch(key):
+        match = _KEY.fullmatch(key)
+        if match:
             name, start, what = match.groups()
             number = Number(value, metrics.get(f"{key}_se", math.nan))
             found.setdefault(name or "", {}).setdefault(int(start or -1), {})[what] = number
-    return {
-        name: DepthCurve(
-            [
-                Point(start, each["loss"], each.get("loss_from_zero"), each.get("carry_gain"))
-                for start, each in sorted(by_start.items())
-                if "loss" in each
-            ],
-            by_start[-1]["carry_gain"],
-        )
-        for name, by_start in found.items()
-        if "carry_gain" in by_start.get(-1, {})
-    }
+    curves = {}
+    for name, by_start in found.items():
+        if "carry_gain" in by_start.get(-1, {}):
+            points = [_point(start, each) for start, each in sorted(by_start.items()) if "loss" in each]
+            curves[name] = DepthCurve(points, by_start[-1]["carry_gain"])
+    return curves
+
+
+def _point(start: int, numbers: Mapping[str, Number]) -> Point:
+    return Point(start, numbers["loss"], numbers.get("loss_from_zero"), numbers.get("carry_gain"))
 
 
 def is_by_depth(key: str) -> bool:
@@ -75,13 +72,13 @@ def is_by_depth(key: str) -> bool:
 
 
 def lines_of(metrics: Mapping[str, float], config: Any) -> list[str]:
-    """What carrying is worth in each set of an evaluation, for the end of a run."""
-    cell = config.data.seq_len
-    return [f"{name or 'held out'}: {in_words(curve, cell)}" for name, curve in curves_of(metrics).items()]
+    """The worth of carrying in each set of an evaluation, in words, for the end of a run."""
+    cell, curves = config.data.seq_len, curves_of(metrics)
+    return [f"{name or 'held out'}: {in_words(each, cell)}" for name, each in curves.items()]
 
 
 def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None:
-    """The depth from which on no gain can be `least` (two errors above the measured one); None if the deepest can."""
+    """The depth from which on no gain can be `least`; None if the deepest can."""
     found = None
     for start, gain in reversed(gains):
         if gain.value + ERRORS_SHOWN * gain.error >= least:
@@ -91,16 +88,20 @@ def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None
 
 
 def in_words(curve: DepthCurve, cell: int) -> str:
-    """What carrying is worth: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024 tokens"."""
-    gain, beyond = curve.gain, f"beyond {cell:,} tokens" if cell else "beyond a cell"
-    has_error = math.isfinite(gain.error)
-    carrying = "over documents, carrying"
-    if not has_error:
-        carrying, beyond = "carrying", f"{beyond} (too few documents for its error)"
-    if abs(gain.value) <= (ERRORS_SHOWN * gain.error if has_error else 0.0):
-        return f"{carrying} changes the loss by {gain._replace(value=-gain.value)} {beyond}: nothing to tell from 0"
+    """In words: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond ..."."""
+    gain, beyond = curve.gain, "beyond a cell"
+    if cell:
+        beyond = f"beyond {cell:,} tokens"
+    carrying, noise = "over documents, carrying", ERRORS_SHOWN * gain.error
+    if not math.isfinite(gain.error):
+        carrying, noise = "carrying", 0.0
+        beyond += " (too few documents for its error)"
+    loss = gain._replace(value=-gain.value)
+    if abs(gain.value) <= noise:
+        return f"{carrying} changes the loss by {loss} {beyond}: nothing to tell from 0"
     if gain.value < 0:
-        return f"{carrying} raises the loss by {gain._replace(value=-gain.value)} {beyond}"
-    words = f"{carrying} lowers the loss by {gain} {beyond}"
-    depth = unused_from(curve.gains, gain.value / 4)
-    return f"{words}; nothing beyond {depth:,}" if depth is not None and depth > curve.gains[0][0] else words
+        return f"{carrying} raises the loss by {loss} {beyond}"
+    words, depth = f"{carrying} lowers the loss by {gain} {beyond}", unused_from(curve.gains, gain.value / 4)
+    if depth is not None and depth > curve.gains[0][0]:
+        words += f"; nothing beyond {depth:,}"
+    return words

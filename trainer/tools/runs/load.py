@@ -1,7 +1,6 @@
 """Reads the record of a run: from its directory, or from a metrics.jsonl alone.
 
-Truncated, damaged and unknown-version lines are skipped and counted in `RunRecord.notes`. A file without a usable row is
-refused.
+Damaged and unknown lines are skipped and counted; a file without a usable row is refused.
 """
 
 from __future__ import annotations
@@ -45,28 +44,21 @@ _PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of one run, read back from its directory, or from a file of payloads.
-
-    Attributes:
-        restarts: in order; rows after a restart may repeat steps above its `global_step`.
-        steps_redone: for each restart, the number of steps between it and the last row before it.
-        events: lines of events.jsonl, `restart` included.
-        status, config, environment: status.json (see `judged`), config.resolved.toml and env.json; empty if absent.
-        notes: problems of the files: lines that were skipped, rows that were replaced.
-        label: display name; empty: the name of the directory or file.
-    """
+    """The files of one run, read back from its directory, or from a file of payloads."""
 
     path: Path
     train: RowTable
     evals: RowTable
+    # In order; rows after a restart may repeat steps above its `global_step`.
     restarts: list[Restart] = field(default_factory=list)
+    # For each restart, the number of steps between it and the last row before it.
     steps_redone: list[int] = field(default_factory=list)
-    events: list[Mapping[str, Any]] = field(default_factory=list)
-    status: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    label: str = ""
+    events: list[Mapping[str, Any]] = field(default_factory=list)  # lines of events.jsonl
+    status: Mapping[str, Any] = field(default_factory=dict)  # status.json, as `judged`
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.resolved.toml
+    environment: Mapping[str, Any] = field(default_factory=dict)  # env.json
+    notes: list[str] = field(default_factory=list)  # lines that were skipped, rows replaced
+    label: str = ""  # display name; empty: the name of the directory or file
 
     @property
     def name(self) -> str:
@@ -83,7 +75,7 @@ class RunRecord:
         return list(dict.fromkeys([*self.train.keys, *self.evals.keys]))
 
     def column(self, key: str) -> tuple[array[int], array[float]]:
-        """(steps, values) of a training or evaluation key, steps ascending and unique; empty if the run has no such key.
+        """(steps, values) of a key, steps ascending and unique; empty if the run has none.
 
         Values may be NaN or infinite.
         """
@@ -152,7 +144,7 @@ class _Reader:
                 and bool(keys)
                 and _NUMBERS.issuperset(map(type, values))
                 and all(map(math.isfinite, values))
-                # The parser drops duplicate keys silently; the text then has more keys than the object.
+                # The parser drops duplicate keys silently: the text then has more of them.
                 and line.count(b'":') == len(_PLAIN_KEYS) + len(keys)
                 and "" not in metrics
             )
@@ -201,10 +193,11 @@ class _Reader:
     def restarts(self, events: Iterable[Mapping[str, Any]]) -> tuple[list[Restart], list[int]]:
         """All restarts, and for each the number of steps between it and the last row before it.
 
-        Those of events.jsonl have details, and are there also if the run ended before its first row. A row follows the latest
-        event of its step.
+        Those of events.jsonl have details, and are there also if the run ended before its first
+        row. A row follows the latest event of its step.
         """
-        known, by_step = list(filter(None, map(_restart_of, events))), defaultdict[int, list[int]](list)
+        known = list(filter(None, map(_restart_of, events)))
+        by_step = defaultdict[int, list[int]](list)
         for number, each in enumerate(known):
             by_step[each.global_step].append(number)
         ends, end = [], len(known)
@@ -217,10 +210,11 @@ class _Reader:
                 ends.append(end + 1)
             else:  # events.jsonl does not have it
                 ends.append(0)
-        done, ordered, redone, groups = 0, list[Restart](), list[int](), list[tuple[list[Restart], int]]()
+        done, groups = 0, list[tuple[list[Restart], int]]()
         for (found, reached), end in zip(self._restarts, reversed(ends), strict=True):
             groups.append((known[done:end] or [found], reached))
             done = max(done, end)
+        ordered, redone = list[Restart](), list[int]()
         for group, reached in [*groups, (known[done:], self._last_step)]:
             for each in group:
                 ordered.append(each)
@@ -229,19 +223,17 @@ class _Reader:
         return ordered, redone
 
     def check_usable(self, path: Path, *, allow_empty: bool) -> None:
-        """Refuse a file without a usable row.
-
-        Raises:
-            UserError: naming the first invalid line.
-        """
-        if not (len(self.train) + len(self.evals)) and (self._first_error is not None or not allow_empty):
+        """Refuse a file without a usable row. Raises UserError: naming the first invalid line."""
+        may_be_empty = allow_empty and self._first_error is None
+        if not len(self.train) and not len(self.evals) and not may_be_empty:
             raise _no_rows(path, self._first_error)
 
     def notes(self) -> list[str]:
         """Remarks on rows that were skipped or replaced."""
         found = []
         if self._is_truncated:
-            found.append("skipped the last line, which is cut off: the run was killed or is still writing")
+            why = "the run was killed or is still writing"
+            found.append(f"skipped the last line, which is cut off: {why}")
         if self._first_error is not None:
             line, error = self._first_error
             number = counted(self._num_skipped, "damaged line")
@@ -250,36 +242,35 @@ class _Reader:
         if replaced:
             found.append(f"{counted(replaced, 'row')} replaced by later rows of the same step")
         if self._num_decreases:
-            times = counted(self._num_decreases, "time")
-            found.append(f"global_step decreases without a restart {times}: does the file hold several runs?")
+            note = f"global_step decreases without a restart {counted(self._num_decreases, 'time')}"
+            found.append(f"{note}: does the file hold several runs?")
         return found
 
 
 def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None) -> UserError:
-    """The error for an empty record: damaged lines alone, a run that ended before its first row, or that may still log one."""
+    """The error for an empty record: damaged lines, or a run that ended before its first row."""
     if first_error is not None:
         line, error = first_error
         problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-        return UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
+        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
+        return UserError(str(metrics), problem, fix)
     status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
     ended = ENDED_STATES.get(str(status.get("state")))
     if ended is None:
-        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
+        fix = "wait for the first logged step, or name another run"
+        return UserError(str(metrics), "has no rows", fix)
     if status.get("last_step") is not None:
         ended += f" at step {status['last_step']}"
-    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
-    return UserError(str(metrics), f"has no rows: the run {ended}: {reason}", "see logs/ in the run directory")
+    reason = str(status.get("reason") or "unknown reason")
+    problem = f"has no rows: the run {ended}: "
+    problem += textwrap.shorten(reason, SHOWN_REASON, placeholder=" ...")
+    return UserError(str(metrics), problem, "see logs/ in the run directory")
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
-    """Read a run directory or a file of payloads. For a file called metrics.jsonl, the files beside it are read too.
-
-    Args:
-        allow_empty: a run that has logged no row yet gives a record without rows.
-
-    Raises:
-        UserError: the file does not exist, cannot be read, or has no valid payload.
-    """
+    """Read a run directory, or a file of payloads; beside a metrics.jsonl, the others too.
+    `allow_empty`: a run that has logged no row yet gives a record without rows.
+    Raises UserError: the file does not exist, cannot be read, or has no valid payload."""
     path = Path(path)
     metrics, has_begun, problem = path, path.is_file(), "is neither a run directory nor a file"
     if path.is_dir():
@@ -297,7 +288,8 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
         problem = f"cannot be read: {error.strerror}"
     if problem:
         where = str(metrics if has_begun else path)
-        raise UserError(where, problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
+        fix = did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}"
+        raise UserError(where, problem, fix)
     reader.check_usable(metrics, allow_empty=allow_empty)
     notes, others = reader.notes(), dict[str, Any]()
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
@@ -310,15 +302,17 @@ def _restart_of(event: Mapping[str, Any]) -> Restart | None:
     step = event.get("global_step")
     if event.get("event") != RESTART or type(step) is not int or not 0 <= step <= MAX_STEP:
         return None
-    return Restart(step, {name: value for name, value in event.items() if name not in ("event", "global_step", "time")})
+    known = ("event", "global_step", "time")
+    return Restart(step, {name: value for name, value in event.items() if name not in known})
 
 
 def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
     """The fields of a `RunRecord` that come from the files beside metrics.jsonl."""
-    lines = _read(directory / "events.jsonl", lambda path: list(map(_json_or_none, read_lines(path))), notes) or []
+    lines = _read(directory / "events.jsonl", _read_json_lines, notes) or []
     status = judged(usable(_read(directory / STATUS_NAME, read_json, notes) or {}), directory)
     if status.get("state") in ("died", "unknown") and status.get("reason"):
-        notes.append(f"the run {ENDED_STATES.get(status['state'], 'may go on')}: {status['reason']}")
+        ended = ENDED_STATES.get(status["state"], "may go on")
+        notes.append(f"the run {ended}: {status['reason']}")
     events = [event for event in lines if isinstance(event, dict)]
     if len(events) < len(lines):
         notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")
@@ -332,10 +326,7 @@ def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The TOML in a file, within the bounds of `parse_json`.
-
-    Raises:
-        OSError, ValueError: as `read_json`.
-    """
+    Raises OSError, ValueError: as `read_json`."""
     found: dict[str, Any] = within_bounds(tomllib.loads, read_bytes(path).decode())
     return found
 
@@ -349,6 +340,10 @@ def _read(path: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return None
+
+
+def _read_json_lines(path: Path) -> list[Any]:
+    return list(map(_json_or_none, read_lines(path)))
 
 
 def _json_or_none(line: bytes) -> Any:
@@ -370,8 +365,8 @@ def mix_changes(run: RunRecord) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
 def settings_by_step(run: RunRecord) -> dict[str, Any]:
     """For each setting that a restart or `train mix` changed, its value for the rows that count.
 
-    A mapping from the first step of each value to it, or the value itself where these rows have only one: a launch that
-    trained no step changed nothing.
+    A mapping from the first step of each value to it, or the value itself where these rows have
+    only one: a launch that trained no step changed nothing.
     """
     found: dict[str, dict[int, Any]] = {}
     reached = run.status.get("last_step")
@@ -379,7 +374,8 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
         reached = max(run.steps, default=0)
     for restart in run.restarts:
         for values in found.values():
-            for step in [step for step in values if step > restart.global_step]:  # a branch that was given up
+            # A branch that was given up.
+            for step in [step for step in values if step > restart.global_step]:
                 del values[step]
         changed = restart.details.get("changed")
         if not isinstance(changed, Mapping):

@@ -1,4 +1,4 @@
-"""The noise scale that a run ends with: one reading for the report, the diagnosis and everything else that speaks of it."""
+"""The noise scale that a run ends with: one reading for all that speak of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainer.wording import number_text
 
 B_BIG: Final = "gns/b_big"
 READINGS: Final = ("gns/b_drawn", "gns/b_now", "gns/b_simple")
-"""The most informative first: of the batch as it is drawn, as soon as it has an upper bound; of independent micro-batches; the
-lagging average of the latter."""
+"""The most informative first: of the batch as it is drawn, as soon as it has an upper bound; of
+independent micro-batches; the lagging average of the latter."""
 
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The last row's noise scale, in sequences, and the batch of that step. Without an upper bound `value` is None too; `steps`
-    are the last ones that it was computed from, where the record says it."""
+    """The last row's noise scale, in sequences, and the batch of that step. Without an upper bound
+    `value` is None too; `steps` are those that it was computed from, if it says so."""
 
     key: str
     step: int
@@ -55,8 +55,7 @@ class NoiseScale:
 
 
 def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
-    """The noise scale in the last row (by a step, if one is given) that has a batch size; None where that row does not know
-    it."""
+    """The noise scale in the last row (by a step) that has a batch size, if that row knows it."""
     batches = {step: size for step, size in _column(run, B_BIG).items() if by is None or step <= by}
     if not batches:
         return None
@@ -76,11 +75,13 @@ def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
 
 
 def why_unknown(run: RunRecord) -> str:
-    """Why the run ends without a noise scale, to follow "the noise scale is"; empty if it has one, and where the record does
-    not say that one was to be measured."""
+    """Why the run ends without a noise scale, to follow "the noise scale is"; empty if it has one,
+    and where the record does not say that one was to be measured."""
     scale = noise_scale_of(run)
     if scale is not None:
-        return "" if scale.is_known else f"not known yet: neither a lower nor an upper bound ({scale.where})"
+        if scale.is_known:
+            return ""
+        return f"not known yet: neither a lower nor an upper bound ({scale.where})"
     batches = _column(run, B_BIG)
     if batches:
         return f"not known yet: no lower bound in the last row, step {max(batches):,}"

@@ -13,8 +13,9 @@ _Row = tuple[int, int, tuple[str, ...], "array[float]"]  # step, number of resta
 class RowTable:
     """The rows of one mode (`train` or `eval`).
 
-    If a step was logged more than once, the latest row replaces the others. With `merge_same_step`, rows of one step
-    without a restart between them are merged instead: a loop may log several evaluations of a step.
+    If a step was logged more than once, the latest row replaces the others. With `merge_same_step`,
+    rows of one step without a restart between them are merged instead: a loop may log several
+    evaluations of a step.
     """
 
     def __init__(self, *, merge_same_step: bool) -> None:
@@ -46,8 +47,11 @@ class RowTable:
     def kept(self) -> list[_Row]:
         """The rows that no later row replaced, by step."""
         if self._kept is None:
-            last = {row[0]: row for row in self._rows}
-            kept = [row for row in self._rows if last[row[0]] is row or (self._merge and last[row[0]][1] == row[1])]
+            last, kept = {row[0]: row for row in self._rows}, []
+            for row in self._rows:
+                later = last[row[0]]
+                if later is row or (self._merge and later[1] == row[1]):
+                    kept.append(row)
             self._kept = sorted(kept, key=lambda row: row[0])
         return self._kept
 
@@ -62,7 +66,7 @@ class RowTable:
         return array("q", dict.fromkeys(row[0] for row in self.kept))
 
     def column(self, key: str) -> Column:
-        """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values may be NaN.
+        """(steps, values) of one key, steps ascending and unique. Values may be NaN.
 
         Both arrays are shared with later calls: treat them as read-only.
         """

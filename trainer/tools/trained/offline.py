@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint without a run: on its config's validation sets, on others, or on its held-out documents."""
+"""Evaluates a checkpoint without a run: on validation sets, or on its held-out documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,13 +20,13 @@ from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
+from trainer.tools.doubts import trained_on
 from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
-from trainer.training.setup.plausible import trained_on
 from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
 from trainer.wording import counted, few
 
@@ -42,10 +44,11 @@ def evaluate_checkpoint(
     tokenizer: str | None = None,
     trust_code: bool = False,
 ) -> tuple[int | None, dict[str, float]]:
-    """Evaluate the model of a run, or an exported one, in one process: (step, metrics by catalog key).
+    """Evaluate a model, of a run or exported, in one process: (step, metrics by key).
 
-    The step is None for an exported model that does not say. With `sources` or `[[eval.source]]` in its config those are read,
-    otherwise all of its held-out documents; a task of the user's own (`[eval] target`) is called as in the run.
+    The step is None for an exported model that does not say. With `sources` or `[[eval.source]]` in
+    its config those are read, otherwise all of its held-out documents; a task of the user's own
+    (`[eval] target`) is called as in the run.
 
     Args:
         held_out: read the held-out documents although the config has sets.
@@ -55,45 +58,51 @@ def evaluate_checkpoint(
         trust_code: import the code that the config of the model names.
 
     Raises:
-        UserError: the config names code; there is no such model, nothing to evaluate on, or the data cannot be read.
+        UserError: code without trust, no such model, nothing to evaluate on, or unreadable data.
     """
     directory = Path(directory).absolute()
-    with chdir(os.curdir):  # which the model's code may leave, and its config's paths are relative to
-        saved = load_model(directory, step=step, device=device, tokenizer=tokenizer, trust_code=trust_code)
+    how: Any = {"step": step, "device": device, "tokenizer": tokenizer, "trust_code": trust_code}
+    # The model's code may leave the directory that its config's paths are relative to.
+    with chdir(os.curdir):
+        saved = load_model(directory, **how)
     refuse_code(saved.config, directory, "data", "eval", "objective", trusted=trust_code)
     if held_out:
         if sources:
-            raise UserError("--held-out", "cannot be combined with --source", "evaluate the two one after the other")
+            fix = "evaluate the two one after the other"
+            raise UserError("--held-out", "cannot be combined with --source", fix)
         config, sets = _with_eval(saved.config, source=[], target=None), []
     else:
         config, sets = saved.config, _sets(saved.config, sources, directory)
     if not (sets or config.eval.target or config.eval.holdout_fraction):
-        what = "no held-out documents" if held_out else "neither [[eval.source]] nor held-out documents"
-        raise UserError(str(directory), f"has {what} to evaluate on", "name a set with --source NAME=PATH")
+        what = "no" if held_out else "neither [[eval.source]] nor"
+        problem = f"has {what} held-out documents to evaluate on"
+        raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
     plan = _plan(config, sets, directory / "config.resolved.toml", batches)
     info, diagnostics = RankInfo(), Diagnostics()
     if not sets and (directory / checkpoint.CHECKPOINTS).is_dir():
         # Which documents are held out follows from the names that the run had for its files.
         state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
         plan = check_data(plan, state, info, DataPolicy(compares=False)).plan
-    cell_model, loss = model_and_loss(saved.model, plan.config, device, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
-    auxiliary = make_auxiliary(plan.config.objective, saved.model)
+    auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)
     evaluator = make_evaluator(
         plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
     )
     found = evaluator.run(saved.step or 0)
     if not found:
-        raise UserError(str(directory), "gave no number", "; ".join(diagnostics.summary()) or "look at the data")
+        fix = "; ".join(diagnostics.summary()) or "look at the data"
+        raise UserError(str(directory), "gave no number", fix)
     return saved.step, found
 
 
 def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) -> list[EvalSourceTable]:
-    """The sets to evaluate on: those of the config that `given` does not replace, and `given`. A UserError if two have
-    one name, or if one of the config cannot be read, and none is given."""
-    new = [each.name for each in given]
-    if twice := sorted({name for name in new if new.count(name) > 1}):
-        raise UserError("--source", f"two sets are named {twice[0]}", "give it another name")
+    """The sets to evaluate on: those of the config that `given` does not replace, and `given`. A
+    UserError if two have one name, or if one of the config cannot be read, and none is given."""
+    new = sorted(each.name for each in given)
+    for name, other in pairwise(new):
+        if name == other:
+            raise UserError("--source", f"two sets are named {name}", "give it another name")
     kept, missing = [], []
     for each in config.eval.source:
         if each.name in new:
@@ -103,9 +112,10 @@ def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) 
             kept.append(each)
         except UserError as error:
             if not given:
-                place = f"a set of the config of {directory}; paths are relative to the working directory"
+                relative = "paths are relative to the working directory"
+                problem = f"{error.problem} (a set of the config of {directory}; {relative})"
                 fix = "go there, or name sets with --source NAME=PATH"
-                raise UserError(error.key, f"{error.problem} ({place})", fix) from None
+                raise UserError(error.key, problem, fix) from None
             missing.append(error.message)
     if missing:
         text = "%s: leaves out %s of its config, whose files cannot be read here: %s"
@@ -121,19 +131,22 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
         "ledger": config.ledger.model_copy(update={"capacity": ALL}),
         "metrics": config.metrics.model_copy(update={"profile": 0}),
     }
-    # A plan is refused for what a run lacks; an evaluation needs neither steps nor a schedule nor a ledger of its size.
+    # An evaluation needs neither the steps nor the schedule nor the ledger of a run.
     trained, config = config, config.model_copy(update=changed)
     if not sets:
-        return make_plan(_with_eval(config, source=[], every=1, batches=batches or ALL), path, 1, parts=PARTS)
+        held_out = _with_eval(config, source=[], every=1, batches=batches or ALL)
+        return make_plan(held_out, path, 1, parts=PARTS)
     if batches is not None:
         sets = [each.model_copy(update={"batches": batches}) for each in sets]
-    # The training data may be elsewhere: the sets take its place. They need not have the modalities of the training data.
-    data = config.data.model_copy(update={"source": [each.as_source() for each in sets], "mixing": MixingTable()})
+    # The training data may be elsewhere: the sets, of any modalities, take its place.
+    taken = {"source": [each.as_source() for each in sets], "mixing": MixingTable()}
+    data = config.data.model_copy(update=taken)
     without = _with_eval(config, source=[], target=None, every=0, holdout_fraction=0.0)
     plan = make_plan(without.model_copy(update={"data": data}), path, 1, parts=PARTS)
     data = data.model_copy(update={"mixing": config.data.mixing})
     planned = _with_eval(plan.config, source=sets, target=config.eval.target, every=1)
-    plan = replace(plan, config=planned.model_copy(update={"data": data}), eval_sources=plan.sources)
+    planned = planned.model_copy(update={"data": data})
+    plan = replace(plan, config=planned, eval_sources=plan.sources)
     with suppress(UserError):  # the training data are no longer where the run read them
         for doubt in trained_on(resolve_sources(trained, path, 1, PARTS), plan.eval_sources):
             logger.warning("%s", UserError(*doubt).message)

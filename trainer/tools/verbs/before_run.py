@@ -14,22 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.errors import UserError
-from trainer.tools.verbs.shared import (
-    ColumnOption,
-    DeviceOption,
-    EodOption,
-    FormatOption,
-    JsonOption,
-    coloured,
-    output,
-    print_json,
-    put_text,
-    refuse_existing,
-)
+from trainer.tools.verbs import shared
+from trainer.tools.verbs.shared import DeviceOption, JsonOption, coloured, output, print_json, put_text
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -42,7 +33,7 @@ if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
     from trainer.training.setup.sources import Source
 
-WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")]
+WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, help="World size to assume.")]
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
 SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # rows over all data shards
@@ -68,16 +59,15 @@ def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
     world_size: WorldSizeOption = 1,
-    no_contract: Annotated[
-        bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
-    ] = False,
+    no_contract: Annotated[bool, Option("--no-contract", help="Do not run the model to check its contract.")] = False,
     defaults: Annotated[
-        bool, typer.Option("--defaults", help="On a terminal too, print keys that are not set, with their defaults.")
+        bool, Option("--defaults", help="On a terminal too, print keys that are not set, with their defaults.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it. Takes train's
-    --steps, --resume, --stdout, --profile, --strategy and --replicas too, as preview does."""
+    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it.
+    Takes train's --steps, --resume, --stdout, --profile, --strategy and --replicas too, as preview
+    does."""
     config_path = require_config(config, "train check")
     with uncollected():
         import torch
@@ -94,10 +84,10 @@ def check(
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         preview = None  # of much data in one shard, which opening may tokenize
-        if plan.facts.data_shards > 1 or sum(_num_bytes(each.streams) for each in plan.sources) <= MOST_BYTES:
+        if plan.facts.data_shards > 1 or sum(_num_bytes(each) for each in plan.sources) <= MOST_BYTES:
             preview = make_preview(plan, most=COUNTED)
         _warn(plan, preview, device)
-        facts = {**_derived(plan, device), **_fill(plan, preview), "memory_megabytes": _megabytes(plan, device)}
+        facts = _derived(plan, device) | _fill(plan, preview) | {"memory_megabytes": _megabytes(plan, device)}
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -112,8 +102,7 @@ def check(
         facts["contract"] = report.to_json() if as_json else report.summary()
     facts["sources"] = {source.name: _source(plan, source, preview) for source in plan.sources}
     facts["eval_sources"] = {
-        source.name: {"streams": len(source.streams), "bytes": _num_bytes(source.streams)}
-        for source in plan.eval_sources
+        source.name: {"streams": len(source.streams), "bytes": _num_bytes(source)} for source in plan.eval_sources
     }
     if as_json:
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
@@ -128,29 +117,28 @@ def check(
     _print_facts(facts)
 
 
-def _num_bytes(streams: Any) -> int:
-    return sum(os.path.getsize(stream.path) for stream in streams)
+def _num_bytes(source: Source) -> int:
+    return sum(os.path.getsize(stream.path) for stream in source.streams)
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
-    """Refuse settings that a run refuses before it builds anything. Reads no data, only weights to begin with.
-
-    Raises:
-        UserError: the first of them.
-    """
+    """Refuse what a run refuses before it builds anything. Reads weights, but no data.
+    Raises UserError: the first of them."""
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
+    from trainer.lab.cellwise import recompute_blocks
+    from trainer.lab.optimizers import resolve_own
     from trainer.lab.storage import Storage
-    from trainer.model.weights import check_fit, read_weights
-    from trainer.model.wrappers import output_layer, recompute_blocks
-    from trainer.tools.corpus.paths import refuse_empty
+    from trainer.lab.weights import check_fit, read_weights
+    from trainer.model.protocol import output_layer
+    from trainer.tools.corpus.documents import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
-    from trainer.training.step.optimizer import parameter_groups, resolve_own
+    from trainer.training.step.optimizer import parameter_groups
 
-    parent = plan.place(plan.config.run.dir)
-    if os.path.exists(parent) and not os.path.isdir(parent):
-        raise UserError("run.dir", f"{plan.config.run.dir} is not a directory", "name another one")
     config, model = plan.config, plan.weightless_model()
+    parent = plan.place(config.run.dir)
+    if os.path.exists(parent) and not os.path.isdir(parent):
+        raise UserError("run.dir", f"{config.run.dir} is not a directory", "name another one")
     if config.model.weights is not None:
         weights, _ = read_weights(plan.place(config.model.weights))
         check_fit(model, weights, key="model.weights", path=config.model.weights)
@@ -159,16 +147,30 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
         resolve_own(config.optimizer.target, groups, config.optimizer)
     if config.objective.chunk_tokens:
         output_layer(model)
-    make_auxiliary(config.objective, model)
+    make_auxiliary(config.objective, model, plan.parts)
     if config.train.activation_checkpointing == "block":
         recompute_blocks(model)
     if plan.layout is not None:
         shard_units(model)
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
-    check_resume(plan.config, plan.resume)
-    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
+    _check_resume(config, plan.resume)
+    for key, url in (("checkpoint.remote", config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
         if url is not None and is_url(url):
             Storage(url, key=key)  # which sends nothing
+
+
+def _check_resume(config: RunConfig, resume: str) -> None:
+    """Refuse a checkpoint that a run could not resume from; no file is hashed.
+    `resume`: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
+    Raises UserError: it is not there, not whole, or was made with another config."""
+    from trainer.files import is_url
+    from trainer.model.families import with_sizes
+    from trainer.training.checkpointing import checkpoint
+    from trainer.training.checkpointing.restore import check_config
+
+    if resume not in ("off", "auto") and not is_url(resume):
+        saved = checkpoint.named(resume, checkpoint.read_state)["config"]
+        check_config(saved, with_sizes(config, saved))
 
 
 def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
@@ -197,14 +199,11 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Derived values, without the memory of a step and the model's contract.
-
-    Raises:
-        UserError: the model lacks the state that a setting needs.
-    """
+    Raises UserError: the model lacks the state that a setting needs."""
     from trainer.config.rules import why_no_noise_scale
-    from trainer.training.setup.plausible import ledger_bytes
+    from trainer.training.setup.plan import ledger_bytes
 
-    config, batches = plan.config, plan.config.micro_batches
+    config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     facts["precision"] = config.train.precision
     implementation = getattr(plan.weightless_model(), "implementation", None)
@@ -212,14 +211,13 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
         facts["implementation"] = implementation(device, config.train.precision)
     if plan.facts.world_size > 1:
         facts["sharding"] = str(plan.layout or "none: each rank holds the whole model")
-    each = plan.facts.shards_per_rank
     if each > 1:
         passes = f"{batches.most * each} forward passes a step instead of {batches.most} of {each} times the rows"
         facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
     facts["micro_batches"] = batches.first
     if not batches.is_constant:
-        words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
-        facts["micro_batches"] = words
+        steps = f"cells_per_step and tokens_per_step are those of {batches.most}"
+        facts["micro_batches"] = f"{batches.least} to {batches.most}; {steps}"
     reason = why_no_noise_scale(config, plan.facts.world_size)
     if reason is not None:
         facts["noise_scale"] = f"not measured: {reason}"
@@ -232,10 +230,12 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     """How full the rows will be, and how documents lie in them."""
-    from trainer.training.setup.sources import alignment
+    from trainer.tools.summary import alignment
 
+    facts: dict[str, Any] = {}
     align = alignment(plan, None)
-    facts: dict[str, Any] = {"align": align} if align else {}
+    if align:
+        facts["align"] = align
     if preview is None:
         facts["fill"] = "not forecast of so much data; train preview does"
     elif not preview.has_full_rows:
@@ -246,11 +246,9 @@ def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
 
 
 def _source(plan: Plan, source: Source, preview: Preview | None) -> dict[str, Any]:
-    """Streams and modalities of a source, and how much of it is read behind a cut; `preview` shows its shares."""
-    found: dict[str, Any] = {
-        "streams": len(source.streams),
-        "modalities": sorted({stream.modality for stream in source.streams}),
-    }
+    """Streams and modalities of a source, and how much of it is read behind a cut."""
+    modalities = sorted({stream.modality for stream in source.streams})
+    found: dict[str, Any] = {"streams": len(source.streams), "modalities": modalities}
     if preview is not None and source.streams:
         view = next(each for each in preview.sources if each.name == source.name)
         found["behind_cuts_share"] = view.behind_cuts_share
@@ -264,21 +262,24 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     from trainer.import_path import format_error
     from trainer.lab.memory import predict_memory, resident_bytes
     from trainer.metrics.logger import get_logger
-    from trainer.training.setup.plausible import memory_bytes
+    from trainer.tools.doubts import memory_bytes
 
     try:
         memory = predict_memory(plan)
     except TimeoutError:
         return "not known: it would take long to find out"
     except Exception as error:
+        # Under a strategy that shards, the same error would end the run.
         if plan.facts.world_size > 1 and plan.config.distributed.strategy != "ddp":
             if isinstance(error, UserError):
                 raise
-            if (found := bypassed(error)) is not None:
+            found = bypassed(error)
+            if found is not None:
                 raise found from None
         return f"not known: the step cannot run without numbers ({format_error(error)})"
     needs = {**memory.parts(), "peak": memory.peak}
-    if device.type == "cpu" and (process := resident_bytes()):
+    process = resident_bytes()
+    if device.type == "cpu" and process:
         needs["process"] = process
     if needs["peak"] > memory_bytes(device):
         text = "a step's tensors take %.1f GB per rank at their most; %s has %.1f GB of memory here"
@@ -326,7 +327,7 @@ def preview(
     from trainer.training.setup.plan import make_plan
 
     resolved = load_config(config_path, overrides or [])
-    with collected_warnings() as logged, located(config_path, overrides or []):
+    with _collected_warnings() as logged, located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS, logs_doubts=False)
         forecast = make_preview(plan)
     warnings = find_warnings(plan, forecast)
@@ -337,27 +338,43 @@ def preview(
     print_preview(forecast, warnings, output(), num_logged=len(logged))
 
 
+@contextmanager
+def _collected_warnings() -> Iterator[list[logging.LogRecord]]:
+    """The warnings that are logged within the block."""
+    from logging.handlers import BufferingHandler  # which imports sockets and more
+
+    from trainer.metrics.logger import ROOT
+
+    handler = BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger(ROOT).addHandler(handler)
+    try:
+        yield handler.buffer
+    finally:
+        logging.getLogger(ROOT).removeHandler(handler)
+
+
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
+        str | None, Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
     ] = None,
     hf: Annotated[
         str | None,
-        typer.Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH"),
+        Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH"),
     ] = None,
-    args: Annotated[str, typer.Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
-    vocab_size: Annotated[int, typer.Option(min=2, help="Number of token ids.")] = 257,
-    dim: Annotated[int, typer.Option(min=1, help="As model.dim.")] = 64,
-    num_layers: Annotated[int, typer.Option(min=1, help="As model.num_layers.")] = 2,
-    seq_len: Annotated[int, typer.Option(min=1, help="As data.seq_len.")] = 64,
+    args: Annotated[str, Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
+    vocab_size: Annotated[int, Option(min=2, help="Number of token ids.")] = 257,
+    dim: Annotated[int, Option(min=1, help="As model.dim.")] = 64,
+    num_layers: Annotated[int, Option(min=1, help="As model.num_layers.")] = 2,
+    seq_len: Annotated[int, Option(min=1, help="As data.seq_len.")] = 64,
     device: DeviceOption = "cpu",
     node: Annotated[
-        bool, typer.Option("--node", help="Check this machine instead; under torchrun, the network too.")
+        bool, Option("--node", help="Check this machine instead; under torchrun, the network too.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
-    that could not be checked."""
+    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does,
+    3: it does not, or that could not be checked."""
     if node:
         _check_node()
         return
@@ -426,7 +443,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
         with users_code("--model", f"{name} fails"):
             taken = inspect.signature(target).parameters
             made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
-        # Anybody's module is adapted; one that keeps the protocol of models here comes back as it is.
+        # Anybody's module is adapted; one that keeps the protocol comes back as it is.
         if hasattr(made, "forward"):
             try:
                 adapted = adapt(made)
@@ -462,23 +479,19 @@ def _print_report(model: str, report: Report) -> None:
 
 
 def init(
-    paths: Annotated[
-        list[str], typer.Argument(help="Your data: a directory, files or globs.", metavar="PATH_TO_DATA...")
-    ],
-    out: Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    paths: Annotated[list[str], Argument(help="Your data: a directory, files or globs.", metavar="PATH_TO_DATA...")],
+    out: Annotated[str | None, Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
+    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="As data.tokenizer; default: a tokenizer.json of the data, bytes, or ids.", metavar="NAME"),
+        Option(help="As data.tokenizer; default: a tokenizer.json of the data, bytes, or ids.", metavar="NAME"),
     ] = None,
-    format: FormatOption = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")
-    ] = None,
-    eod: EodOption = None,
-    column: ColumnOption = None,
+    format: shared.FormatOption = "auto",
+    dtype: Annotated[str | None, Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")] = None,
+    eod: shared.EodOption = None,
+    column: shared.ColumnOption = None,
     minutes: Annotated[
-        float, typer.Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
+        float, Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
     ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
@@ -487,7 +500,7 @@ def init(
     from trainer.tools.reference_docs import render_config_schema
 
     if out is not None:
-        refuse_existing(out, force=force)
+        shared.refuse_existing(out, force=force)
     starter = make_starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
     if minutes:
         starter = timed(starter, minutes)
@@ -498,38 +511,3 @@ def init(
             echo(f"note: {note}", err=True)
         echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
         echo(f"next: train check --config {out}, then: train --config {out}", err=True)
-
-
-@contextmanager
-def collected_warnings() -> Iterator[list[logging.LogRecord]]:
-    """The warnings that are logged within the block."""
-    from logging.handlers import BufferingHandler  # which imports sockets and more
-
-    from trainer.metrics.logger import ROOT
-
-    handler = BufferingHandler(sys.maxsize)
-    handler.setLevel(logging.WARNING)
-    logging.getLogger(ROOT).addHandler(handler)
-    try:
-        yield handler.buffer
-    finally:
-        logging.getLogger(ROOT).removeHandler(handler)
-
-
-def check_resume(config: RunConfig, resume: str) -> None:
-    """Refuse a checkpoint that a run could not resume from; no file is hashed.
-
-    Args:
-        resume: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
-
-    Raises:
-        UserError: it is not there, not whole, or was made with another config.
-    """
-    from trainer.files import is_url
-    from trainer.model.families import with_sizes
-    from trainer.training.checkpointing import checkpoint
-    from trainer.training.checkpointing.restore import check_config
-
-    if resume not in ("off", "auto") and not is_url(resume):
-        saved = checkpoint.named(resume, checkpoint.read_state)["config"]
-        check_config(saved, with_sizes(config, saved))

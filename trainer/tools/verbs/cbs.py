@@ -1,33 +1,32 @@
-"""`train cbs`: the critical batch size at a checkpoint, measured by branches that differ in the batch alone."""
+"""`train cbs`: the critical batch size, by branches that differ in the batch alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from trainer.cli.terminal import echo, uncollected
-from trainer.tools.verbs.shared import JsonOption, TrustOption, output, print_json, require_run, writing
+from trainer.tools.verbs.shared import JsonOption, RunDirArgument, TrustOption, output, print_json, require_run, writing
 
 if TYPE_CHECKING:
     from trainer.tools.branching.run_branches import BranchResult
     from trainer.tools.branching.study import Branch, Study
 
 EXIT_FAILED = 1
+GRID_HELP = "Learning rates, as multiples of the scaled one; the best counts."
+TOKENS_HELP = "Tokens of a branch; default: 20 % of those trained so far."
 
 
 def cbs(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    at: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the latest.", min=1)] = None,
-    factors: Annotated[str, typer.Option(help="Batches, as multiples of today's.")] = "1/4,1/2,1,2,4",
-    lr_grid: Annotated[
-        str, typer.Option(help="Learning rates, as multiples of the scaled one; the best counts.")
-    ] = "0.5,1,2",
-    seeds: Annotated[int, typer.Option(min=1, help="Orders of the data per batch and rate.")] = 3,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a branch; default: 20 % of those trained so far.")
-    ] = None,
-    tolerance: Annotated[float, typer.Option(min=0, help="Relative loss above the best that still counts.")] = 0.01,
+    run_dir: RunDirArgument,
+    at: Annotated[int | None, Option(help="Step of the checkpoint; default: the latest.", min=1)] = None,
+    factors: Annotated[str, Option(help="Batches, as multiples of today's.")] = "1/4,1/2,1,2,4",
+    lr_grid: Annotated[str, Option(help=GRID_HELP)] = "0.5,1,2",
+    seeds: Annotated[int, Option(min=1, help="Orders of the data per batch and rate.")] = 3,
+    tokens: Annotated[int | None, Option(min=1, help=TOKENS_HELP)] = None,
+    tolerance: Annotated[float, Option(min=0, help="Relative loss above the best that still counts.")] = 0.01,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,12 +54,12 @@ def cbs(
 
 
 def _run(study: Study) -> None:
-    """Run the branches that are not done. Raises typer.Exit: a stop was requested, or a branch failed."""
+    """Run the branches that are left. Raises typer.Exit: a stop was requested, or one failed."""
     from trainer.tools.branching.answer import cost_lines
     from trainer.tools.branching.run_branches import BranchFailed, results_of, run_branches
     from trainer.training.signals import StopRequest
 
-    done = results_of(study)
+    done, total = results_of(study), len(study.branches)
     todo = [branch for branch in study.branches if branch not in done]
     for line in cost_lines(study, len(done)):
         echo(line, err=True)
@@ -76,7 +75,7 @@ def _run(study: Study) -> None:
         if result.loss is not None:
             loss = f"{result.loss:.4f}"
         what = f"batch {branch.factor} x, learning rate {branch.lr:.3g}, seed {branch.seed}"
-        echo(f"{len(done)} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
+        echo(f"{len(done)} of {total}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
 
     try:
         run_branches(study, todo, should_stop=lambda: stop.requested, on_result=on_result)
@@ -84,8 +83,8 @@ def _run(study: Study) -> None:
         echo(str(error), err=True)
         raise typer.Exit(EXIT_FAILED) from None
     # What is done stays: each branch writes its result when it ends.
-    if len(done) < len(study.branches):
-        echo(f"stopped: {len(done)} of {len(study.branches)} branches are done; the same command continues", err=True)
+    if len(done) < total:
+        echo(f"stopped: {len(done)} of {total} branches are done; the same command continues", err=True)
         raise typer.Exit(0)
 
 

@@ -1,4 +1,4 @@
-"""`train compare`: how runs differ in settings and outcome, and two of them key by key; in the terminal or as JSON."""
+"""`train compare`: how runs differ in settings and outcome, and two of them key by key."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from trainer.errors import UserError
 from trainer.tools.verbs.shared import COLOURS, JsonOption, RunsArgument, output, print_json
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from trainer.tools.report.run_summary import KeyMean, SummaryRow
     from trainer.tools.runs.load import RunRecord
 
+LAST_HELP = "Number of final rows to average (default: the last tenth, at most 20)."
+
 
 def compare(
     paths: RunsArgument,
-    last: Annotated[
-        int | None, typer.Option(min=1, help="Number of final rows to average (default: the last tenth, at most 20).")
-    ] = None,
+    last: Annotated[int | None, Option(min=1, help=LAST_HELP)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare runs side by side; two of them key by key too."""
@@ -54,31 +54,17 @@ def _as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str, An
     from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
 
     runs = [diagnosis.run for diagnosis in diagnoses]
-    outcomes = zip(*(summarize(run, window=window) for run in runs), strict=True)
-    found = {
-        "runs": [
-            {
-                "name": each.run.name,
-                "path": str(each.run.path),
-                "verdict": each.verdict,
-                "findings": [ruling.rule.name for ruling in each.findings],
-                "notes": each.run.notes,
-            }
-            for each in diagnoses
-        ],
-        "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
-        "outcome": [
-            {
-                "label": rows[0].label,
-                "unit": rows[0].unit,
-                "values": [row.value for row in rows],
-                "notes": [row.note for row in rows],
-            }
-            for rows in outcomes
-        ],
-        "window": window,
-        "ends": [asdict(end_of(run, window)) for run in runs],
-    }
+    found: dict[str, Any] = {"runs": [], "config": [], "outcome": [], "window": window}
+    for each in diagnoses:
+        names = [ruling.rule.name for ruling in each.findings]
+        verdict = {"verdict": each.verdict, "findings": names, "notes": each.run.notes}
+        found["runs"].append({"name": each.run.name, "path": str(each.run.path), **verdict})
+    for key, values in config_differences(runs):
+        found["config"].append({"key": key, "values": values})
+    for rows in zip(*(summarize(run, window=window) for run in runs), strict=True):
+        cells = {"values": [row.value for row in rows], "notes": [row.note for row in rows]}
+        found["outcome"].append({"label": rows[0].label, "unit": rows[0].unit, **cells})
+    found["ends"] = [asdict(end_of(run, window)) for run in runs]
     if len(runs) == 2:
         found["metrics"] = [asdict(row) for row in key_means(runs[0], runs[1], window=window)]
     return found
@@ -86,9 +72,8 @@ def _as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str, An
 
 def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
     """A table with a column for each run."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", header_style="", box=SIMPLE_HEAD, pad_edge=False
-    )
+    style: dict[str, Any] = {"title_style": "bold", "header_style": "", "box": SIMPLE_HEAD, "pad_edge": False}
+    table = Table(title=title, title_justify="left", **style)
     table.add_column(first, overflow="fold")
     for heading in [*(Text(run.name, style="bold") for run in runs), *map(Text, more)]:
         table.add_column(heading, justify="right", overflow="fold")
@@ -119,7 +104,10 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
     for results in summaries(runs, window):
         cells: list[Text | str] = list(map(_result_cell, results))
         if more:
-            cells.append(_difference(*results))
+            first, second = (each.value for each in results)
+            cells.append("")
+            if isinstance(first, float) and isinstance(second, float):
+                cells[-1] = _signed(second - first)
         table.add_row(results[0].heading, *cells)
     styles = {"healthy": COLOURS["healthy"], "findings": COLOURS["warning"]}
     briefs = [Text(each.brief.replace(", ", "\n"), style=styles.get(str(each.verdict), "dim")) for each in diagnoses]
@@ -127,14 +115,8 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
     return table
 
 
-def _difference(first: SummaryRow, second: SummaryRow) -> str:
-    if isinstance(first.value, float) and isinstance(second.value, float):
-        return _signed(second.value - first.value)
-    return ""
-
-
 def _result_cell(result: SummaryRow) -> Text:
-    """The value; of a loss with its rows, and a missing one with the reason. Other notes are on the report's page."""
+    """The value; of a loss with its rows, and a missing one with the reason."""
     note = ""
     if result.note and (result.unit == "nats/token" or result.value is None):
         note = f"\n({result.note})"

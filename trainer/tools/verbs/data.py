@@ -9,26 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.progress_bar import now_and_then, progress_bar
-from trainer.tools.verbs.shared import (
-    ColumnOption,
-    EodOption,
-    FormatOption,
-    JsonOption,
-    TextOption,
-    TrustOption,
-    print_json,
-    require_run,
-    writing,
-)
+from trainer.tools.verbs import shared
+from trainer.tools.verbs.shared import print_json, require_run, writing
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
-    from trainer.data.documents import ReadOptions
-    from trainer.data.layout import Discovery
     from trainer.tools.corpus.writer import Manifest
 
 app = typer.Typer(help="Build, tokenize and verify data.", no_args_is_help=True)
@@ -37,17 +27,15 @@ synth_app = typer.Typer(help="Generate a synthetic corpus.", no_args_is_help=Tru
 app.add_typer(build_app, name="build")
 app.add_typer(synth_app, name="synth")
 
-OutOption = Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing corpus.")]
-PathsArgument = Annotated[list[str], typer.Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
-TokenizerOption = Annotated[
-    str, typer.Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")
-]
-VocabOption = Annotated[int, typer.Option(min=0, help="Vocabulary size, for tokenizer ids.")]
+OutOption = Annotated[str, Option(help="Directory of the corpus.", metavar="DIR")]
+ForceOption = Annotated[bool, Option("--force", help="Replace an existing corpus.")]
+PathsArgument = Annotated[list[str], Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
+TokenizerOption = Annotated[str, Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")]
+VocabOption = Annotated[int, Option(min=0, help="Vocabulary size, for tokenizer ids.")]
 TextSplitOption = Annotated[
-    str, typer.Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
+    str, Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
 ]
-DtypeOption = Annotated[str | None, typer.Option(help="Of headerless .bin files.", metavar="DTYPE")]
+DtypeOption = Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")]
 
 
 @build_app.command()
@@ -63,7 +51,7 @@ def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
 @build_app.command()
 def text(
     out: OutOption,
-    modality: Annotated[list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
+    modality: Annotated[list[str], Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
     force: ForceOption = False,
 ) -> None:
     """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
@@ -99,14 +87,14 @@ def _summarise(out: str, manifest: Manifest) -> None:
 def tokenize(
     paths: PathsArgument,
     out: OutOption,
-    tokenizer: Annotated[str, typer.Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
-    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
-    format: FormatOption = "auto",
+    tokenizer: Annotated[str, Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
+    workers: Annotated[int, Option(min=0, help="Processes; 0: one per core.")] = 0,
+    format: shared.FormatOption = "auto",
     text_split: TextSplitOption = "file",
-    column: ColumnOption = None,
+    column: shared.ColumnOption = None,
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
-    from trainer.tools.corpus.paths import discover, refuse_empty
+    from trainer.tools.corpus.documents import discover, refuse_empty
     from trainer.tools.corpus.tokens import tokenize as write_tokens
 
     at = discover(paths, format=format)
@@ -136,11 +124,11 @@ def tokenize(
 @synth_app.command("key-recall")
 def key_recall(
     out: OutOption,
-    groups: Annotated[int, typer.Option(help="Groups over all streams.")] = 1024,
-    cells: Annotated[int, typer.Option(min=2, help="Cells per group.")] = 16,
-    seq_len: Annotated[int, typer.Option(min=5, help="Bytes per cell.")] = 6,
-    streams: Annotated[int, typer.Option(min=1, help="Number of files.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the symbols.")] = 0,
+    groups: Annotated[int, Option(help="Groups over all streams.")] = 1024,
+    cells: Annotated[int, Option(min=2, help="Cells per group.")] = 16,
+    seq_len: Annotated[int, Option(min=5, help="Bytes per cell.")] = 6,
+    streams: Annotated[int, Option(min=1, help="Number of files.")] = 8,
+    seed: Annotated[int, Option(min=0, help="Seed of the symbols.")] = 0,
     force: ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
@@ -160,22 +148,26 @@ def verify(
     paths: PathsArgument,
     tokenizer: TokenizerOption = "bytes",
     vocab_size: VocabOption = 0,
-    format: FormatOption = "auto",
+    format: shared.FormatOption = "auto",
     dtype: DtypeOption = None,
-    eod: EodOption = None,
+    eod: shared.EodOption = None,
     text_split: TextSplitOption = "file",
-    column: ColumnOption = None,
+    column: shared.ColumnOption = None,
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
+    from trainer.data.documents import ReadOptions
+    from trainer.data.layout import refuse_unheeded
+    from trainer.data.tokenizer import load_tokenizer
     from trainer.metrics.logger import get_logger
-    from trainer.tools.corpus.paths import discover
-    from trainer.tools.inspection.verify import describe
-    from trainer.tools.inspection.verify import verify as read_everything
+    from trainer.tools.corpus.documents import discover
+    from trainer.tools.inspection.survey import describe
+    from trainer.tools.inspection.survey import verify as read_everything
 
     at = discover(paths, format=format)
-    options = _read_options(
-        at, tokenizer, vocab_size, format, dtype=dtype, eod=eod, text_split=text_split, column=column
-    )
+    given: dict[str, Any] = {"dtype": dtype, "eod": eod, "text_split": text_split, "column": column}
+    refuse_unheeded(at.streams, format, given)  # options without an effect on these files
+    words = load_tokenizer(tokenizer, vocab_size=vocab_size)
+    options = ReadOptions(words, format=format, **given)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
         found = read_everything(at.streams, options, root=root, report=report)
@@ -190,11 +182,11 @@ def verify(
 
 @app.command("at")
 def at_step(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    step: Annotated[int, typer.Argument(min=1, help="An optimizer step.", metavar="STEP")],
-    text: TextOption = False,
-    trust_code: TrustOption = False,
-    as_json: JsonOption = False,
+    run_dir: shared.RunDirArgument,
+    step: Annotated[int, Argument(min=1, help="An optimizer step.", metavar="STEP")],
+    text: shared.TextOption = False,
+    trust_code: shared.TrustOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Show what a step of a run read, from the data cursors of a checkpoint before it, without the model."""
     from trainer.tools.verbs.replay import open_origin, print_rows
@@ -207,13 +199,3 @@ def at_step(
         print_json({"run": run_dir, "step": step, "from_step": origin.step, "note": origin.note, "rows": rows})
     else:
         print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.note)
-
-
-def _read_options(at: Discovery, tokenizer: str, vocab_size: int, format: str, **given: Any) -> ReadOptions:
-    """How the files are read. Raises UserError: an option has no effect on them."""
-    from trainer.data.documents import ReadOptions
-    from trainer.data.layout import refuse_unheeded
-    from trainer.data.tokenizer import load_tokenizer
-
-    refuse_unheeded(at.streams, format, given)
-    return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), format=format, **given)

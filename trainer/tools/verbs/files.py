@@ -1,4 +1,4 @@
-"""Verbs on the files of runs: `train config` (schema, docs, diff), `train checkpoint` (list, verify, push), `train payload`."""
+"""Verbs on the files of runs: `train config`, `train checkpoint` and `train payload`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
 from trainer.files import is_url, read_lines
-from trainer.tools.verbs.shared import JsonOption, output, print_json, put_text, writing
+from trainer.tools.verbs.shared import JsonOption, RunDirArgument, output, print_json, put_text, writing
 
 EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
-OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]
+OutOption = Annotated[str | None, Option(help="File to write; default: stdout.", metavar="FILE")]
 PlaceArgument = Annotated[
-    str, typer.Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
+    str, Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
 ]
 
 config = typer.Typer(help="The config's schema, its keys, and the differences of two configs.", no_args_is_help=True)
@@ -49,37 +51,37 @@ def docs(out: OutOption = None) -> None:
 
 @config.command()
 def diff(
-    first: Annotated[str, typer.Argument(help="A config, or a run directory.", metavar="A")],
-    second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    first: Annotated[str, Argument(help="A config, or a run directory.", metavar="A")],
+    second: Annotated[str, Argument(help="The other one.", metavar="B")],
     as_json: JsonOption = False,
 ) -> None:
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
     from trainer.config.load import flatten, load_config
 
-    files = []
-    for given in map(Path, (first, second)):
-        files.append(given)
-        if given.is_dir():
-            files[-1] = given / "config.resolved.toml"
-    one, other = (flatten(load_config(file).model_dump(mode="json", exclude_none=True)) for file in files)
+    tables = []
+    for file in map(Path, (first, second)):
+        if file.is_dir():
+            file /= "config.resolved.toml"
+        tables.append(flatten(load_config(file).model_dump(mode="json", exclude_none=True)))
+    one, other = tables
     found = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
     if as_json:
         print_json({key: {"a": one.get(key), "b": other.get(key)} for key in found})
     elif found:
         echo(f"--- {first}\n+++ {second}")
+        for key, (sign, values) in product(found, (("-", one), ("+", other))):
+            if key in values:  # JSON's spelling of a value is TOML's as well
+                echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
     else:
         echo(f"{first} and {second} do not differ", err=True)
-    for sign, key, values in [(sign, key, values) for key in found for sign, values in (("-", one), ("+", other))]:
-        if key in values and not as_json:  # JSON's spelling of a value is TOML's as well
-            echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
     if found:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
 @payload.command()
 def validate(
-    file: Annotated[str, typer.Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
-    count_all: Annotated[bool, typer.Option("--all", help="Report and count all violations.")] = False,
+    file: Annotated[str, Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
+    count_all: Annotated[bool, Option("--all", help="Report and count all violations.")] = False,
 ) -> None:
     """Check that every line is a payload of a supported schema version; exit with 1 at a violation."""
     from trainer.metrics.payload_contract import validate_stream
@@ -108,14 +110,12 @@ def _lines(file: str) -> Iterator[bytes]:
 class CheckpointEntry:
     step: int
     path: str
-    saved: str
-    """Local time, ISO 8601; that of the directory if there is no marker. `?` in a store."""
+    saved: str  # local time, ISO 8601; that of the directory if there is no marker. `?` in a store.
     num_bytes: int
-    world_size: int | None
-    """None if unknown."""
+    world_size: int | None  # None if unknown
     is_latest: bool
+    # What is wrong; None: it has its marker (list), or all its files match the marker (verify).
     problem: str | None
-    """What is wrong; None: it has its marker (list), or all its files match the marker (verify)."""
 
 
 @checkpoint.command("list")
@@ -130,16 +130,15 @@ def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     entries = _entries(run_dir, is_deep=True)
     _print(run_dir, entries, as_json=as_json, is_deep=True)
     fix = "resume from an older one: --resume auto does so by itself"
-    if damaged := [UserError("checkpoint", entry.problem, fix) for entry in entries if entry.problem is not None]:
-        raise UserErrors(damaged)
+    problems = [entry.problem for entry in entries if entry.problem is not None]
+    if problems:
+        raise UserErrors([UserError("checkpoint", problem, fix) for problem in problems])
 
 
 @checkpoint.command()
 def push(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    to: Annotated[
-        str | None, typer.Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")
-    ] = None,
+    run_dir: RunDirArgument,
+    to: Annotated[str | None, Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")] = None,
 ) -> None:
     """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
     from trainer.config.load import load_config
@@ -161,17 +160,20 @@ def push(
             owner = claim(remote, run.path, resolved.run.name, resumes=True, may_adopt=False)
         except StorageError as error:
             raise _unusable(url, error) from None
-        mirror = start_mirror(Claimed(remote, owner, lambda: owner), run, resolved.checkpoint, -1, Diagnostics())
+        claimed = Claimed(remote, owner, lambda: owner)
+        mirror = start_mirror(claimed, run, resolved.checkpoint, -1, Diagnostics())
         if not mirror.wait():
             raise typer.Exit(EXIT_NOT_PUSHED)
 
 
 def _none_in(place: str) -> UserError:
-    return UserError(place, "has no checkpoint", "name a run (runs/NAME-TIME) that saved one, or the store of one")
+    fix = "name a run (runs/NAME-TIME) that saved one, or the store of one"
+    return UserError(place, "has no checkpoint", fix)
 
 
 def _unusable(url: str, error: Exception) -> UserError:
-    return UserError(url, f"cannot be used: {error}", "check the URL, the endpoint and the credentials")
+    fix = "check the URL, the endpoint and the credentials"
+    return UserError(url, f"cannot be used: {error}", fix)
 
 
 def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
@@ -212,7 +214,7 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 
 def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
-    """(what is wrong with a checkpoint, its number of ranks), by a function that reads its state.json."""
+    """(what is wrong with a checkpoint, its number of ranks), as `read` of its state.json says."""
     from trainer.lab.storage import StorageError
     from trainer.training.checkpointing.tensor_files import CheckpointError
 
@@ -270,5 +272,6 @@ def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_de
         if entry.is_latest:
             state += ", latest"
         ranks = str(entry.world_size or "?")
-        table.add_row(f"{entry.step:,}", entry.saved, f"{entry.num_bytes / 1e6:,.1f}", ranks, escape(state))
+        size = f"{entry.num_bytes / 1e6:,.1f}"
+        table.add_row(f"{entry.step:,}", entry.saved, size, ranks, escape(state))
     output().print(table)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
@@ -23,9 +23,9 @@ def mix(
     run_dir: RunArgument,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="A source's weight; repeatable.", metavar="data.source.NAME.weight=NUMBER"),
+        Option("--set", help="A source's weight; repeatable.", metavar="data.source.NAME.weight=NUMBER"),
     ],
-    waits: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the run says from which step on.")] = True,
+    waits: Annotated[bool, Option("--wait/--no-wait", help="Wait until the run says from which step on.")] = True,
 ) -> None:
     """Change mixing weights of a run that is training, from a step on that it announces at its next logged one."""
     answer = _ask(require_run(run_dir), settings, waits=waits)
@@ -43,7 +43,8 @@ def mix(
 
 def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
     """Ask the run. Returns the event that answers, {} if it is not waited for, or the `problem`."""
-    if (state := run_state(run).get("state", "no run")) not in ALIVE:
+    state = run_state(run).get("state", "no run")
+    if state not in ALIVE:
         return {"problem": f"is not training ({state}): only a run that is can change its weights"}
     with uncollected():
         from trainer.config.load import load_config
@@ -69,4 +70,5 @@ def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
             time.sleep(POLL_SEC)
     if not waits:
         return {}
-    return {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in events.jsonl; until then"}
+    problem = f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in events.jsonl; until then"
+    return {"problem": problem}

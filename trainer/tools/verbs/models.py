@@ -10,28 +10,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
-from trainer.tools.verbs.shared import (
-    DeviceOption,
-    JsonOption,
-    StepOption,
-    TokenizerOption,
-    TrustOption,
-    output,
-    print_json,
-    refuse_existing,
-    require_run,
-    writing,
-)
+from trainer.tools.verbs import shared
+from trainer.tools.verbs.shared import output, print_json, refuse_existing, require_run, writing
 
 if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable
 
-ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
+ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
 FILE_SUFFIX = re.compile(
@@ -42,15 +32,15 @@ METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perp
 
 def sample(
     run_dir: ModelArgument,
-    prompt: Annotated[str, typer.Option(help="Text to continue; default: the start of a document.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Divides the logits; 0: greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
-    step: StepOption = None,
-    tokenizer: TokenizerOption = None,
-    device: DeviceOption = "auto",
-    trust_code: TrustOption = False,
+    prompt: Annotated[str, Option(help="Text to continue; default: the start of a document.")] = "",
+    tokens: Annotated[int, Option(min=1, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, Option(min=0, help="Divides the logits; 0: greedy.")] = 1.0,
+    top_k: Annotated[int, Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
+    step: shared.StepOption = None,
+    tokenizer: shared.MovedOption = None,
+    device: shared.DeviceOption = "auto",
+    trust_code: shared.TrustOption = False,
 ) -> None:
     """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
     require_run(run_dir)
@@ -102,22 +92,20 @@ def evaluate(
     run_dir: ModelArgument,
     source: Annotated[
         list[str] | None,
-        typer.Option(help="A set: a name, and a file, a glob or a directory. May be repeated.", metavar="NAME=PATH"),
+        Option(help="A set: a name, and a file, a glob or a directory. May be repeated.", metavar="NAME=PATH"),
     ] = None,
     batches: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Draw about so many micro-batches of each set; default: all of --source and held-out."
-        ),
+        Option(min=1, help="Draw about so many micro-batches of each set; default: all of --source and held-out."),
     ] = None,
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
+        bool, Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
     ] = False,
-    step: StepOption = None,
-    tokenizer: TokenizerOption = None,
-    device: DeviceOption = "auto",
-    trust_code: TrustOption = False,
-    as_json: JsonOption = False,
+    step: shared.StepOption = None,
+    tokenizer: shared.MovedOption = None,
+    device: shared.DeviceOption = "auto",
+    trust_code: shared.TrustOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on its held-out documents."""
     require_run(run_dir)
@@ -143,17 +131,20 @@ def evaluate(
 
 
 def _parse_source(text: str) -> EvalSourceTable:
-    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises UserError: it is not
-    of this form, or the path does not exist."""
+    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises
+    UserError: it is not of this form, or the path does not exist."""
     from trainer.config.data_tables import EvalSourceTable
 
     name, separator, path = text.partition("=")
-    if not (separator and path and name) or not all(letter.isalnum() or letter in "_.-" for letter in name):
-        raise UserError("--source", f"{text!r} is not NAME=PATH", "write for example --source books=data/books")
+    is_plain = all(letter.isalnum() or letter in "_.-" for letter in name)
+    if not (separator and path and name and is_plain):
+        fix = "write for example --source books=data/books"
+        raise UserError("--source", f"{text!r} is not NAME=PATH", fix)
     if os.path.isdir(path):
         path = os.path.join(path, "**", "*")
     elif not (glob.has_magic(path) or is_url(path) or os.path.exists(path)):
-        raise UserError("--source", f"{path}: no such file or directory", did_you_mean(path) or "check the path")
+        fix = did_you_mean(path) or "check the path"
+        raise UserError("--source", f"{path}: no such file or directory", fix)
     return EvalSourceTable(name=name, paths=[path])
 
 
@@ -170,27 +161,27 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
         else:
             name, metric = HELD_OUT, key.removeprefix("eval_")
         rows.setdefault(name or "-", {})[metric] = f"{value:.4f}"
-    # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the JSON.
-    names = list(METRICS) + sorted({m for row in rows.values() for m in row if "/" not in m} - METRICS.keys())
+    # Tasks of the user's own may have any metric; parts of the held-out loss are in the JSON.
+    own = {name for row in rows.values() for name in row if "/" not in name}
+    names = [*METRICS, *sorted(own - METRICS.keys())]
     columns = [Column("set", list(rows))]
     for metric in names:
         cells = [row.get(metric, "") for row in rows.values()]
         if any(cells):
             columns.append(Column(METRICS.get(metric, metric), cells, "right"))
     console = output()
-    hint = "; --json has all"
-    console.print(fitted_table(columns, width=console.width, hint=hint, title=title, title_justify="left"))
+    console.print(fitted_table(columns, width=console.width, title=title))
     for name, curve in curves_of(metrics).items():
         console.print(f"{name or HELD_OUT}: {in_words(curve, 0)}")
 
 
 def export(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    out: Annotated[str, typer.Option(help="Directory to write.", metavar="PATH")],
-    format: Annotated[ExportFormat, typer.Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
-    step: StepOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
-    trust_code: TrustOption = False,
+    run_dir: shared.RunDirArgument,
+    out: Annotated[str, Option(help="Directory to write.", metavar="PATH")],
+    format: Annotated[ExportFormat, Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
+    step: shared.StepOption = None,
+    force: Annotated[bool, Option("--force", help="Replace an existing export.")] = False,
+    trust_code: shared.TrustOption = False,
 ) -> None:
     """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
     target = Path(out)
@@ -202,7 +193,8 @@ def export(
     from trainer.tools.trained.saved_model import export_model
 
     with writing(out):
-        made = export_model(Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code)
+        how: dict[str, bool] = {"as_hugging_face": format == "hf", "trust_code": trust_code}
+        made = export_model(Path(run_dir), target, step=step, **how)
     echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
 
 
@@ -210,7 +202,8 @@ def _is_export(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
     from trainer.tools.trained.saved_model import TOKENIZER_PARTS
 
-    own = {"model.safetensors", "config.toml", "README.md", "config.json", "generation_config.json", "tokenizer.json"}
+    own = {"model.safetensors", "config.toml", "README.md", "tokenizer.json"}
+    own |= {"config.json", "generation_config.json"}
     names = {path.name for path in directory.iterdir()}
     if not names or not names <= own | set(TOKENIZER_PARTS):
         return not names

@@ -14,69 +14,51 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, write_file
-from trainer.tools.fitted_table import duration_text
-from trainer.tools.verbs.shared import (
-    JsonOption,
-    RunArgument,
-    RunsArgument,
-    coloured,
-    output,
-    print_json,
-    refuse_existing,
-    writing,
-)
+from trainer.tools.fitted_table import Column, duration_text, fitted_table, needed_width
+from trainer.tools.verbs import shared
+from trainer.tools.verbs.shared import coloured, output, print_json, refuse_existing, writing
 from trainer.wording import counted, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-    from trainer.tools.fitted_table import Column
 
 SHOWN_REASON, SHOWN_STEPS = 80, 4
 EXIT_FINDINGS = 3
+ALL_HELP = "Say what each rule without anything to measure needs."
+ASSETS_HELP = "Put plotly.js (5 MB) next to the page, for all reports of the directory."
 
 
 @dataclass(frozen=True)
 class RunEntry:
-    """One run.
-
-    Args:
-        state: as in status.json; `died` where that says running but the process is gone, `unknown` if it is another machine's.
-        step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
-        loss, eval_loss, tokens_in_step, fill: the last logged values.
-        age_sec: since the run last logged, or wrote its state if it has logged nothing.
-        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
-        reason: why the run ended, from status.json; None if that has none.
-        changed: the settings that a resume changed.
-    """
+    """One run."""
 
     run: str
+    # As in status.json; `died` if the process is gone, `unknown` if another machine has it.
     state: str
-    step: int | None = None
-    steps: int | None = None
-    loss: float | None = None
+    step: int | None = None  # the last one, which may be later than the last logged one
+    steps: int | None = None  # the configured number
+    loss: float | None = None  # the last logged value, as the three below
     eval_loss: float | None = None
     tokens_in_step: float | None = None
     fill: float | None = None
-    age_sec: float = math.inf
+    age_sec: float = math.inf  # since the run last logged, or wrote its state if it has logged nothing
+    # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
     verdict: str | None = None
-    reason: str | None = None
-    changed: list[str] = field(default_factory=list)
+    reason: str | None = None  # why the run ended, if status.json says it
+    changed: list[str] = field(default_factory=list)  # the settings that a resume changed
 
 
 def ls(
-    paths: Annotated[
-        list[str] | None, typer.Argument(help="Directories of runs, or runs [runs].", metavar="DIR...")
-    ] = None,
-    diagnose: Annotated[bool, typer.Option(help="Show the verdict of train diagnose.")] = True,
-    as_json: JsonOption = False,
+    paths: Annotated[list[str] | None, Argument(help="Directories of runs, or runs [runs].", metavar="DIR...")] = None,
+    diagnose: Annotated[bool, Option(help="Show the verdict of train diagnose.")] = True,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """List runs, the newest last: state, step, loss, age and verdict."""
-    from trainer.tools.fitted_table import fitted_table, needed_width
-
     given, now = paths or ["runs"], time.time()
     entries = [entry_of(path, now=now, diagnoses=diagnose) for path in find_runs(given)]
     entries.sort(key=lambda entry: -entry.age_sec)
@@ -85,32 +67,30 @@ def ls(
     if as_json:
         print_json([asdict(entry) for entry in entries])
         return
-    columns = _columns(entries, diagnoses=diagnose)
+    columns, options = _columns(entries, diagnoses=diagnose), {}
     # Names are there to be copied: a pipe gets all columns without a line break in them.
     console = output(needed_width=needed_width(columns))
-    options = {}
     folder, *others = {Path(entry.run).parent for entry in entries}
     if needed_width(columns) > console.width and not others and folder.name:
         # Before any column is left out: what all names begin with.
-        options = {"title": f"in {escape(str(folder))}/", "title_justify": "left"}
-        columns = _columns([replace(entry, run=Path(entry.run).name) for entry in entries], diagnoses=diagnose)
-    console.print(fitted_table(columns, width=console.width, hint="; --json has all", **options))
+        options = {"title": f"in {escape(str(folder))}/"}
+        short = [replace(entry, run=Path(entry.run).name) for entry in entries]
+        columns = _columns(short, diagnoses=diagnose)
+    console.print(fitted_table(columns, width=console.width, **options))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
-    """The directories that are runs: the paths themselves, or their subdirectories.
-
-    Raises:
-        UserError: a path does not exist.
-    """
-    found: list[Path] = []
+    """The directories that are runs: the paths, or those in them. Raises UserError: one is missing."""
+    found: dict[Path, None] = {}  # a set in order
     for given in map(Path, paths):
         if not given.is_dir():
             fix = did_you_mean(given) or "name a directory of runs, such as runs/"
             raise UserError(str(given), "is not a directory", fix)
-        inside = [given, *sorted(path for path in given.iterdir() if path.is_dir())]
-        found += [p for p in inside if (p / "status.json").is_file() or (p / "metrics.jsonl").is_file()]
-    return list(dict.fromkeys(found))
+        for path in (given, *sorted(given.iterdir())):
+            files = (path / "status.json", path / "metrics.jsonl")
+            if path.is_dir() and any(file.is_file() for file in files):
+                found[path] = None
+    return list(found)
 
 
 def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
@@ -122,7 +102,8 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     status = run_state(path)
     reached = [step for step in [status.get("last_step")] if isinstance(step, int)]
     # A run that has logged nothing yet has written its state.
-    times = [(path / name).stat().st_mtime for name in ("metrics.jsonl", "status.json") if (path / name).is_file()]
+    files = [path / name for name in ("metrics.jsonl", "status.json")]
+    times = [file.stat().st_mtime for file in files if file.is_file()]
     entry = RunEntry(
         str(path),
         str(status.get("state", "unknown")),
@@ -136,43 +117,38 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         return replace(entry, verdict="record unreadable")
     if not run.keys:
         return entry
-    shown = {"loss": "loss", "eval_loss": "eval_loss", "tokens_in_step": "tokens_in_step", "fill": "data/fill"}
-    values: dict[str, Any] = {name: next(reversed(run.column(key)[1]), None) for name, key in shown.items()}
+    values: dict[str, Any] = {}
+    for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
+        values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
     if isinstance(run.setting("train.steps"), int):
         values["steps"] = run.setting("train.steps")
     if diagnoses:
         values["verdict"] = diagnose(run).brief
-    return replace(
-        entry,
-        step=max([*run.steps[-1:], *reached], default=None),  # rows are some steps apart
-        **values,
-        age_sec=max(now - times[0], 0.0),
-        changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
-    )
+    values["changed"] = [key for key, value in settings_by_step(run).items() if isinstance(value, dict)]
+    step = max([*run.steps[-1:], *reached], default=None)  # rows are some steps apart
+    return replace(entry, **values, step=step, age_sec=max(now - times[0], 0.0))
 
 
 def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
-    from trainer.tools.fitted_table import Column
-
-    def numbers(name: str, heading: str, leave_out: int, form: Callable[[float], str]) -> list[Column]:
-        cells = []
-        for entry in entries:
-            value = getattr(entry, name)
-            cells.append("-" if value is None else form(value))
-        if leave_out == 5 and {*cells} == {"-"}:  # a column that no run has a value for
-            return []
-        return [Column(heading, cells, "right", leave_out)]
-
     columns = [
         Column("run", [escape(entry.run) for entry in entries]),
         Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
         Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
-        *numbers("loss", "loss", 2, "{:.4f}".format),
-        *numbers("eval_loss", "eval", 4, "{:.4f}".format),
-        *numbers("tokens_in_step", "tokens/step", 5, "{:,.0f}".format),
-        *numbers("fill", "fill", 5, "{:.1%}".format),
-        *numbers("age_sec", "age", 3, duration_text),
     ]
+    numbers: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (
+        ("loss", "loss", 2, "{:.4f}".format),
+        ("eval_loss", "eval", 4, "{:.4f}".format),
+        ("tokens_in_step", "tokens/step", 5, "{:,.0f}".format),
+        ("fill", "fill", 5, "{:.1%}".format),
+        ("age_sec", "age", 3, duration_text),
+    )
+    for name, heading, leave_out, form in numbers:
+        cells = []
+        for entry in entries:
+            value = getattr(entry, name)
+            cells.append("-" if value is None else form(value))
+        if leave_out < 5 or {*cells} != {"-"}:  # the least important ones need a value
+            columns.append(Column(heading, cells, "right", leave_out))
     if any(entry.changed for entry in entries):
         columns.append(Column("changed", list(map(_changed, entries)), leave_out=3))
     if diagnoses:
@@ -190,10 +166,10 @@ def _verdict_cell(entry: RunEntry) -> str:
     from trainer.tools.diagnostics.diagnose import NO_FINDING
 
     verdict = entry.verdict or "-"
-    if entry.state in ("failed", "died", "unknown") and entry.reason is not None:  # matters more than earlier findings
-        verdict = ": ".join(
-            filter(None, (entry.verdict, textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")))
-        )
+    # Why a run ended matters more than earlier findings.
+    if entry.state in ("failed", "died", "unknown") and entry.reason is not None:
+        reason = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
+        verdict = ": ".join(filter(None, (entry.verdict, reason)))
     if verdict.startswith(NO_FINDING):
         return coloured("unknown", verdict)
     return coloured("healthy" if verdict == "healthy" else "warning", verdict)
@@ -208,11 +184,9 @@ def _steps(entry: RunEntry) -> str:
 
 
 def diagnose(
-    run_dir: RunArgument,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Say what each rule without anything to measure needs.")
-    ] = False,
-    as_json: JsonOption = False,
+    run_dir: shared.RunArgument,
+    show_all: Annotated[bool, Option("--all", help=ALL_HELP)] = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
     from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
@@ -231,9 +205,10 @@ def diagnose(
 
 
 def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
-    """Findings first, then one line per rule; unless all are shown, one for those that had nothing to measure."""
-    console, steps = output(), diagnosis.run.steps
-    lines = [f"{escape(str(diagnosis.run.path))}: {len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"]
+    """Findings first, then one line per rule that is shown, and one for those that are not."""
+    console, steps, unmeasured = output(), diagnosis.run.steps, []
+    rows = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
+    lines = [f"{escape(str(diagnosis.run.path))}: {rows}"]
     lines += [f"note: {escape(note)}" for note in diagnosis.run.notes]
     for ruling in [*diagnosis.findings, *diagnosis.advice]:
         lines += _finding_lines(ruling)
@@ -243,12 +218,13 @@ def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
     for heading in ("rule", "verdict", "observation"):
         table.add_column(heading, overflow="fold")
     for ruling in sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged):
-        if shows_all or not ruling.had_nothing_to_measure:
-            result = coloured(ruling.severity) if ruling.severity else ruling.result
-            table.add_row(ruling.rule.name, result, escape(ruling.outcome.sentence))
+        if ruling.had_nothing_to_measure and not shows_all:
+            unmeasured.append(ruling.rule.name)
+            continue
+        result = coloured(ruling.severity) if ruling.severity else ruling.result
+        table.add_row(ruling.rule.name, result, escape(ruling.outcome.sentence))
     console.print(table)
-    unmeasured = [ruling.rule.name for ruling in diagnosis.rulings if ruling.had_nothing_to_measure]
-    if unmeasured and not shows_all:
+    if unmeasured:
         text = f"nothing to measure: {', '.join(unmeasured)}; train diagnose --all says what each needs"
         console.print(text, highlight=False)
     summary = f"{coloured(str(diagnosis.verdict))}; {diagnosis.coverage}"
@@ -260,7 +236,8 @@ def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
 
 
 def _finding_lines(ruling: Ruling) -> list[str]:
-    lines = [f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]: {escape(ruling.outcome.sentence)}"]
+    head = f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]"
+    lines = [f"{head}: {escape(ruling.outcome.sentence)}"]
     for evidence in ruling.outcome.evidence:
         pairs = list(zip(evidence.steps, evidence.values, strict=True))
         shown = [f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS]]
@@ -273,12 +250,10 @@ def _finding_lines(ruling: Ruling) -> list[str]:
 
 
 def report(
-    runs: RunsArgument,
-    out: Annotated[str, typer.Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    assets: Annotated[
-        bool, typer.Option("--assets", help="Put plotly.js (5 MB) next to the page, for all reports of the directory.")
-    ] = False,
+    runs: shared.RunsArgument,
+    out: Annotated[str, Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
+    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
+    assets: Annotated[bool, Option("--assets", help=ASSETS_HELP)] = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
@@ -286,7 +261,8 @@ def report(
     from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
-    if Path(out).suffix.lower() not in (".html", ".htm"):
+    target = Path(out)
+    if target.suffix.lower() not in (".html", ".htm"):
         raise UserError("--out", f"must end in .html, got {out}", "name an .html file")
     plotly = plotly_script()
     refuse_existing(out, force=force)
@@ -299,10 +275,10 @@ def report(
         page = render_page(names, parts, plotly=plotly)
     content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
     with writing("--out"):
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        write_file(Path(out), content, follow=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, content, follow=True)
         if assets:
-            write_file(Path(out).with_name(file), plotly.encode(), follow=True)
+            write_file(target.with_name(file), plotly.encode(), follow=True)
     for diagnosis in diagnoses:
         run = diagnosis.run
         echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)

@@ -1,4 +1,4 @@
-"""`train replay`: a step of a run again. `train bisect`: the first step at which two runs differ."""
+"""`train replay`: a step of a run again. `train bisect`: the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo, refuse, uncollected
 from trainer.tools.fitted_table import Column, fitted_table, needed_width
-from trainer.tools.verbs.shared import JsonOption, TextOption, TrustOption, coloured, output, print_json, require_run
+from trainer.tools.verbs import shared
+from trainer.tools.verbs.shared import coloured, output, print_json, require_run
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_DIFFERENT = 1, 3
 TINY, SHOWN_ROWS = 1e-300, 8
+# Settings that change how sums are rounded, and not what a step computes.
 ROUNDING = frozenset({"env.world_size", "distributed.strategy"})
-"""Settings that change how sums are rounded, and not what a step computes."""
 ROUNDED = ("loss", "grad_norm")
 ONLY_ROUNDED = "batches and learning rates are equal; sums are rounded otherwise: relative difference up to {:.1e}"
 UNASKED_RANKS = 8  # that a machine with fewer CPUs starts too, if the record says so
@@ -33,15 +35,17 @@ REASONS = {
     "gradient": "the same batch and states gave another gradient: the model computes otherwise, or code changed weights",
     "weights": "the same gradient led to other weights: learning rate, optimizer, or code that changes weights",
 }
+# Columns of the table of rows, with the priority of leaving them out.
+SHOWN = {"source": 1, "stream": 0, "documents": 0, "cell": 3, "tokens": 2, "state": 0, "loss": 0}
 
 
 def replay(
-    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    step: Annotated[int, typer.Option(min=1, help="The optimizer step.")],
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the run's, for equal bits.")] = None,
-    text: TextOption = False,
-    trust_code: TrustOption = False,
-    as_json: JsonOption = False,
+    run_dir: shared.RunDirArgument,
+    step: Annotated[int, Option(min=1, help="The optimizer step.")],
+    nproc: Annotated[int | None, Option(min=1, help="Ranks; default: the run's, for equal bits.")] = None,
+    text: shared.TextOption = False,
+    trust_code: shared.TrustOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether they equal the record."""
     origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
@@ -51,9 +55,15 @@ def replay(
     from trainer.tools.branching.replay import NUMBERS, differing, recorded, rows_of
 
     found, record = _replay(origin, step, num_ranks=nproc), recorded(origin.run)
-    compared = [at for at in found.values if found.is_exact and found.values[at].keys() & record.get(at, {}).keys()]
-    differences = [[at, differing(found.values[at], record[at])] for at in compared]
-    differences = [[at, names] for at, names in differences if names]
+    compared, differences = [], []
+    for at, values in found.values.items():
+        then = record.get(at, {})
+        # Sums over another number of ranks are rounded otherwise.
+        if found.is_exact and values.keys() & then.keys():
+            compared.append(at)
+            names = differing(values, then)
+            if names:
+                differences.append([at, names])
     # Digests are sums over ranks, and of no use without the record's.
     then, now = record.get(step, {}), found.values.get(step, {})
     shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
@@ -81,21 +91,21 @@ def open_origin(run: Path, step: int, *, trust_code: bool, before: int | None = 
     return find_origin(run, step, before=before or step, trust_code=trust_code)
 
 
-def _replay(origin: Origin, step: int, **options: Any) -> Replay:
+def _replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all: bool = False) -> Replay:
     """`branching.replay.replay`, said and, if it fails, refused."""
     from trainer.tools.branching.replay import replay as repeat
     from trainer.tools.branching.run_branches import BranchFailed
     from trainer.training.signals import StopRequest
 
     name, ranks = origin.run.path, counted(origin.num_ranks, "rank")
-    if options.get("num_ranks") is None and origin.num_ranks > max(UNASKED_RANKS, os.cpu_count() or 1):
+    if num_ranks is None and origin.num_ranks > max(UNASKED_RANKS, os.cpu_count() or 1):
         refuse(f"{name}: its record says that it ran on {ranks}; --nproc {origin.num_ranks} starts them")
     echo(f"{name}: repeating steps {origin.step + 1:,} to {step:,}", err=True)
     stop = StopRequest(lambda signal: echo(f"{signal}: stopping", err=True))
     stop.install()
     stop.is_watched = True  # this process waits for the one that repeats
     try:
-        return repeat(origin, step, should_stop=lambda: stop.requested, **options)
+        return repeat(origin, step, num_ranks=num_ranks, logs_all=logs_all, should_stop=lambda: stop.requested)
     except BranchFailed as error:
         echo(f"{name}: cannot be repeated to step {step}: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from None
@@ -137,47 +147,48 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
         lines.append(coloured("error", f"not finite: the {what} of {rows}"))
     if content["failure"]:
         lines.append(coloured("error", f"the step ended with: {content['failure']}"))
+    return [*lines, _comparison(content)]
+
+
+def _comparison(content: Mapping[str, Any]) -> str:
+    values, compared = content["values"], content["compared_steps"]
     if content["first_different"]:
         step, names = content["first_different"]
-        lines.append(coloured("error", f"differs from the record, first at step {step}: {', '.join(names)}"))
-    elif content["compared_steps"]:
-        steps = counted(len(content["compared_steps"]), "logged step")
-        steps += f" up to step {content['compared_steps'][-1]}"
-        lines.append(coloured("healthy", f"equal to the record, bit for bit, in {steps}"))
-    elif any(then is not None for _, then in content["values"].values()):
-        now, then = ({name: pair[at] for name, pair in content["values"].items()} for at in (0, 1))
-        worst = _relative(now, then, list(now))
-        lines.append(f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}")
-    else:
-        lines.append(f"nothing to compare: step {content['step']} was not logged")
-    return lines
+        return coloured("error", f"differs from the record, first at step {step}: {', '.join(names)}")
+    if compared:
+        steps = f"{counted(len(compared), 'logged step')} up to step {compared[-1]}"
+        return coloured("healthy", f"equal to the record, bit for bit, in {steps}")
+    if all(then is None for _, then in values.values()):
+        return f"nothing to compare: step {content['step']} was not logged"
+    now, then = ({name: pair[at] for name, pair in values.items()} for at in (0, 1))
+    worst = _relative(now, then, list(now))
+    return f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}"
 
 
 def _place(row: Mapping[str, Any]) -> str:
     return f"{row['shard']}.{row['micro_batch']}.{row['row']}"
 
 
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in value)
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return escape(str(value))
+    return f"{value:.6f}" if math.isfinite(value) else coloured("error", str(value))
+
+
 def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None:
     """The rows of a step as a table, and their text where it was asked for."""
-
-    def cell(value: Any) -> str:
-        if isinstance(value, list):
-            return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in value)
-        if value is None:
-            return ""
-        if isinstance(value, float) and math.isfinite(value):
-            return f"{value:.6f}"
-        return coloured("error", str(value)) if isinstance(value, float) else escape(str(value))
-
-    columns, wraps = [Column("shard.micro.row", list(map(_place, rows)))], ("documents", "stream")
-    kept = {"source": 1, "stream": 0, "documents": 0, "cell": 3, "tokens": 2, "state": 0, "loss": 0}
-    for key, priority in kept.items():
-        if any(row.get(key) is not None for row in rows):
-            cells = [cell(row.get(key)) for row in rows]
-            columns.append(Column(key, cells, leave_out=priority, wraps=key in wraps))
+    columns = [Column("shard.micro.row", list(map(_place, rows)))]
+    for key, priority in SHOWN.items():
+        values = [row.get(key) for row in rows]
+        if any(value is not None for value in values):
+            wraps = key in ("documents", "stream")
+            columns.append(Column(key, list(map(_cell, values)), leave_out=priority, wraps=wraps))
     console = output(needed_width=needed_width(columns))
-    table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
-    console.print(table, highlight=False)
+    console.print(fitted_table(columns, width=console.width, title=title), highlight=False)
     for row in rows:
         for each in row["documents"] or []:
             if "text" in each:
@@ -187,11 +198,11 @@ def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None
 
 
 def bisect(
-    first: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    second: Annotated[str, typer.Argument(help="Another one.", metavar="RUN_DIR")],
-    replays: Annotated[bool, typer.Option("--replay/--no-replay", help="Repeat the steps between logged ones.")] = True,
-    trust_code: TrustOption = False,
-    as_json: JsonOption = False,
+    first: shared.RunDirArgument,
+    second: Annotated[str, Argument(help="Another one.", metavar="RUN_DIR")],
+    replays: Annotated[bool, Option("--replay/--no-replay", help="Repeat the steps between logged ones.")] = True,
+    trust_code: shared.TrustOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Find the first step at which two runs differ, and in what: data, states, gradient or weights; exit code 3 if they do."""
     paths = [require_run(first), require_run(second)]
@@ -201,7 +212,8 @@ def bisect(
         from trainer.tools.runs.load import load_run
     runs = list(map(load_run, paths))
     config = [{"key": key, "values": values} for key, values in config_differences(runs)]
-    rounds = not ROUNDING.isdisjoint(each["key"] for each in config)
+    keys = {each["key"] for each in config}
+    rounds = not ROUNDING.isdisjoint(keys)
     marks, note = [recorded(run) for run in runs], ""
     common = [at for at in marks[0] if at in marks[1]]
     if not common:
@@ -209,26 +221,25 @@ def bisect(
     has_digests = all("weights" in mark[at] for mark in marks for at in common)
     equal, step, kinds = _first_difference(*marks, rounds=rounds)
     is_exact = step is not None and has_digests and equal == step - 1
-    # Runs log every n-th step: repeated from the last equal one with every step logged, they show the first that differs.
+    # Runs log every n-th step: repeated with every step logged, they show the first that differs.
     if replays and step is not None and not is_exact:
         origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
         found = [_replay(origin, step, logs_all=True).values for origin in origins]
         for path, mark, own in zip(paths, marks, found, strict=True):
-            if differing(own.get(step, {}), mark[step]) or step not in own:
+            if step not in own or differing(own[step], mark[step]):
                 note = f"{path}: repeated here, step {step} is not as recorded: machine, versions or data differ"
         if not note:
             before, step, kinds = _first_difference(*found, rounds=rounds)
             assert step is not None
             equal = before or min(equal, step - 1)
             is_exact = equal == step - 1 and (equal == before or has_digests)
-    has_other_seed = "run.seed" in (each["key"] for each in config)
     content: dict[str, Any] = {
         "runs": [first, second],
         "data": _data_difference(paths),
         "is_exact": is_exact,
         "config": config,
         "note": note,
-        "initial_weights": has_other_seed and not all(run.setting("model.weights") for run in runs),
+        "initial_weights": "run.seed" in keys and not all(run.setting("model.weights") for run in runs),
         "last_equal_step": equal or None,
         "first_different_step": step,
         "relative_difference": max(_relative(marks[0][at], marks[1][at]) for at in common),
@@ -271,14 +282,17 @@ def _where(equal: int, step: int, kinds: Sequence[str], *, is_exact: bool) -> st
 
 
 def _relative(now: Mapping[str, Any], then: Mapping[str, Any], names: Sequence[str] = ROUNDED) -> float:
-    """How far the numbers of these names are apart at most, relative to the second; those that are finite."""
-    pairs = [(now[name], then[name]) for name in names if isinstance(then.get(name), float) and name in now]
-    return max((abs(a - b) / max(abs(b), TINY) for a, b in pairs if math.isfinite(a - b)), default=0.0)
+    """How far the finite numbers of these names are apart at most, relative to the second."""
+    worst = 0.0
+    for name in names:
+        if name in now and isinstance(then.get(name), float) and math.isfinite(now[name] - then[name]):
+            worst = max(worst, abs(now[name] - then[name]) / max(abs(then[name]), TINY))
+    return worst
 
 
 def _first_difference(first: Values, second: Values, *, rounds: bool) -> tuple[int, int | None, list[str]]:
-    """The last equal step (0: none), the first different one (None: none), and in what it differs. Where `rounds`, digests of
-    what follows from sums over ranks do not compare."""
+    """The last equal step (0: none), the first different one (None: none), and in what it differs.
+    Where `rounds`, digests of what follows from sums over ranks do not compare."""
     from trainer.tools.branching.replay import differing
 
     equal = 0
@@ -299,9 +313,11 @@ def _data_difference(paths: Sequence[Path]) -> str | None:
     from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint, compare
     from trainer.training.checkpointing import checkpoint
 
-    found = [checkpoint.complete_checkpoints(path / checkpoint.CHECKPOINTS)[:1] for path in paths]
-    states = [checkpoint.named(str(path), checkpoint.read_state) for own in found for path in own]
-    marks = [Fingerprint.from_state(state[FINGERPRINT_KEY]) for state in states]
+    marks = []
+    for run in paths:
+        for path in checkpoint.complete_checkpoints(run / checkpoint.CHECKPOINTS)[:1]:
+            state = checkpoint.named(str(path), checkpoint.read_state)
+            marks.append(Fingerprint.from_state(state[FINGERPRINT_KEY]))
     if len(marks) < len(paths):
         return None
     return str(compare(*marks))

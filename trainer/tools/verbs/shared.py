@@ -1,4 +1,4 @@
-"""What several verbs share: options and arguments, and output for people: the console and its width, colours, files."""
+"""Shared by several verbs: options and arguments, the console and its colours, and files."""
 
 from __future__ import annotations
 
@@ -11,40 +11,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
+from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, write_file
 from trainer.wording import printable_lines
 
-TextOption = Annotated[bool, typer.Option("--text", help="The text of the rows too.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code", help="Import the code that the run's config names: your own, or of somebody you trust."
-    ),
+TRUST_HELP = "Import the code that the run's config names: your own, or of somebody you trust."
+FORMAT_HELP = "auto (by file extension), a format's name, or package.module:function."
+TextOption = Annotated[bool, Option("--text", help="The text of the rows too.")]
+JsonOption = Annotated[bool, Option("--json", help="Print JSON.")]
+TrustOption = Annotated[bool, Option("--trust-code", help=TRUST_HELP)]
+RunDirArgument = Annotated[str, Argument(help="A run directory.", metavar="RUN_DIR")]
+RunArgument = Annotated[str, Argument(help="A run directory, or a metrics.jsonl.", metavar="RUN_DIR")]
+RunsArgument = Annotated[list[str], Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")]
+StepOption = Annotated[int | None, Option(help="Step of the checkpoint; default: the latest.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where the model is.")]
+MovedOption = Annotated[
+    str | None, Option("--tokenizer", help="Path of the tokenizer.json if it moved.", metavar="PATH")
 ]
-RunArgument = Annotated[str, typer.Argument(help="A run directory, or a metrics.jsonl.", metavar="RUN_DIR")]
-RunsArgument = Annotated[
-    list[str], typer.Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")
-]
-StepOption = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the latest.")]
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model is.")]
-TokenizerOption = Annotated[
-    str | None, typer.Option("--tokenizer", help="Path of the tokenizer.json if it moved.", metavar="PATH")
-]
-FormatOption = Annotated[
-    str, typer.Option(help="auto (by file extension), a format's name, or package.module:function.", metavar="NAME")
-]
-ColumnOption = Annotated[
-    str | None, typer.Option(help="As data.source.column, of .jsonl and .parquet.", metavar="NAME")
-]
-EodOption = Annotated[int | None, typer.Option(help="Id that ends a document in .npy and headerless .bin files.")]
+FormatOption = Annotated[str, Option(help=FORMAT_HELP, metavar="NAME")]
+ColumnOption = Annotated[str | None, Option(help="As data.source.column, of .jsonl and .parquet.", metavar="NAME")]
+EodOption = Annotated[int | None, Option(help="Id that ends a document in .npy and headerless .bin files.")]
 PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
 COLOURS = {
     "error": "red", "warning": "yellow", "advice": "cyan",
@@ -54,15 +46,15 @@ COLOURS = {
 
 
 def require_run(run_dir: str) -> Path:
-    """The directory that was given, looked at before torch, whose import takes seconds. Raises UserError if there is none."""
+    """The directory, looked at before torch is imported. Raises UserError: there is none."""
     if not Path(run_dir).is_dir():
-        fix = did_you_mean(run_dir) or "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
-        raise UserError(run_dir, "is not a directory", fix)
+        fix = "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
+        raise UserError(run_dir, "is not a directory", did_you_mean(run_dir) or fix)
     return Path(run_dir)
 
 
 class _Console(Console):
-    """Escapes what is in the texts that it shows, which come from anywhere; colours are not in texts."""
+    """Escapes what is in the texts that it shows, which come from anywhere."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """The pieces of a renderable."""
@@ -71,12 +63,14 @@ class _Console(Console):
 
 
 def output(*, needed_width: int = 0) -> Console:
-    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, else `PIPE_WIDTH`, or `needed_width` if that is more."""
+    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, or as wide as is needed."""
     columns = os.environ.get("COLUMNS", "")
-    is_told = sys.stdout.isatty() or (columns.isdecimal() and int(columns) > 0)  # by the terminal or by COLUMNS
-    if not is_told:
-        return _Console(file=sys.stdout, width=max(PIPE_WIDTH, needed_width))
-    return _Console(file=sys.stdout, width=None if sys.stdout.isatty() else int(columns))
+    if sys.stdout.isatty():
+        return _Console(file=sys.stdout)
+    width = max(PIPE_WIDTH, needed_width)
+    if columns.isdecimal() and int(columns) > 0:
+        width = int(columns)
+    return _Console(file=sys.stdout, width=width)
 
 
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:
@@ -91,18 +85,22 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Errors of the operating system in the block become a `UserError`, of `where` unless they name a file."""
+    """Errors of the operating system become a `UserError`, of `where` unless they name a file."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         name = str(error.filename2 or error.filename or where)
-        verb, fix = ("written", "make room, and run it again") if is_full else ("used", "check the path and its mode")
-        # Of a directory that was to be made: something else has its name.
-        reason = os.strerror(errno.ENOTDIR) if error.errno == errno.EEXIST else error.strerror or error
-        raise UserError(where if name.endswith(".tmp") else name, f"cannot be {verb} ({reason})", fix) from None
+        if name.endswith(".tmp"):
+            name = where
+        verb, fix = "used", "check the path and its mode"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            verb, fix = "written", "make room, and run it again"
+        reason = error.strerror or str(error)
+        if error.errno == errno.EEXIST:  # of a directory to be made: something else has its name
+            reason = os.strerror(errno.ENOTDIR)
+        raise UserError(name, f"cannot be {verb} ({reason})", fix) from None
 
 
 def refuse_existing(out: str, *, force: bool) -> None:
@@ -112,11 +110,7 @@ def refuse_existing(out: str, *, force: bool) -> None:
 
 
 def put_text(text: str, out: str | None) -> None:
-    """Write to a file, or to stdout.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write to a file, or to stdout. Raises UserError: the file cannot be written."""
     if out is None:
         echo(text, nl=False)
         return

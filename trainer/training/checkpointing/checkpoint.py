@@ -1,15 +1,15 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints on disk, written atomically.
 
 A checkpoint is a directory `checkpoints/step_00000100/`:
 
-    model_000.safetensors   weights and optimizer: rank 0's, and those of each rank that holds shards of its own
+    model_000.safetensors   weights and optimizer: of rank 0, and of each rank that holds shards
     rank_000.safetensors    every rank: its ledger shard, data cursors, generator
-    rank_000.rows           every rank with a ledger: the states, one after another, as they lie in memory
+    rank_000.rows           every rank with a ledger: the states, one after another, as in memory
     state.json              step, noise-scale averages, sink state, config, versions
-    COMPLETE                JSON: bytes and SHA-256 of every other file; written last, and what makes the checkpoint exist
+    COMPLETE                JSON: bytes and SHA-256 of every other file; written last
 
-All is written to `.tmp_step_...` first, synced to disk, renamed, and only then marked. Nothing in it is a pickle, so a
-checkpoint cannot run code.
+A checkpoint is written to `.tmp_step_...`, synced to disk, renamed, and only then marked: without the marker it does
+not exist. Nothing in it is a pickle, so it cannot run code.
 """
 
 from __future__ import annotations
@@ -66,46 +66,46 @@ def staging_dir(checkpoints: Path, step: int) -> Path:
 def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
     """Turn the files that all ranks have written for `step` into a checkpoint (rank 0).
 
-    Raises:
-        OSError: the disk is full or read-only; no older checkpoint is touched.
+    An OSError if the disk is full or read-only; no older checkpoint is touched.
     """
     staging, target = staging_dir(checkpoints, step), checkpoints / checkpoint_name(step)
     write_json(staging / STATE_FILE, {"format_version": FORMAT_VERSION, **state})
     files = {path.name: _fingerprint(path) for path in sorted(staging.iterdir())}
-    if target.exists():  # The same step again, after a resume from an older checkpoint.
+    if target.exists():  # the same step again, after a resume from an older checkpoint
         remove_tree(target)
     staging.rename(target)
+    # After the rename: a directory with the marker has all files, wherever the process is killed.
     write_json(target / MARKER, {"format_version": FORMAT_VERSION, "step": step, "files": files})
     sync_directory(checkpoints)
+    # Last, so that the link never points to an incomplete checkpoint.
     replace_link(checkpoints / LATEST, target.name)
     return target
 
 
 def discard_staging(checkpoints: Path) -> None:
-    """Remove what an interrupted save left behind (rank 0, at the start of a run)."""
+    """Remove the files of an interrupted save (rank 0, at the start of a run)."""
     for path in checkpoints.glob(".tmp_step_*"):
         shutil.rmtree(path, ignore_errors=True)
-    remove_leftovers(checkpoints)
+    remove_leftovers(checkpoints)  # such as a half-made link
 
 
 def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
-    """Move checkpoints of later steps out of the way (rank 0): the run continues from `step`, and they are another branch.
+    """Move checkpoints after `step`, where the run continues, to `checkpoints/abandoned/` (rank 0).
 
-    They stay in `checkpoints/abandoned/`. Without this, `auto` would later continue from the branch that was left.
+    Otherwise `auto` would later continue from the abandoned branch.
     """
-    moved = []
-    for path in checkpoints.glob("step_*"):
-        if step_of(path) > step:
-            target = checkpoints / "abandoned" / path.name
-            target.parent.mkdir(exist_ok=True)
-            if target.exists():
-                remove_tree(target)
-            moved.append(path.rename(target))
+    later, moved = [path for path in checkpoints.glob("step_*") if step_of(path) > step], []
+    for path in later:
+        target = checkpoints / "abandoned" / path.name
+        target.parent.mkdir(exist_ok=True)
+        if target.exists():
+            remove_tree(target)
+        moved.append(path.rename(target))
     return moved
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete all but the newest `keep_last` checkpoints, those at multiples of `keep_every` (0: none), and step `spared`."""
+    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, and step `spared`."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
         if step != spared and (not keep_every or step % keep_every):
@@ -114,7 +114,8 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | N
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Directories that carry the marker, newest first."""
-    return sorted((path.parent for path in checkpoints.glob(f"step_*/{MARKER}")), key=step_of, reverse=True)
+    marked = [path.parent for path in checkpoints.glob(f"step_*/{MARKER}")]
+    return sorted(marked, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -126,27 +127,27 @@ def step_of(path: Path) -> int:
 def verify(path: Path) -> dict[str, Any]:
     """Check every file of the checkpoint against its marker, and return its state.json.
 
-    Raises:
-        CheckpointError: no marker, another format, or a missing, truncated or changed file.
+    A CheckpointError if a file or the marker is missing or changed, or has another format.
     """
     files = _listed_files(path)
     for name, expected in files.items():
-        try:
+        with _reading(path / name):
             found = _fingerprint(path / name)
-        except OSError as error:
-            raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
-            raise CheckpointError(f"{path / name}: is damaged (its size or hash is not what {MARKER} says)")
+            problem = f"is damaged (its size or hash is not what {MARKER} says)"
+            raise CheckpointError(f"{path / name}: {problem}")
     state = read_state(path)
     world_size, num_shards = state["world_size"], data_shards(state)
     # No more names than there are files, whatever number the state holds.
     shards = range(min(max(num_shards, world_size), len(files)))
     needed = {*map(model_file, state["model_files"]), *map(rank_file, shards)}
-    if files.keys() & (rows := {rows_file(shard) for shard in shards[:: max(num_shards // world_size, 1)]}):
+    # A rank whose shards share a ledger saves one file of states, a model without state none.
+    rows = {rows_file(shard) for shard in shards[:: max(num_shards // world_size, 1)]}
+    if files.keys() & rows:
         needed |= rows
-    missing = sorted(needed - files.keys())
+    missing = ", ".join(sorted(needed - files.keys()))
     if missing:
-        raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {counted(world_size, 'rank')}")
+        raise CheckpointError(f"{path}: has no {missing}, and was saved on {counted(world_size, 'rank')}")
     return state
 
 
@@ -157,33 +158,42 @@ def data_shards(state: Mapping[str, Any]) -> int:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint that has its marker; nothing is compared with its hash.
-
-    Raises:
-        CheckpointError: there is none, it is no JSON object, or it holds what cannot be.
-    """
+    """state.json of a checkpoint, unverified. A CheckpointError if it is missing or damaged."""
     files = _listed_files(path)
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
-    try:
+    with _reading(path / STATE_FILE):
         state = read_json(path / STATE_FILE)
-    except OSError as error:
-        raise CheckpointError(f"{path / STATE_FILE}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged: {error}") from None
     try:
         _SavedState.model_validate(state)
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
-    if (named := step_of(path.resolve())) not in (-1, state["step"]):
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}, not {named}")
+    _refuse_renamed(path.resolve(), state["step"], path / STATE_FILE)
     return {**state, "config": as_trained(without_removed(state["config"]))}
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around reading a file: a failure is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from None
+
+
+def _refuse_renamed(directory: Path, step: int, where: Path | str) -> None:
+    """Refuse a checkpoint under the name of another step: the run would resume at the wrong one."""
+    named = step_of(directory)
+    if named not in (-1, step):
+        raise CheckpointError(f"{where}: is damaged: it is of step {step}, not {named}")
+
+
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
-    """Name -> fingerprint, as the marker has it."""
+    """Name -> fingerprint, from the marker."""
     try:
         marker = read_bytes(path / MARKER)
     except OSError as error:
@@ -194,22 +204,20 @@ def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `sha256`.
-
-    Raises:
-        CheckpointError: it is damaged, of another version, or a name is not that of a file in the directory.
-    """
+    """File name -> `bytes` and `sha256`. A CheckpointError if the marker is not readable."""
+    files: dict[str, dict[str, Any]] = {}
     try:
         found = parse_json(marker)
-        files = {n: {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for n, e in found["files"].items()}
+        for name, each in found["files"].items():
+            files[name] = {"bytes": int(each["bytes"]), "sha256": str(each["sha256"])}
         version, step = found["format_version"], found["step"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise CheckpointError(f"{where}: is damaged") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{where}: has format version {version}, this program reads {FORMAT_VERSION}")
-    if (named := step_of(Path(where).parent)) not in (-1, step):
-        raise CheckpointError(f"{where}: is damaged: it is of step {step}, not {named}")
+    _refuse_renamed(Path(where).parent, step, where)
     for name in files:
+        # A path could make `verify` or a copy read outside the directory.
         if not is_file_name(name) or name == MARKER:
             raise CheckpointError(f"{where}: lists {name!r}, which is no file of the checkpoint")
     return files
@@ -218,18 +226,18 @@ def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to continue from (rank 0), with its state; None to start a new run.
 
-    Raises:
-        UserError: `resume` names a checkpoint that is not whole; or, for `auto`, none of several is.
+    A UserError if the checkpoint of `resume` is incomplete, or for `auto` all of several.
     """
     if resume == "off":
         return None
     if resume != "auto":
         return Path(resume), named(resume, verify)
-    candidates = sorted((p for p in checkpoints.glob("step_*") if step_of(p) >= 0), key=step_of, reverse=True)
-    for path in candidates:
+    candidates = [path for path in checkpoints.glob("step_*") if step_of(path) >= 0]
+    for path in sorted(candidates, key=step_of, reverse=True):
         try:
             return path, verify(path)
         except CheckpointError as error:
+            # Killed while it was written, or damaged since: an earlier one may be complete.
             logger.warning("%s; falling back to the checkpoint before it", error)
     if candidates:
         problem = f"none of the {len(candidates)} checkpoints in {checkpoints} is whole"
@@ -239,22 +247,22 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
 
 def refuse_absent(path: str) -> None:
     """Refuse a `--resume` that names nothing, or a run."""
-    problem, fix = "", ""
+    checkpoints = Path(path) / CHECKPOINTS
     if not Path(path).is_dir():
-        problem = f"{path}: no such directory"
-        fix = did_you_mean(path) or "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
-    elif (Path(path) / CHECKPOINTS).is_dir():
+        example = "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
+        problem, fix = f"{path}: no such directory", did_you_mean(path) or example
+    elif checkpoints.is_dir():
         problem = f"{path} is a run, not a checkpoint"
-        fix = f"continue it with --resume auto --run-dir {path}, or name {Path(path) / CHECKPOINTS / LATEST}"
-    if problem:
-        raise UserError("--resume", problem, fix)
+        fix = f"continue it with --resume auto --run-dir {path}, or name {checkpoints / LATEST}"
+    else:
+        return
+    raise UserError("--resume", problem, fix)
 
 
 def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """state.json of the checkpoint that `--resume` names, by `verify` or, unverified, by `read_state`.
+    """state.json of the checkpoint of `--resume`, by `verify` or, unverified, by `read_state`.
 
-    Raises:
-        UserError: it is not there, or not whole.
+    A UserError if the checkpoint is missing or incomplete.
     """
     refuse_absent(path)
     try:
@@ -269,6 +277,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
+# Larger numbers are damage: they would overflow an int64, or fill the memory.
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
@@ -283,7 +292,7 @@ class _Tracker(_Part):
 
 
 class _SavedState(_Part):
-    """What restoring needs of state.json."""
+    """The fields of state.json that restoring needs."""
 
     step: Count
     world_size: Annotated[int, Field(ge=1, le=MOST)]
@@ -303,10 +312,7 @@ class _SavedState(_Part):
 
 @contextmanager
 def loading(path: Path, part: str) -> Iterator[None]:
-    """Load a part of a checkpoint. What it holds may raise anything: that is the checkpoint's fault, in one line.
-
-    Raises:
-        UserError: naming the part.
-    """
-    with users_code("--resume", f"{path}: its {part} cannot be restored", "resume from another checkpoint"):
+    """Around loading a part of a checkpoint: any exception becomes a UserError that names it."""
+    problem = f"{path}: its {part} cannot be restored"
+    with users_code("--resume", problem, "resume from another checkpoint"):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,24 +12,19 @@ import numpy as np
 
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
-from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
 from trainer.data.fingerprint import (
     EVAL,
     FINGERPRINT_KEY,
     DataChange,
     Fingerprint,
-    SourceChange,
     blocks_per_file,
     compare,
     has_contents,
     keep_contents,
     mark_files,
-    moved,
     stream_files,
 )
-from trainer.data.lanes import keep_places
-from trainer.data.layout import refuse_empty_files, renamed
-from trainer.data.shard_source import ShardSource, StreamSource
+from trainer.data.layout import refuse_empty_files
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.import_path import users_code
@@ -49,11 +44,11 @@ logger = get_logger(__name__)
 def restore(
     path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState, info: RankInfo, data: DataCheck
 ) -> Position:
-    """Load the checkpoint in `path`, whose state.json is `saved`, into the parts of a run. Returns where the run continues.
+    """Load a checkpoint, with its state.json, into a run. Returns where the run continues.
 
-    Raises:
-        UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
+    A UserError if a file is damaged, or does not fit the model, the data or the config.
     """
+    # In an order in which a wrong checkpoint is refused before anything large is read.
     with loading(path, "config"):
         check_config(saved["config"], plan.config)
     num_saved, num_shards = data_shards(saved), plan.facts.data_shards
@@ -77,13 +72,17 @@ def restore(
     with loading(path, "data cursors"):
         blends = {number: part["data"] for number, part in parts.items()}
         if data.change:
+            restart = plan.parts.need("changed data", "--accept-data-change")
             holds_out = plan.config.eval.holdout_fraction > 0
-            blends = dict(enumerate(restart_changed([*blends.values()], state.dataset, data, holds_out=holds_out)))
+            restarted = restart([*blends.values()], state.dataset, data, holds_out=holds_out)
+            blends = dict(enumerate(restarted))
         for shard in state.shards:
+            # The cursors of other shards are redistributed: each needs all of them.
             shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
         position = Position.of(state, saved["step"])
+    # After the data cursors, which know the documents that are in flight.
     with loading(path, "ledger"):
-        # Groups in flight here need room beside those of a checkpoint of other shards.
+        # Groups in flight here need room besides those of a checkpoint of other shards.
         _restore_ledgers(state, saved, parts, room=0 if is_same else plan.facts.groups_in_flight)
     position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
     position.tokens_before, position.tokens = saved["tokens"]
@@ -97,10 +96,11 @@ def restore(
         with loading(path, "counts"):
             for index, shard in enumerate(state.shards):
                 position.load_counts(index, parts[shard.number]["unlogged"])
-    elif state.shards[0].number == 0:  # takes over what all shards have read, which is a total since the start
+    elif state.shards[0].number == 0:
+        # Only epochs are totals since the start: the first shard takes over those of all.
         for part in parts.values():
-            read = part["unlogged"]["pool"]
-            position.unlogged[0].add({key: read[key][0] for key in read if key.startswith(EPOCHS)})
+            pool = part["unlogged"]["pool"]
+            position.unlogged[0].add({key: pool[key][0] for key in pool if key.startswith(EPOCHS)})
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 
@@ -108,26 +108,31 @@ def restore(
 def _restore_ledgers(
     state: TrainState, saved: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], *, room: int
 ) -> None:
-    if state.ledgers and saved.get("state_layout") != state.state_layout:
-        raise ValueError(f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}")
+    layout = saved.get("state_layout")
+    if state.ledgers and layout != state.state_layout:
+        raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
     for shard in state.shards:
         if shard.ledger is not None:
+            # Their documents go on, perhaps after a long wait: they must not be swept.
             shard.ledger.keep(shard.dataset.waiting_groups)
     for number, ledger in state.ledgers.items():
         if _is_own_ledger(parts, number, ledger):
             ledger.load_state_dict([parts[number]["ledger"]] * ledger.owners.world_size)
             ledger.load_undrained(parts[number]["unlogged"]["ledger"])
-        else:
-            shards, owned = [part["ledger"] for part in parts.values() if "ledger" in part], None
-            for each in state.shards:
-                if each.ledger is ledger and (groups := each.dataset.groups_in_flight) is not None:
-                    owned, room = partial(np.isin, test_elements=groups), 0  # no other will be asked for
-            ledger.load_state_dict(shards, owned=owned, room=room)
+            continue
+        shards, owned = [part["ledger"] for part in parts.values() if "ledger" in part], None
+        for each in state.shards:
+            groups = each.dataset.groups_in_flight
+            if each.ledger is ledger and groups is not None:
+                # No other group will be looked up.
+                owned, room = partial(np.isin, test_elements=groups), 0
+        ledger.load_state_dict(shards, owned=owned, room=room)
 
 
 def _read_parts(path: Path, num_saved: int, state: TrainState, *, needs_all: bool) -> dict[int, dict[str, Any]]:
-    """The parts of all data shards, by number; those of this rank alone where it needs no others."""
+    """The parts of all data shards by number; only those of this rank where it needs no others."""
     if not needs_all:
+        # The usual resume: each rank reads its own files alone.
         own = {shard.number: read_rank(path, shard.number) for shard in state.shards}
         if all(_is_own_ledger(own, number, ledger) for number, ledger in state.ledgers.items()):
             return own
@@ -135,53 +140,31 @@ def _read_parts(path: Path, num_saved: int, state: TrainState, *, needs_all: boo
 
 
 def _is_own_ledger(parts: Mapping[int, Mapping[str, Any]], number: int, ledger: Ledger) -> bool:
-    """Whether the states that shard `number` saved are those that this ledger holds, all of them and no others."""
+    """Whether shard `number` saved exactly the states that this ledger holds."""
     saved, owners = parts.get(number, {}).get("ledger"), ledger.owners
     return saved is not None and all(saved[name] == value for name, value in owners._asdict().items())
 
 
-# Changing these changes the shapes of weights, the data, or which tokens the stored states follow; the data set itself
-# refuses what changes its cells.
-BREAKING = (
-    "model.",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.seq_len",
-    "train.tbptt_cells",
-    "run.seed",
-    "optimizer.name",
-    "optimizer.target",
-    "optimizer.group",
-)
-# The checkpoint has weights of its own; trust and contract decide which models are refused, not what they compute.
+# Changing these changes the shapes of weights, the data, or which tokens the stored states follow;
+# the data set itself refuses what changes its cells.
+BREAKING: tuple[str, ...] = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "train.tbptt_cells")
+BREAKING += ("run.seed", "optimizer.name", "optimizer.target", "optimizer.group")
+# The checkpoint has its own weights; trust and contract only refuse models.
 HARMLESS = ("model.weights", "model.trust", "model.contract")
 # These say where and how a run is executed, not what it computes.
-SILENT = (
-    "run.",
-    "metrics.",
-    "sample.",
-    "checkpoint.",
-    "distributed.",
-    "train.device",
-    "ledger.probe_",
-    "data.cache_",
-    *HARMLESS,
-)
-# But this is said: a model that needs shards may be resumed without them by mistake.
+SILENT: tuple[str, ...] = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device")
+SILENT += ("ledger.probe_", "data.cache_", *HARMLESS)
+# But this is reported: a model that needs shards may be resumed without them by mistake.
 SAID = ("distributed.strategy",)
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Compare the config of a checkpoint with that of the run that resumes from it.
-
-    Raises:
-        UserError: keys differ that the saved state does not fit.
-    """
+    """Refuse a config that does not fit the checkpoint's state, and warn about other changes."""
     changed = changed_settings(saved, {}, config, {})
     breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
-        listed = ", ".join(f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking)
-        problem = f"the checkpoint was made with another config: {listed}"
+        listed = [f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking]
+        problem = f"the checkpoint was made with another config: {', '.join(listed)}"
         raise UserError("--resume", problem, "restore them, or start a new run")
     for key, (before, after) in changed.items():
         if key in SAID or not key.startswith(SILENT):
@@ -189,7 +172,7 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
 
 
 class Change(NamedTuple):
-    """What a resume changed a setting from and to; None: there the key is not set."""
+    """A setting before and after a resume; None: the key is not set there."""
 
     before: Any
     after: Any
@@ -198,19 +181,22 @@ class Change(NamedTuple):
 def changed_settings(
     saved: Mapping[str, Any], saved_environment: Mapping[str, Any], config: RunConfig, environment: Mapping[str, Any]
 ) -> dict[str, Change]:
-    """What differs from the settings and versions that a checkpoint was made with; see `recorded_settings` for the keys."""
+    """The settings and versions that differ from a checkpoint's, by key."""
     before = recorded_settings(saved, saved_environment)
     now = recorded_settings(config.model_dump(mode="json"), environment)
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
-    # A key that the saved config lacks is newer than the checkpoint: it was made with what is the default now.
+    # A key that the saved config lacks is newer than the checkpoint: the default was used.
     unchanged = now.keys() - before.keys() - chosen.keys()
-    pairs = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
-    return {key: change for key, change in pairs.items() if change.before != change.after}
+    found = {}
+    for key in sorted((before.keys() | now.keys()) - unchanged):
+        if before.get(key) != now.get(key):
+            found[key] = Change(before.get(key), now.get(key))
+    return found
 
 
 @dataclass(frozen=True)
 class DataPolicy:
-    """What the command line says about data that changed."""
+    """How the command line treats data that changed."""
 
     verify_whole: bool = False
     """`--verify-data`: hash the whole content of every file."""
@@ -222,147 +208,102 @@ class DataPolicy:
 
 @dataclass(frozen=True)
 class DataCheck:
-    """The data of a run that begins or resumes: its plan, in which files that moved have the names of the checkpoint, their
-    fingerprint `now`, that of the checkpoint (None without one), and what differs between the two, accepted."""
+    """The data of a run that begins or resumes."""
 
     plan: Plan
+    """The run's, in which files that moved have the names of the checkpoint."""
     now: Fingerprint
     saved: Fingerprint | None = None
+    """The checkpoint's; None without one."""
     change: DataChange = field(default_factory=DataChange)
+    """What differs between the two, accepted."""
 
 
 def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
-    """Mark the data files and compare them with a checkpoint's; every rank must call it, and reads its share of them.
+    """Fingerprint the data files and compare them with a checkpoint's. Each rank reads its share.
 
-    Args:
-        saved: the checkpoint's state.json; None for a run that begins.
-
-    Raises:
-        UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
+    `saved` is its state.json; None for a run that begins. A UserError if a file cannot be read, or
+    is empty, or if the data changed, which is not accepted.
     """
+    world_size = info.world_size
     sources = {source.name: source for source in plan.sources}
     sources |= {EVAL + each.name: each for each in plan.eval_sources}
-    # Each node has copies of its own of what URLs name.
+    # Each node has its own copies of the objects of URLs.
     keys = [copy.key for source in sources.values() for copy in source.copies]
-    copies = gather_from_ranks(keys, world_size=info.world_size)
-    with raise_on_all_ranks(world_size=info.world_size):
+    copies = gather_from_ranks(keys, world_size=world_size)
+    before = None
+    with raise_on_all_ranks(world_size=world_size):
         if any(each != keys for each in copies):
             problem = "the objects of a source that is a URL changed while the ranks started"
             raise UserError("data.source", problem, "start again, once nobody writes there")
-        before = None
         if saved is not None:
             with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
                 before = Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
         names, files = _data_files(sources, plan.config.data.tokenizer)
-        blocks = blocks_per_file(len(files)) if before is None else before.blocks
-        own = mark_files(files[info.rank :: info.world_size], blocks=blocks, whole=policy.verify_whole)
+        # Sampled as the checkpoint was, or nothing could be compared.
+        blocks = before.blocks if before is not None else blocks_per_file(len(files))
+        own = mark_files(files[info.rank :: world_size], blocks=blocks, whole=policy.verify_whole)
     marks = [""] * len(files)
-    for rank, found in enumerate(gather_from_ranks(own, world_size=info.world_size)):
-        marks[rank :: info.world_size] = found
+    for rank, found in enumerate(gather_from_ranks(own, world_size=world_size)):
+        marks[rank::world_size] = found
     tokenizer = marks.pop() if len(files) > len(names) else ""
-    marked: dict[str, dict[str, str]] = {name: {} for name in sources}
-    for (name, path), mark in zip(names, marks, strict=True):
-        marked[name][path] = mark
-    for name in [name for name, source in sources.items() if source.is_off]:
-        logger.info("source %s has weight 0: nothing of it is read", name)
-        if before is not None:  # it may be read again
-            marked[name] = dict(before.sources.get(name, {}))
-    with raise_on_all_ranks(world_size=info.world_size):
-        # A run would find them only when it comes to read them, hours later perhaps.
-        empty = [path for (_, path), mark in zip(names, marks, strict=True) if mark.startswith("0:")]
+    by_file = dict(zip(names, marks, strict=True))
+    with raise_on_all_ranks(world_size=world_size):
+        # Refused now: a run would find them when it comes to read them, perhaps hours later.
+        empty = [path for (_, path), mark in by_file.items() if mark.startswith("0:")]
         refuse_empty_files(empty, len(names))
+    marked = _by_source(by_file, sources, before)
     if before is None:
         return DataCheck(plan, Fingerprint(blocks, tokenizer, marked))
-    plan = _with_former_names(plan, before, marked)
+    # Gives files that moved the names of the checkpoint, under which they have not changed.
+    plan = plan.call("moved files", plan, before, marked) or plan
     now = Fingerprint(blocks, tokenizer, marked)
     if not policy.compares:
         return DataCheck(plan, now, before)
     change = compare(before, now)
-    with raise_on_all_ranks(world_size=info.world_size):
+    with raise_on_all_ranks(world_size=world_size):
         if change and not policy.accept_change:
             raise _refusal(change)
     if policy.verify_whole and not has_contents(before):
-        logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
-    if policy.accept_change:
-        _say_accepted(change)
+        text = "the checkpoint has sizes and samples only: contents are verified from now on"
+        logger.warning("--verify-data: %s", text)
+    if policy.accept_change and not change:
+        logger.info("--accept-data-change: no data changed: every stream continues")
     return DataCheck(plan, keep_contents(before, now), before, change)
 
 
-def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[str, str]]) -> Plan:
-    """The plan, and `marked`, with the checkpoint's names of the files of `paths` that moved or are spelled otherwise."""
-
-    def kept(source: Source, prefix: str = "") -> Source:
-        key = prefix + source.name
-        names = moved(before.sources.get(key, {}), marked[key]) if source.table.paths is not None else {}
-        if not names:
-            return source
-        logger.info("source %s: %s moved, by their fingerprints the checkpoint's", key, counted(len(names), "file"))
-        marked[key] = dict(sorted((names.get(name, name), mark) for name, mark in marked[key].items()))
-        return replace(source, streams=renamed(source.streams, names))
-
-    sources, sets = list(map(kept, plan.sources)), [kept(source, EVAL) for source in plan.eval_sources]
-    return replace(plan, sources=sources, eval_sources=sets)
+def _by_source(
+    by_file: Mapping[tuple[str, str], str], sources: Mapping[str, Source], before: Fingerprint | None
+) -> dict[str, dict[str, str]]:
+    """The marks of all files by source; if one is off, the checkpoint's: it may be read again."""
+    marked: dict[str, dict[str, str]] = {name: {} for name in sources}
+    for (name, path), mark in by_file.items():
+        marked[name][path] = mark
+    for name, source in sources.items():
+        if source.is_off:
+            logger.info("source %s has weight 0: nothing of it is read", name)
+            if before is not None:
+                marked[name] = dict(before.sources.get(name, {}))
+    return marked
 
 
 def _refusal(change: DataChange) -> UserError:
-    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources, of the files as they are"
+    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources, "
+    fix += "of the files as they are"
     if change.removed:
         fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
         fix += ", or add --accept-data-change to continue without it"
     return UserError("--resume", f"the data changed since the checkpoint was saved: {change}", fix)
 
 
-def _say_accepted(change: DataChange) -> None:
-    if not change:
-        logger.info("--accept-data-change: no data changed: every stream continues")
-    for name in change.removed:
-        logger.warning("--accept-data-change: source %s: continuing without it, since the config lacks it", name)
-    text = "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
-    for name, each in change.sources.items():
-        if name.startswith(EVAL):
-            logger.warning(text, name.removeprefix(EVAL), each)
-
-
-def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[list[Path]]]:
-    """(source, stream) of each stream, and its files; the tokenizer's file, if there is one, comes last."""
+def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[Sequence[Path]]]:
+    """(source, stream) of each stream, and its files; the tokenizer's file, if any, comes last."""
     names: list[tuple[str, str]] = []
-    files: list[list[Path]] = []
+    files: list[Sequence[Path]] = []
     for name, source in sources.items():
-        if source.is_off:
-            continue
-        names += [(name, stream.relative_path) for stream in source.streams]
-        files += stream_files(source.streams, source.table.format)
-    return names, [*files, [Path(tokenizer)]] if tokenizer.endswith(".json") else files
-
-
-def restart_changed(
-    states: Sequence[Mapping[str, Any]], dataset: BlendDataset, check: DataCheck, *, holds_out: bool
-) -> list[dict[str, Any]]:
-    """The blend's states of all saving ranks, so that changed sources begin their next epoch; say so."""
-    assert check.saved is not None
-    rewritten = [without_sources(state, check.change.removed) for state in states]
-    for source in dataset.sources:
-        given: Any = source.dataset
-        before = check.saved.sources.get(source.name)
-        if before is None or source.name not in rewritten[0]["names"] or not isinstance(given, StreamSource):
-            continue
-        now = check.now.sources[source.name]
-        change = check.change.sources.get(source.name)
-        changed = list(now) if check.change.tokenizer else [] if change is None else change.changed
-        if change is None and not changed:
-            continue
-        index = rewritten[0]["names"].index(source.name)
-        parts = given.restarted(parts_of(rewritten, index))
-        for state in rewritten:
-            state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
-            if isinstance(given, ShardSource):
-                state["lanes"] = keep_places(state["lanes"], given, [*before], changed)
-        text = "--accept-data-change: source %s: %s; it begins its next epoch, of the files as they are"
-        logger.warning(text, source.name, change or SourceChange(changed))
-        if changed and holds_out:
-            text = (
-                "--accept-data-change: source %s: documents are held out by their place in a stream: those of changed "
-            )
-            text += "streams may have been trained on, and held-out losses do not compare with earlier ones"
-            logger.warning(text, source.name)
-    return rewritten
+        if not source.is_off:
+            names += [(name, stream.relative_path) for stream in source.streams]
+            files += stream_files(source.streams, source.table.format)
+    if tokenizer.endswith(".json"):
+        files.append([Path(tokenizer)])
+    return names, files

@@ -54,15 +54,16 @@ class Saver:
     extensions: Extensions
     device: torch.device
     shared: Mapping[str, Any]
-    """Further values that are the same on all ranks and fit JSON (config, versions, the wandb run)."""
+    """Further values, equal on all ranks, that fit JSON: config, versions, the wandb run."""
     on_saving: Callable[[float], None]
     """Called with the seconds that training has waited for a save."""
     last_saved: int = -1
     """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
     retain: Callable[[Path], None] | None = None
-    """Called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`."""
+    """Called with a new checkpoint, to prune the others (rank 0); None: by `table`."""
 
     def __post_init__(self) -> None:
+        # One thread: files are written one by one while training continues.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
         self._staging = Staging(is_pinned=self.device.type == "cuda")
@@ -70,34 +71,32 @@ class Saver:
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
         self.began_at = self.last_saved
         self.must_save = False
-        """A save is due by time. The same on all ranks: the next step is finished and saved before another starts."""
+        """A timed save is due, on all ranks alike: the next step is saved before another starts."""
         self._set_clock()
 
     def _set_clock(self) -> None:
-        minutes = self.table.every_minutes if self.info.is_main else 0
-        self.due_time = time.monotonic() + 60 * minutes if minutes else math.inf
-        """When `every_minutes` will have passed since the last save began, for which rank 0 answers."""
+        self.due_time = math.inf
+        """`every_minutes` after the last save began; only rank 0's clock counts."""
+        if self.info.is_main and self.table.every_minutes:
+            self.due_time = time.monotonic() + 60 * self.table.every_minutes
 
     def is_written(self) -> bool:
         """Whether this rank's part of a background save is on disk, or failed."""
         return all(write.done() for write in self._writes)
 
     def save(self, position: Position, *, in_background: bool) -> None:
-        """Save the state after the last finished step; every rank must call it.
-
-        Raises:
-            SaveError: on every rank, if any could not write its part.
-        """
+        """Save the state after the last finished step. Collective; a SaveError is raised on all ranks."""
         started = time.monotonic()
         self._conclude()
         step = position.step
         self.began_at, self.must_save = step, False
         self._set_clock()
         staging = files.staging_dir(self.directory, step)
-        parts = self._parts(position)
-        needed = sum(part.num_bytes for part in parts.values())
-        needed_by_all = sum(gather_from_ranks(needed, world_size=self.info.world_size))
-        self._together(lambda: self._make_staging(staging, needed_by_all) if self.info.is_main else None, needed_by_all)
+        parts = self._parts(position)  # refer to the tensors, without copies
+        own = sum(part.num_bytes for part in parts.values())
+        needed = sum(gather_from_ranks(own, world_size=self.info.world_size))
+        # Before any rank writes: what else is on the disk may need the rest of it.
+        self._together(lambda: self._make_staging(staging, needed), needed)
         shared = {
             "step": step,
             "reached": position.reached,
@@ -111,7 +110,7 @@ class Saver:
             "extensions": self.extensions.state_dict(),
             **self.shared,
         }
-        self.pending = (step, shared, needed_by_all)
+        self.pending = (step, shared, needed)
         if in_background:
             # The tensors change while the thread writes: it gets copies.
             for name, part in self._staging.copies(parts).items():
@@ -122,16 +121,12 @@ class Saver:
                 for name, part in parts.items():
                     write_part(staging / name, part)
 
-            self._together(write_all, needed_by_all)
+            self._together(write_all, needed)
             self._conclude()
         self.on_saving(time.monotonic() - started)
 
     def publish_pending(self) -> None:
-        """Turn a pending save's files into a checkpoint, if there is one; every rank must call it at the same step.
-
-        Raises:
-            SaveError: as `save`.
-        """
+        """Publish the checkpoint of a pending save, if any. Collective, as `save`."""
         started = time.monotonic()
         self._conclude()
         self.on_saving(time.monotonic() - started)
@@ -141,8 +136,9 @@ class Saver:
             return
         (step, shared, needed), self.pending = self.pending, None
         writes, self._writes = self._writes, []
+        # All ranks must have written before rank 0 publishes.
         self._together(lambda: [write.result() for write in writes], needed)
-        self._together(lambda: self._publish(step, shared) if self.info.is_main else None, needed)
+        self._together(lambda: self._publish(step, shared), needed)
         self.last_saved = step
 
     def close(self) -> None:
@@ -155,48 +151,57 @@ class Saver:
         state, rank = self.state, self.info.rank
         parts: dict[str, Part] = {}
         for index, shard in enumerate(state.shards):
-            own: dict[str, Any] = {"data": position.data_states[index], "unlogged": position.counts(index)}
-            if (ledger := state.ledgers.get(shard.number)) is not None:
-                own["ledger"], own["unlogged"]["ledger"] = ledger.state_dict(with_rows=False), ledger.undrained()
+            own: dict[str, Any] = {"data": position.data_states[index]}
+            own["unlogged"] = position.counts(index)
+            ledger = state.ledgers.get(shard.number)
+            if ledger is not None:
+                own["ledger"] = ledger.state_dict(with_rows=False)
+                own["unlogged"]["ledger"] = ledger.undrained()
                 parts[rows_file(shard.number)] = StatePart(ledger.num_row_bytes, ledger.held_rows())
             values, tensors = pack(own)
-            parts[rank_file(shard.number)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
+            rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
+            parts[rank_file(shard.number)] = TensorPart(rows, values)
         model = model_part(state.model, state.optimizer, state.scaler, rank=rank)
         if model is not None:
             parts[model_file(rank)] = model
         return parts
 
     def _make_staging(self, staging: Path, needed: int) -> None:
-        """Make the directory, if all that is to come has a place: what else is on the disk may need the rest of it."""
+        """Make the directory on rank 0, if there is room for all files."""
+        if not self.info.is_main:
+            return
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         if shutil.disk_usage(staging).free < needed:
-            staging.rmdir()
+            staging.rmdir()  # found before, not in the middle of the last file
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging))
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
-        path = files.finish(self.directory, step, shared)
+        if not self.info.is_main:
+            return
+        path, table = files.finish(self.directory, step, shared), self.table
         logger.info("saved %s", path)
         if self.retain is not None:
             self.retain(path)
         else:
-            files.prune(self.directory, keep_last=self.table.keep_last, keep_every=self.table.keep_every)
+            files.prune(self.directory, keep_last=table.keep_last, keep_every=table.keep_every)
 
     def _together(self, action: Callable[[], object], needed: int) -> None:
-        """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all ranks raise."""
-        problem: str | None = None
+        """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all raise."""
+        problem = ""
         try:
             action()
         except OSError as error:
             problem = f"rank {self.info.rank}: {error.strerror} ({error.filename}){self._free()}"
         except RuntimeError as error:
-            # What torch makes of a disk that is full while it writes the last of a file.
+            # torch raises it if the disk is full while it writes the last of a file.
             problem = f"rank {self.info.rank}: {str(error).splitlines()[0]}{self._free()}"
-        problems = [p for (p,) in gather_from_ranks((problem,), world_size=self.info.world_size) if p is not None]
+        problems = list(filter(None, gather_from_ranks(problem, world_size=self.info.world_size)))
         if problems:
             if self.info.is_main:
                 files.discard_staging(self.directory)  # or the disk stays full
-            raise SaveError(f"the checkpoint could not be written: {problems[0]}; it needs {needed / 1e6:.1f} MB")
+            size = f"it needs {needed / 1e6:.1f} MB"
+            raise SaveError(f"the checkpoint could not be written: {problems[0]}; {size}")
 
     def _free(self) -> str:
         try:
@@ -206,10 +211,9 @@ class Saver:
 
 
 class Staging:
-    """A rank's copy of what it saves while it trains on: one block of the host's memory, used again for every save.
+    """A copy of a rank's state while it trains on: one block of host memory, reused for every save.
 
-    Args:
-        is_pinned: the tensors are a CUDA device's, which copies faster into pinned memory.
+    It is pinned if the tensors are a CUDA device's, which copies faster into pinned memory.
     """
 
     def __init__(self, *, is_pinned: bool) -> None:
@@ -218,7 +222,7 @@ class Staging:
         self._used = 0
 
     def copies(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts with tensors in the block; what it held before is overwritten."""
+        """The parts with tensors in the block, whose former content is overwritten."""
         needed = sum(part.num_bytes + ALIGNMENT * _num_tensors(part) for part in parts.values())
         if self._block.numel() < needed:
             self._block = torch.empty(0, dtype=torch.uint8)  # or both exist
@@ -229,9 +233,10 @@ class Staging:
             if isinstance(part, StatePart):
                 copied[name] = part._replace(pieces=[self._copy(piece) for piece in part.pieces])
             else:
-                rows = {key: rows._replace(tensor=self._copy(rows.tensor)) for key, rows in part.rows.items()}
+                rows = {key: each._replace(tensor=self._copy(each.tensor)) for key, each in part.rows.items()}
                 copied[name] = part._replace(rows=rows)
         if self._is_pinned:
+            # Asynchronous copies must be done before the thread writes and the next step trains.
             torch.cuda.current_stream().synchronize()
         return copied
 
@@ -242,5 +247,7 @@ class Staging:
 
 
 def _num_tensors(part: Part) -> int:
+    if isinstance(part, TensorPart):
+        return len(part.rows)
     # Pieces of states are some megabytes each.
-    return len(part.rows) if isinstance(part, TensorPart) else part.num_bytes // 1_000_000 + 1
+    return part.num_bytes // 1_000_000 + 1

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the parts of a run that have a state, and where the run is."""
+"""The contents of a checkpoint: the parts of a run that have a state, and where the run is."""
 
 from __future__ import annotations
 
@@ -19,23 +19,20 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder, Reporter
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.weights import tied_names
+from trainer.model.protocol import tied_names
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, TensorPart, model_file, pack, unpack
 from trainer.training.step.optimizer import load_named_state, named_state
 from trainer.wording import few
 
 
 class DataShard(NamedTuple):
-    """A part of the data, what reads it, and the states that its groups carry.
-
-    Attributes:
-        number: among those of all ranks.
-        ledger: None for a model without state. Shards of a rank whose groups may move share one.
-    """
+    """A part of the data, its reader, and the states that its groups carry."""
 
     number: int
+    """Among the shards of all ranks."""
     dataset: BlendDataset
     ledger: Ledger | None
+    """None for a model without state. Shards of a rank whose groups may move share one."""
 
 
 @dataclass
@@ -53,19 +50,22 @@ class TrainState:
 
     @property
     def dataset(self) -> BlendDataset:
-        """Of the first shard; those of the others are alike."""
+        """The first shard's; those of the others are alike."""
         return self.shards[0].dataset
 
     @property
     def ledgers(self) -> dict[int, Ledger]:
         """By the number of the shard that saves it; empty for a model without state."""
-        found = {shard.ledger: shard.number for shard in reversed(self.shards) if shard.ledger is not None}
-        return {number: ledger for ledger, number in reversed(found.items())}
+        found: dict[Ledger, int] = {}
+        for shard in self.shards:
+            if shard.ledger is not None:  # the first of those that share it saves it
+                found.setdefault(shard.ledger, shard.number)
+        return {number: ledger for ledger, number in found.items()}
 
     @property
     def reporters(self) -> list[tuple[str, int, Reporter]]:
-        """What collects metrics itself, drained on logged steps: its name, and whose of this rank's shards it is."""
-        first = self.shards[0].number
+        """Parts that collect metrics themselves: name, index of this rank's shard, and the part."""
+        first = self.shards[0].number  # shards of a rank are neighbours
         found: list[tuple[str, int, Reporter]] = []
         for number, ledger in self.ledgers.items():
             found.append(("ledger metrics", number - first, ledger))
@@ -77,13 +77,13 @@ class TrainState:
         """The states that are the same on all ranks and fit JSON."""
         return {
             "tracker": self.tracker.state_dict(),
-            "gns": self.gns.state_dict() if self.gns is not None else None,
+            "gns": None if self.gns is None else self.gns.state_dict(),
             "state_layout": self.state_layout,
         }
 
     @property
     def state_layout(self) -> list[list[Any]] | None:
-        """What the rows of the ledger stand for, see `StateLayout`; None for a model whose states are rows already."""
+        """The meaning of the ledger's rows, see `StateLayout`; None if states are rows already."""
         layout = getattr(self.model, "state_layout", None)
         return None if layout is None else layout.to_json()
 
@@ -96,38 +96,28 @@ class TrainState:
 
 SHOWN_LOSSES = 8
 """Steps at the beginning and at the end of a run, whose losses its last lines compare."""
-# What the host counts itself, beside the data set's metrics: see `Position.unlogged`.
-HOST_KEYS = (
-    "non_finite_steps",
-    "grad_scale",
-    "train/micro_batches",
-    "checkpoint/save_sec",
-    "time/data_sec",
-    "time/forward_backward_sec",
-    "time/optimizer_sec",
-    "time/slowest_rank_sec",
-    "time/fastest_rank_sec",
-    "stream_mixing/masked_share",
-    "data/fill",
-)
+# Counted on the host, in addition to the data set's metrics: see `Position.unlogged`.
+HOST_KEYS: tuple[str, ...] = ("non_finite_steps", "grad_scale", "train/micro_batches", "checkpoint/save_sec")
+HOST_KEYS += ("time/data_sec", "time/forward_backward_sec", "time/optimizer_sec")
+HOST_KEYS += ("time/slowest_rank_sec", "time/fastest_rank_sec", "stream_mixing/masked_share", "data/fill")
 
 
 @dataclass
 class Position:
-    """Where a run is, and what it has counted on the way."""
+    """Where a run is, and its counts on the way."""
 
     data_states: list[Any]
     """Of this rank's data shards, after the last batch of the last finished step."""
     unlogged: list[Recorder]
-    """What each of them has counted since the last logged step; the first also what the host has."""
+    """The counts of each since the last logged step; the first also has those of the host."""
     step: int = 0
     """Last finished step."""
     last_step: int | None = None
-    """The run's last; None: not known yet, the run's length is in tokens."""
+    """The run's last step; None: not known yet, the run's length is in tokens."""
     reached: int = 0
-    """How far it has come with the last finished step, see `Length`."""
+    """The progress after the last finished step, see `Length`."""
     tokens: int = 0
-    """Target tokens over all ranks through the last finished step, without those of skipped steps."""
+    """Target tokens over all ranks through the last finished step, without skipped steps."""
     tokens_before: int = 0
     """The same without the last finished step."""
     micro_batches: int = 0
@@ -139,9 +129,9 @@ class Position:
     skipped_in_a_row: int = 0
     first_losses: list[tuple[int, float]] = field(default_factory=list)
     """The first `SHOWN_LOSSES` steps that this process trained with tokens, and their losses."""
-    last_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SHOWN_LOSSES))
+    last_losses: deque[tuple[int, float]] = field(default_factory=partial(deque, maxlen=SHOWN_LOSSES))
     last_eval: tuple[int, dict[str, float]] | None = None
-    """The step of the last evaluation, and what it found."""
+    """The step of the last evaluation, and its numbers."""
 
     @classmethod
     def of(cls, state: TrainState, step: int = 0) -> Self:
@@ -151,7 +141,7 @@ class Position:
         return cls(states, [Recorder(leave_out=leave_out) for _ in states], step=step)
 
     def counts(self, index: int) -> dict[str, Any]:
-        """What this rank's shard `index` has counted since the last logged step, for a checkpoint between two of them."""
+        """The counts of shard `index` since the last logged step, which a checkpoint keeps."""
         return {"pool": self.unlogged[index].state_dict(), "in_a_row": self.skipped_in_a_row}
 
     def load_counts(self, index: int, saved: Mapping[str, Any]) -> None:
@@ -163,71 +153,63 @@ class Position:
 def model_part(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
 ) -> TensorPart | None:
-    """What this rank writes; None: nothing.
+    """The part of model and optimizer that this rank writes; None: nothing.
 
-    Raises:
-        UserError: an optimizer of the user's own keeps what is no shard, and may differ by rank.
+    A UserError if a custom optimizer keeps a tensor that is no shard: it may differ by rank.
     """
     if rank not in saving_ranks(model):
         return None
-    state = model.state_dict()
     shared = tied_names(model)
-    kept = {name: value for name, value in state.items() if name not in shared}
-    tree = {"model": kept, "optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
-    values, tensors = pack(tree)
+    kept = {name: value for name, value in model.state_dict().items() if name not in shared}
+    states = {"optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
+    values, tensors = pack({"model": kept, **states})
     rows, is_sharded = {}, layout_of(model.parameters()) is not None
     for name, tensor in tensors.items():
         is_whole = layout_of([tensor]) is None
+        # A single number, such as a count of steps, is the same on all ranks.
         if is_whole and is_sharded and tensor.numel() > 1 and name.startswith("optimizer."):
             problem = f"keeps {name.removeprefix('optimizer.')}, which is not sharded as its parameter is"
             fix = "make it with torch.zeros_like(parameter), which gives a shard"
             raise UserError("optimizer.target", problem, fix)
-        if (part := part_to_save(tensor, rank)) is not None:
+        part = part_to_save(tensor, rank)
+        if part is not None:
             rows[name] = Rows(*part, tuple(tensor.shape))
-    if rank != 0:
+    if rank != 0:  # names and shapes of all are in the file of rank 0
         return TensorPart(rows, shapes={})
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return TensorPart(rows, {**values, "shared": shared}, shapes)
 
 
 def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> TensorFiles:
-    """The tensors of a checkpoint.
-
-    Args:
-        state: its state.json, which says what ranks have written them.
-        rank: whose own rows will probably be asked for.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
-    # The first has all names; of its own rows a rank then looks into its own file first.
+    """The tensors of a checkpoint with this state.json; mostly the rows of `rank` will be read."""
+    # Rank 0's file has all names; after it a rank looks for its rows in its own file first.
     order = sorted(state["model_files"], key=lambda number: (number != 0, number != rank, number))
     return TensorFiles([path / model_file(number) for number in order])
 
 
 def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
-    """Load the weights that this rank holds.
-
-    Raises:
-        UserError: they are those of another model.
-        CheckpointError: they cannot be read.
-    """
+    """Load the weights that this rank holds. A UserError if they are those of another model."""
     own, shared = model.state_dict(), tied_names(model)
     problems = _misfits(own, shared, saved)
     if problems:
         problem = f"the checkpoint holds another model: {few(problems)}"
-        raise UserError("--resume", problem, "resume with the [model] and the release it was trained with")
+        fix = "resume with the [model] and the release it was trained with"
+        raise UserError("--resume", problem, fix)
     given: dict[str, Any] = {}
     for name, value in own.items():
-        if name not in shared:
-            is_tensor, extra = isinstance(value, Tensor), saved.values["model"].get(name)
-            given[name] = _read(saved, f"model.{name}", like=value) if is_tensor else unpack(extra, saved.read)
+        if name in shared:
+            continue
+        if isinstance(value, Tensor):
+            given[name] = _read(saved, f"model.{name}", like=value)
+        else:  # extra state of a module
+            given[name] = unpack(saved.values["model"].get(name), saved.read)
+    # Tied weights are saved once.
     given.update({name: given[owner] for name, owner in shared.items()})
     model.load_state_dict(given)
 
 
 def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFiles) -> list[str]:
-    names = {name for name in own if name not in shared}
+    names = {name for name in own if name not in shared}  # tied ones are saved once
     there = set(saved.values["model"])
     found = [f"{name} is not in it" for name in sorted(names - there)]
     found += [f"the model has no {name}" for name in sorted(there - names)]
@@ -239,18 +221,15 @@ def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFil
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: TensorFiles) -> None:
-    """Load the optimizer's state that this rank holds, but not its settings, which are the config's.
-
-    Raises:
-        ValueError: it is of other parameters.
-        CheckpointError: it cannot be read.
-    """
+    """Load the optimizer's state that this rank holds; its settings are those of the config."""
     parameters = dict(model.named_parameters())
     by_name = saved.values["optimizer"]
     unknown = sorted(by_name.keys() - parameters.keys())
     if unknown:
         raise ValueError(f"it has a state of {few(unknown)}, which the model does not have")
-    states = {name: unpack(state, partial(_read, saved, like=parameters[name])) for name, state in by_name.items()}
+    states = {}
+    for name, state in by_name.items():
+        states[name] = unpack(state, partial(_read, saved, like=parameters[name]))
     load_named_state(optimizer, model, states)
 
 

@@ -1,4 +1,4 @@
-"""What evaluates a run: made from its plan, for the run itself and for `train eval`."""
+"""Makes the evaluator of a plan, for a run and for `train eval`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
-from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
-from trainer.training.setup.evaluation_sample import draw_sample
+from trainer.training.evaluator import EvalSet, Evaluator
 from trainer.training.setup.parts import autocast_context, make_eval_ledger
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, evaluated_rows, make_held_out, runs_on
@@ -32,25 +31,25 @@ from trainer.wording import few
 
 logger = get_logger(__name__)
 SHARE = 0.15
-"""Cells that an evaluation may run by default, of those that one rank trains on between two evaluations. A forward is a third
-of the work of a training step: about 5 % of its time on one rank, less on several. `eval.depth` runs later cells twice."""
+"""Cells that an evaluation may run by default, over those that a rank trains on between two.
+
+A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 ALL = 2**62
 """More micro-batches than any set has."""
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
-    """The held-out documents, and each `[[eval.source]]`; empty without evaluations.
-    Without `has_state`, `eval.depth` costs nothing.
+    """The held-out documents, and each `[[eval.source]]`. A UserError if a set has no document.
 
-    Raises:
-        UserError: no document of a source is held out; a set has no document.
+    `eval.depth` costs nothing if the model does not `has_state`.
     """
     table, sets = plan.config.eval, []
     if not table.every:
         return []
     own = [source for source in plan.sources if source.streams]
     if table.holdout_fraction > 0 and own:
-        sets.append(_eval_set("", plan, own, table.batches, info, device, 2 if table.depth and has_state else 1))
+        runs = 2 if table.depth and has_state else 1
+        sets.append(_eval_set("", plan, own, table.batches, info, device, runs))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
         sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device, 1))
     return sets
@@ -59,23 +58,31 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
 def _eval_set(
     name: str, plan: Plan, sources: Sequence[Source], num_batches: int, info: RankInfo, device: torch.device, runs: int
 ) -> EvalSet:
-    """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little, if each cell but a document's
-    first is run `runs` times; `ALL` or more: all."""
+    """A set: all documents of `sources`, or drawn ones.
+
+    Args:
+        num_batches: 0: as many as cost little; `ALL`: all.
+        runs: how often each cell but a document's first is run, by `eval.depth`.
+    """
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
-    for dataset in datasets:
+    for dataset in datasets:  # an evaluation of nothing would report nothing
         dataset.refuse_nothing()
     read, riders, rows = "all documents", [], evaluated_rows(plan)
     if num_batches < ALL:
         steps = min(plan.config.eval.every, plan.facts.steps)
+        # At least so many: batches that grow later only make the share smaller.
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
+        runs = 1 if num_batches else runs
+        draw = plan.parts.need("evaluation on a sample", "eval.batches")
         generator = keyed_generator("evaluation", name, plan.config.run.seed)
-        read, drawn = draw_sample(plan, sources, datasets, budget, 1 if num_batches else runs, info, generator)
+        read, drawn = draw(plan, sources, datasets, budget, runs, info, generator)
         if drawn is not None:
             datasets, rider = drawn
             riders.append(rider)
-            logger.info("%s: each evaluation reads %s, drawn by run.seed", name or "held-out documents", read)
-    # Documents of a sample have weights of their own, and depth counts from the cell: each begins a row.
+            shown = name or "held-out documents"
+            logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
+    # Each document begins a row if it has its own weight, or if depth counts from its cell.
     is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],
@@ -85,7 +92,7 @@ def _eval_set(
         runs_on=not is_aligned,
         tokenizer=plan.tokenizer,
     )
-    beginning = blend.state_dict()
+    beginning = blend.state_dict()  # every evaluation reads the same batches
 
     def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
         blend.load_state_dict(beginning)
@@ -93,18 +100,19 @@ def _eval_set(
         return Loader((batch for batch in blend), device=device, accepted=accepted, prefetch=0)
 
     filler = next(Loader([blend.masked()], device=device, prefetch=0)).masked()
-    return EvalSet(name, batches, filler, read, riders[0].sample if riders else None, riders)
+    sample = riders[0].sample if riders else None
+    return EvalSet(name, batches, filler, read, sample, riders)
 
 
 def make_details(plan: Plan, diagnostics: Diagnostics, auxiliary: Auxiliary, **further: Any) -> StepDetails:
-    """What is collected beside the loss, of logged steps and of evaluations. `further`: arguments of `StepDetails`."""
-    objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
+    """The details of logged steps and of evaluations. `further`: arguments of `StepDetails`."""
+    objective = plan.config.objective
     modalities = {stream.modality for source in plan.sources for stream in source.streams}
+    if plan.config.metrics.per_source:
+        further |= {"sources": [source.name for source in plan.sources], "modalities": sorted(modalities)}
     return StepDetails(
         [*objective.components, *auxiliary.losses],
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
-        sources=[source.name for source in plan.sources] if is_by_source else (),
-        modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
         **further,
     )
@@ -123,15 +131,14 @@ def make_evaluator(
     *,
     strategy: Strategy,
 ) -> Evaluator:
-    """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
-    `chunk_tokens` has no output layer."""
-    table = plan.config.eval
+    """The evaluator of a run. A custom task gets `model`; rows run through `cell_model`."""
+    table, task = plan.config.eval, None
     if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
-        text = "held-out documents: the model's own metrics (%s) are left out: of a sample each row has another weight"
+        text = "held-out documents: the model's own metrics (%s) are left out: "
+        text += "of a sample each row has another weight"
         logger.info(text, few(auxiliary.metric_keys))
-    task = None
     if table.target is not None:
-        task = OwnTask(
+        task = plan.parts.need("own evaluation", "eval.target")(
             function=resolve_target(table.target, "eval.target"),
             args=table.args,
             model=model,
@@ -140,15 +147,19 @@ def make_evaluator(
         )
     components = plan.config.objective.components
     if table.depth and {"own", "token_ce"} & {*components}:
-        make, guard = plan.parts.need("losses by depth", "eval.depth"), diagnostics.best_effort("eval.depth")
-        is_cut = plan.config.data.max_group_cells > 0
-        sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
+        make = plan.parts.need("losses by depth", "eval.depth")
+        settings = {"guard": diagnostics.best_effort("eval.depth"), "is_cut": plan.config.data.max_group_cells > 0}
+        sets = [each._replace(riders=[*each.riders, make(each.sample, **settings)]) for each in sets]
     sizes, problem = token_bytes(plan.tokenizer)
+    # Bits per byte are cross-entropy per byte of text.
     if "token_ce" not in components:
         sizes, problem = None, "the cross-entropy is not trained on"
+    bytes_of = None
     if sizes is None:
         logger.info("evaluations report no bits per byte: %s", problem)
-    bytes_of = None if sizes is None else torch.from_numpy(sizes).to(device)
+    else:
+        bytes_of = torch.from_numpy(sizes).to(device)
+    further = {"model_metrics": auxiliary.metric_keys, "bytes_of": bytes_of}
     return Evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),
@@ -158,7 +169,7 @@ def make_evaluator(
         sets=sets,
         task=task,
         make_ledger=make_eval_ledger(plan, model, device),
-        details=make_details(plan, diagnostics, auxiliary, model_metrics=auxiliary.metric_keys, bytes_of=bytes_of),
+        details=make_details(plan, diagnostics, auxiliary, **further),
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast_context(plan.config, device),
         strategy=strategy,

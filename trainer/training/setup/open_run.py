@@ -1,9 +1,9 @@
-"""From a plan to a run that is ready for its first step: directory, state, resume, record, parts."""
+"""Opens a run from its plan, up to its first step: directory, state, resume, record, parts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,13 +17,12 @@ from torch import nn
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader, Reading
-from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
+from trainer.distributed.env import RankInfo, raise_on_all_ranks
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
@@ -45,12 +44,11 @@ from trainer.training.setup.parts import (
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
-    refuse_bypassed_units,
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import Found, announce, begin_record, open_record, place_run, say_rate_change
+from trainer.training.setup.record import begin_record, open_record, place_run
 from trainer.training.signals import StopRequest, as_exception, say_stopping
-from trainer.training.step.core_extensions import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
+from trainer.training.step.core_extensions import LoggedDetails, ModelMetrics, Replicas
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import error_text, short_repr
@@ -60,80 +58,85 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started, beside what its config says."""
+    """How a run is started, in addition to its config."""
 
-    stop: StopRequest = field(default_factory=lambda: StopRequest(say_stopping))
+    stop: StopRequest = field(default_factory=partial(StopRequest, say_stopping))
     config_path: Path | None = None
     """Where the config was read from; None: it is not recorded."""
     run_dir: str | None = None
     parts: Parts = NO_PARTS
-    stdout: Output | None = None
-    """For payloads."""
+    stdout: Output | None = None  # for payloads
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
     moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
-    """When each part of the start was done; see `say_start`."""
+    """When each part of the start was done; see "slow start"."""
 
 
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     plan: Plan, launch: Launch, info: RankInfo, device: torch.device, stack: ExitStack, after_group: ExitStack
 ) -> Run | None:
-    """The run, ready for its first step; None if nothing is left of it. Every rank must call it.
+    """Make the run, ready for its first step; None if its last one is done. Collective.
 
     Args:
-        stack: closes what is opened here.
-        after_group: is closed after the process group: the last upload is waited for when no rank waits for this one.
-
-    Raises:
-        UserError: on every rank alike.
+        stack: closes the parts that are opened here.
+        after_group: closed after the process group: waits for uploads, while no rank waits.
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
-    plan = replace(plan, config=with_sizes(plan.config, {} if found is None else found[1]["config"]))
-    data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
-    plan = data.plan
-    strategy = make_strategy(plan.config, info, device)
+    saved = None if found is None else found[1]
+    # Sizes that the config leaves to the model family are those of the checkpoint.
+    plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
+    # Before the model is built, which may take minutes.
+    data = check_data(plan, saved, info, launch.data_policy)
+    plan, config = data.plan, data.plan.config
+    strategy = make_strategy(config, info, device)
     launch.moments["config and data"] = time.monotonic()
     state = _open_state(plan, info, device, strategy, stack)
+    diagnostics = state.tracker.diagnostics
     launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
-        auxiliary = make_auxiliary(plan.config.objective, state.model)
+        auxiliary = make_auxiliary(config.objective, state.model, plan.parts)
         if found is None:
             begin_from_weights(plan, state.model)
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info, data)
-            say_rate_change(found[1]["config"], plan, position)
+            plan.call("rate change", found[1]["config"], plan, position)
     if _is_over(run_dir, position, plan.length, info):
         return None
-    contract = _checked_contract(plan, strategy.whole(state.model), info, device, position.step)
+    contract = _check_contract(plan, strategy.whole(state.model), info, device, position.step)
+    # The directory is written from here on: a run refused earlier has left the record as it was.
     run_dir = begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
     stack.push(partial(_leave_reason, run_dir, info, position))
+    # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    retain = None
+    retain: Callable[[Path], None] | None = None
     if claimed is not None:
-        retain = _start_mirror(claimed, plan, run_dir, position.step, state, launch, after_group)
+        mirrors = plan.parts.need("mirror", "checkpoint.remote")
+        mirror = mirrors.start_mirror(claimed, run_dir, config.checkpoint, position.step, diagnostics)
+        after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
+        retain = mirror.publish
     events, wandb_run_id = open_record(
         plan, info, state, position, run_dir, found, data.change, stack, launch.config_path, launch.stdout
     )
     if info.is_main:
-        announce(plan, state, device, run_dir)
-    _restore_mix(plan, info, state, run_dir, found)
-    config, diagnostics = plan.config, state.tracker.diagnostics
-    cell_model, loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
-    if config.train.compile:  # not before, which would compile for the few tokens of a check, too
+        plan.call("first messages", plan, state, device, run_dir)
+    plan.call("mixing weights", plan, info, state, run_dir, found)
+    cell_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
+    if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
-    row_model = in_cells(cell_model, config)
+    row_model = in_cells(cell_model, plan)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
-    # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
+    # No part refers to the run, so that a finished run is freed, and the process group with it.
     watchdog = start_watchdog(
         info,
         timeout_sec=config.distributed.timeout_sec,
         log=run_dir.log_file(info.rank),
+        # Called from another thread when this one hangs: nothing here may wait for it.
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
         is_asked=lambda: launch.stop.is_heard or launch.stop.requested,
@@ -147,9 +150,11 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     extensions = Extensions({}, diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
     if state.gns is not None:
-        stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
-    batches = config.micro_batches
-    decides_every = batches.auto.every if batches.auto is not None else 0
+        # At the end, when the averages hold all steps.
+        stack.callback(diagnostics.best_effort("gns outlook").run, plan.call, "noise outlook", state.gns)
+    periods = {config.eval.every, config.checkpoint.every}
+    if config.micro_batches.auto is not None:
+        periods.add(config.micro_batches.auto.every)
     run = Run(
         plan=plan,
         config=config,
@@ -171,9 +176,9 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
         schedule=make_schedule(config, plan.length),
         evaluator=evaluator,
-        num_micros=batches.first,
+        num_micros=config.micro_batches.first,
         growth=_make_growth(plan, info, state),
-        periods={config.eval.every, config.checkpoint.every, decides_every} - {0},
+        periods=periods - {0},
         extensions=extensions,
         saver=Saver(
             directory=run_dir.checkpoints,
@@ -188,14 +193,16 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
                 "environment": environment(info),
                 FINGERPRINT_KEY: data.now.to_state(),
             },
-            last_saved=position.step if found is not None else -1,
+            last_saved=-1 if found is None else position.step,
             on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),
             retain=retain,
         ),
         watchdog=watchdog,
     )
+    # Extensions refer to the run, so that it is made without them.
     extensions.add(_load_extensions(run, auxiliary))
     if found is not None:
+        # After all are added: the states of those that are off now are kept for a later resume.
         with loading(found[0], "extensions"):
             extensions.load_state_dict(found[1]["extensions"])
     if contract is not None:
@@ -203,75 +210,49 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     return run
 
 
-def _leave_reason(
-    run_dir: RunDir, info: RankInfo, position: Position, _: Any, error: BaseException | None, __: Any
-) -> None:
-    """Say in status.json why the run ended, if it was refused or failed before it could train."""
-    if error is not None:
-        told = as_exception(error)
-        reason = told.message if isinstance(told, UserError) else error_text(told)
+def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
+    """Write to status.json why the run ended, if it was refused or failed before it could train."""
+    _, error, _ = exit_info
+    if error is not None:  # also a `SystemExit` of user code, as a message
+        raised = as_exception(error)
+        reason = raised.message if isinstance(raised, UserError) else error_text(raised)
         run_dir.leave_reason(info, reason, step=position.step)
 
 
 def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, stack: ExitStack) -> TrainState:
-    """What of the run has a state, the noise scale included."""
+    """The parts of the run that have a state, including the noise scale."""
     with raise_on_all_ranks(world_size=info.world_size):
         state = make_state(plan, info, device, strategy)
-    refuse_bypassed_units(strategy, state.model, device, seq_len=plan.config.data.seq_len)
+    plan.call("shard check", strategy, state.model, device, plan.config.data.seq_len)
     if plan.config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
-        state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)
+        state.gns = GradientNoiseScale(state.model, process_group=group)
         state.gns.shards_per_rank = len(state.shards)
         stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
     return state
-
-
-def _say_outlook(noise: GradientNoiseScale) -> None:
-    if sentence := outlook(noise):
-        logger.info("%s", sentence)
-
-
-def _start_mirror(
-    claimed: Any, plan: Plan, run_dir: RunDir, step: int, state: TrainState, launch: Launch, after_group: ExitStack
-) -> Callable[[Path], None]:
-    """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
-    mirrors = plan.parts.need("mirror", "checkpoint.remote")
-    mirror = mirrors.start_mirror(claimed, run_dir, plan.config.checkpoint, step, state.tracker.diagnostics)
-    after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
-    retain: Callable[[Path], None] = mirror.publish
-    return retain
 
 
 def _start_reading(
     plan: Plan, info: RankInfo, state: TrainState, position: Position, device: torch.device, stack: ExitStack
 ) -> Reading:
     """Start the loaders of this rank's data shards."""
-    pack(position.data_states, "data")  # one that a checkpoint cannot keep is refused before the first step
-    guard = state.tracker.diagnostics.best_effort("data metrics")
-    loaders = []
+    # Refuses a state that a checkpoint cannot keep before the first step, not at the first save.
+    pack(position.data_states, "data")
+    full_tokens, loaders = 0, []
+    if plan.facts.tokens_per_micro:
+        full_tokens = max_tokens_per_micro(plan)
     for shard in state.shards:
-        loaders.append(
-            Loader(
-                shard.dataset,
-                device=device,
-                accepted=accepted_inputs(state.model),
-                prefetch=plan.config.data.prefetch,
-                guard=guard,
-                full_tokens=max_tokens_per_micro(plan) if plan.facts.tokens_per_micro else 0,
-            )
+        loader = Loader(
+            shard.dataset,
+            device=device,
+            accepted=accepted_inputs(state.model),
+            prefetch=plan.config.data.prefetch,
+            guard=state.tracker.diagnostics.best_effort("data metrics"),
+            full_tokens=full_tokens,
         )
-        stack.callback(loaders[-1].close)
+        loaders.append(loader)
+        stack.callback(loader.close)
     return Reading(loaders, position.data_states, info=info, device=device, is_resumed=position.step > 0)
-
-
-def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir, found: Found | None) -> None:
-    """Continue with the weights that `train mix` has set, before anything is read."""
-    if len(plan.sources) == 1:
-        return
-    lines = mix_events(run_dir.events) if info.is_main else []
-    saved = found is not None and found[1].get("extensions", {}).get("mix")
-    if from_main_rank(bool(saved or lines), world_size=info.world_size):
-        plan.parts.need("mix changes", "checkpoint.resume")(plan, info, state, found, lines)
 
 
 def _make_train_step(
@@ -285,11 +266,11 @@ def _make_train_step(
     auxiliary: Auxiliary,
     extensions: Extensions,
 ) -> TrainStep:
-    """What runs the steps. `step_model`: the model as its strategy runs it."""
+    """The part that runs the steps. `step_model`: the model as its strategy runs it."""
     config = plan.config
     if auxiliary.losses:
-        weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
-        logger.info("objective.losses: %s", weights)
+        weights = [f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items()]
+        logger.info("objective.losses: %s", ", ".join(weights))
     return TrainStep(
         model=step_model,
         ledgers=[shard.ledger for shard in state.shards if shard.ledger is not None],
@@ -313,9 +294,8 @@ def _make_train_step(
 
 
 def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
-    """What decides on the micro-batches of a step; None: all steps have as many."""
     table = plan.config.micro_batches
-    if table.is_constant:
+    if table.is_constant:  # all steps have equally many micro-batches
         return None
     return plan.parts.need("batch growth", "train.micro_batches")(
         table,
@@ -327,44 +307,52 @@ def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
 
 
 def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary) -> Any:
-    """What stands for the forward and backward of a micro-batch on a CUDA device; None: nothing does."""
+    """Runs the forward and backward of a micro-batch as a CUDA graph; None: nothing does."""
     if device.type != "cuda" or not plan.config.train.cuda_graph:
         return None
-    if (make := plan.part("cuda graphs", "train.cuda_graph")) is None:
+    make = plan.part("cuda graphs", "train.cuda_graph")
+    if make is None:
         logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
         return None
     return make(plan, info, device, strategy, auxiliary)
 
 
-def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
-    """The extensions that are on, each with the key that asks for it. One that is off is not imported."""
-    config, probe_every = run.config, run.config.ledger.probe_every
+def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
+    """The extensions beyond the core that are on, each with the key that asks for it."""
+    config, is_main, probe_every = run.config, run.info.is_main, run.config.ledger.probe_every
     is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
-    alert_key = "alert.command" if config.alert.command else "alert.url"
-    asked = {
+    asked: dict[str, tuple[Any, str]] = {
+        "mix": (len(run.plan.sources) > 1, ""),
         "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
         "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
-        "alert": (run.info.is_main and (config.alert.command or config.alert.url), alert_key),
+        "alert": (is_main and (config.alert.command or config.alert.url), "alert.url"),
         "memory snapshot": (config.train.memory_snapshot, "train.memory_snapshot"),
         "sample": (config.sample.every, "sample.every"),
-        "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
+        "profile": (is_main and config.metrics.profile, "metrics.profile"),
     }
+    if config.alert.command:
+        asked["alert"] = (is_main, "alert.command")
+    for name, (is_on, key) in asked.items():
+        if is_on:
+            yield name, key
+
+
+def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
+    """The extensions of a run, by name. One that is off is not imported."""
+    config = run.config
     details = make_details(run.plan, run.diagnostics, auxiliary)
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
     if run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off":
         found["replicas"] = Replicas(run)
-    if len(run.plan.sources) > 1:
-        found["mix"] = MixWeights(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
-        for name, (is_on, key) in asked.items():
-            if not is_on:
-                continue
-            if (make := run.plan.part(name, key)) is None:
+        for name, key in _asked_extensions(run):
+            make = run.plan.part(name, key)
+            if make is None:
                 logger.info("%s is off: %s", name, run.plan.parts.problem)
                 continue
             try:
@@ -383,31 +371,34 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
 
 
 def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> bool:
-    """Whether nothing is left of the run, which is said; its last step is noted where it is known."""
+    """Whether the last step is done, which is logged. Notes the last step where it is known."""
+    unit = "tokens"
     if not length.is_in_tokens:
-        position.last_step = length.total
+        unit, position.last_step = "steps", length.total
     elif position.reached >= length.total:
         position.last_step = position.step
     if position.last_step is None or position.step < position.last_step or position.evaluation_is_due:
         return False
     text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
-    logger.info(text, run_dir.path, position.step, "tokens" if length.is_in_tokens else "steps", length.total)
+    logger.info(text, run_dir.path, position.step, unit, length.total)
     if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
         run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
     return True
 
 
-def _checked_contract(
+def _check_contract(
     plan: Plan, model: nn.Module | None, info: RankInfo, device: torch.device, step: int
 ) -> dict[str, Any] | None:
-    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one. On a resume too: the code
-    of a model may have changed since. `model`: the run's; None if it is in shards: another one is built."""
+    """Check a custom model against its contract (rank 0). Returns the event of it, if any.
+
+    Also on a resume, since its code may have changed. If the model is in shards, another is built.
+    """
     contract: dict[str, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:
-            is_on = plan.config.model.contract
-            if (check := plan.part("contract check")) is not None:
+            check = plan.part("contract check")
+            if check is not None:
                 contract = check(plan, model, device, step=step)
-            elif is_on:
+            elif plan.config.model.contract:
                 logger.warning("the model was not checked against its contract: %s", plan.parts.problem)
     return contract

@@ -1,4 +1,4 @@
-"""What a run will be, found out before the process group starts: sources, tokenizer, vocabulary, rules."""
+"""The plan of a run, before the process group starts: sources, tokenizer, vocabulary, rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, reads_lanes
-from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
+from trainer.config.schema import LedgerTable, ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import Layout
@@ -21,25 +21,18 @@ from trainer.distributed.strategy import layout_for
 from trainer.errors import UserError
 from trainer.files import is_url
 from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
-from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, GONE, Family
-from trainer.model.protocol import carry_flat
 from trainer.model.recurrence import HAS_TRITON
-from trainer.model.weights import load_weights
-from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
-from trainer.objective.loss import COMPONENTS
-from trainer.training.setup.plausible import doubts, unmet_needs
+from trainer.objective.auxiliary import Auxiliary
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.schedule import Length, make_schedule
-from trainer.wording import few
 
 logger = get_logger(__name__)
 
-
 LANES_HELD = 8
-"""Capacity of a ledger over the rows of a micro-batch: what a resume on an eighth of the data shards may need."""
+"""Ledger capacity per row of a micro-batch: room for a resume on an eighth of the data shards."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +44,29 @@ class Plan:
     tokenizer: Tokenizer
     facts: Facts
     eval_sources: Sequence[Source] = ()
-    """Validation sets of the user's own."""
+    """The validation sets of `[[eval.source]]`."""
     doubts: Sequence[UserError] = ()
     """Settings that cannot be meant."""
     here: Path = field(default_factory=Path.cwd)
-    """The working directory before any code of the user's was imported, which may leave it."""
+    """The working directory before any user code was imported, which may leave it."""
     parts: Parts = NO_PARTS
-    """What the run may have beyond the core."""
+    """The parts that a run may have beyond the core."""
 
     def part(self, name: str, key: str = "") -> Any:
-        """One of `parts`, or None. A UserError if it is missing, and the `key` that asks for it has not its default."""
-        if key:  # a run's own config.resolved.toml has all keys: not whether it is set, but what to
+        """One of `parts`, or None. A UserError if it is missing and its `key` is set."""
+        if key:  # by its value, since a config.resolved.toml sets every key
             table, _, field = key.partition(".")
             settings = getattr(self.config, table)
             if getattr(settings, field) != type(settings).model_fields[field].default:
                 return self.parts.need(name, key)
         return self.parts.find(name)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """The result of one of `parts` that a run can do without; None if it is missing."""
+        part = self.parts.find(name)
+        if part is None:
+            return None
+        return part(*args)
 
     def place(self, path: str) -> str:
         """A path of the config, absolute; a URL as it is."""
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def batches_by_steps(self) -> MicroBatches:
-        """m by steps, as forecasts take it: as if all batches were full, and `auto` never grew."""
+        """m by steps for forecasts, which assume full batches and that `auto` never grows."""
         return self.config.micro_batches.by_steps(self.facts.tokens_per_micro)
 
     @property
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def has_built_in_model(self) -> bool:
-        """Whether the model is a family of this package, which the tests prove."""
+        """Whether the model is a family of this package, covered by its tests."""
         return self.config.model.target is None and family_of(self.config.model).is_own
 
     @property
@@ -113,23 +113,28 @@ class Plan:
         return self._model_size[0]
 
     def state_width(self) -> int:
-        """Numbers in one group's recurrent state; 0 for a model without. A UserError if a setting needs another state."""
+        """Numbers in a group's recurrent state; 0: none. A UserError if it breaks a rule."""
         return self._model_size[1]
 
     @cached_property
     def _model_size(self) -> tuple[int, int]:
-        """(trained parameters, state width); of a model of many layers, building it again would take long."""
+        """(trained parameters, state width), computed once: building many layers takes long."""
         model = self.weightless_model()
+        # Rules that only the model can answer, such as the width of its state.
         check_state_rules(self.config, model)
         return size_of(model)
 
     def unmet_needs(
         self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
     ) -> list[UserError]:
-        """What the run needs and this machine does not have; see `plausible`. A `model` that is None is built without weights,
-        if it is to be counted at all."""
-        numbers, width = (0, 0) if not counts_model else self._model_size if model is None else size_of(model)
-        return unmet_needs(self, numbers, width, device)
+        """The needs that this machine does not meet; builds the `model` if `counts_model`."""
+        numbers, width = 0, 0
+        if model is not None:
+            numbers, width = size_of(model)
+        elif counts_model:
+            numbers, width = self._model_size
+        found: list[UserError] = self.call("unmet needs", self, numbers, width, device) or []
+        return found
 
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""
@@ -143,28 +148,35 @@ def weightless(table: ModelTable, vocab_size: int, seq_len: int, parts: Parts) -
         with torch.device("meta"):
             return build()
     except UserError:
-        # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
+        # A model that reads its weights while it is built; any other fault shows again.
         with torch.random.fork_rng(devices=[]):
             return build()
 
 
 def size_of(model: nn.Module) -> tuple[int, int]:
     """(trained parameters, state width)."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad), width_of(model)
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    return sum(trained), width_of(model)
 
 
 def width_of(model: nn.Module) -> int:
-    """Numbers in one group's state, as the model says."""
+    """Numbers in one group's state, as the model declares it."""
     width = model.state_width
     assert isinstance(width, int)
     return width
 
 
+def ledger_bytes(table: LedgerTable, state_width: int) -> int:
+    """Memory of the states of one data shard's ledger."""
+    return table.capacity * state_width * (2 if table.dtype == "bfloat16" else 4)
+
+
 def _with_capacity(config: RunConfig) -> RunConfig:
-    """The config with the ledger's capacity that follows from full rows, where none is given."""
+    """The config with the ledger's capacity that full rows need, where none is given."""
     table = config.ledger
     if not reads_lanes(config) or "capacity" in table.model_fields_set:
         return config
+    # Each row of full rows holds one open document.
     capacity = config.data.mixing.batch_size * LANES_HELD
     return config.model_copy(update={"ledger": table.model_copy(update={"capacity": capacity})})
 
@@ -172,34 +184,45 @@ def _with_capacity(config: RunConfig) -> RunConfig:
 def make_plan(
     config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
 ) -> Plan:
-    """Check all that can be checked now, and warn about settings that cannot be meant.
-
-    Args:
-        parts: see `Plan`.
-        logs_doubts: False: the caller shows `Plan.doubts`.
-
-    Raises:
-        UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
-    """
+    """Check the config, and warn about settings that cannot be meant, if `logs_doubts`."""
     here = Path.cwd()
+    # First of all, so that every rank and every check sees the same settings.
     config = _with_capacity(_for_this_device(config))
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards, parts)
     facts = check_rules(config, leaf_tables(sources), world_size)
-    if config.train.tokens:  # the number of full steps is what forecasts go by
+    if config.train.tokens:  # forecasts use the number of full steps
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config, parts)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
-    found = doubts(config, facts.tokens_in_run, sources, eval_sources)
-    # From here on the user's code is imported: what the config names is found, or taken relative to `here`.
+    doubted: list[UserError] = []
+    find_doubts = parts.find("doubts")
+    if find_doubts is not None:
+        doubted = find_doubts(config, facts.tokens_in_run, sources, eval_sources)
+    # User code is imported from here on, and may change the directory: hence `here`.
     check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
-    least = 1 if config.model.target is not None else family_of(config.model).least_tokens
+    make_schedule(config, Length.of(config, facts.tokens_per_micro))
+    _check_tokens(config, tokenizer)
+    if config.eval.target is not None:
+        resolve_target(config.eval.target, "eval.target")
+    if config.objective.target is not None:
+        own_loss(config.objective.target, config.objective.args, "objective.target")
+    if logs_doubts:
+        for doubt in doubted:
+            logger.warning("%s", doubt.message)
+    return Plan(config, sources, tokenizer, facts, eval_sources, doubted, here, parts)
+
+
+def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Refuse rows too short for a family, and a prompt or bins that are not in the vocabulary."""
+    least = 1
+    if config.model.target is None:
+        least = family_of(config.model).least_tokens
     if config.row_tokens < least:
         problem = f"rows of {config.row_tokens} tokens are too short to train {config.model.family}"
         raise UserError("data.seq_len", problem, f"set it to {least} or more")
-    make_schedule(config, Length.of(config, facts.tokens_per_micro))
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
     coord = config.objective.coord
@@ -207,21 +230,16 @@ def make_plan(
         last = coord.first_token + coord.num_bins - 1
         problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
-    if config.eval.target is not None:
-        resolve_target(config.eval.target, "eval.target")
-    if config.objective.target is not None:
-        own_loss(config.objective.target, config.objective.args, "objective.target")
-    for doubt in found if logs_doubts else ():
-        logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts, eval_sources, found, here, parts)
 
 
 def _for_this_device(config: RunConfig) -> RunConfig:
-    """`train.precision` and `train.compile`, decided where they are "auto"."""
+    """The config with `train.precision` and `train.compile` decided where they are "auto"."""
     is_cuda = config.train.device != "cpu" and torch.cuda.is_available()
     update: dict[str, Any] = {}
     if config.train.precision == "auto":
-        update["precision"] = "bf16" if is_cuda and torch.cuda.is_bf16_supported(False) else "fp32"
+        # False: emulated bf16 is slower than fp32.
+        has_bf16 = is_cuda and torch.cuda.is_bf16_supported(False)
+        update["precision"] = "bf16" if has_bf16 else "fp32"
     if config.train.compile == "auto":
         is_own = config.model.target is None and family_of(config.model).is_own
         update["compile"] = is_cuda and HAS_TRITON and is_own
@@ -229,16 +247,14 @@ def _for_this_device(config: RunConfig) -> RunConfig:
 
 
 def begin_from_weights(plan: Plan, model: nn.Module) -> None:
-    """Put the weights that `[model] weights` names into the model of a run that begins; nothing if it names none.
-
-    Raises:
-        UserError: they cannot be read, or do not fit.
-    """
+    """Load `[model] weights`, if any, into a new model. A UserError if they do not fit."""
     path = plan.config.model.weights
     if path is None:
         return
-    metadata = load_weights(model, plan.place(path))
+    load_weights = plan.parts.need("initial weights", "model.weights")
+    metadata: dict[str, str] = load_weights(model, plan.place(path))
     logger.info("beginning with the weights of %s", path)
+    # Files of other programs do not say.
     trained_with = metadata.get("tokenizer", plan.tokenizer.name)
     if trained_with != plan.tokenizer.name:
         text = "%s was trained with the tokenizer %s, this run has %s: its ids may mean other tokens"
@@ -248,41 +264,44 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
 def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
     """Refuse batch sizes for modalities that no stream has: they would change nothing.
 
-    Data of the user's own, by `target`, have no streams, and no say in this; nor has data that is gone.
+    A custom `target` has no streams and does not count; nor does data that is gone.
     """
     sources = [source for source in sources if source.table.target is None]
     if not sources or any(source.is_off for source in sources):
         return
     asked = [("data.mixing", config.data.mixing.batch_size_by_modality, sources)]
-    asked += [(f"source {s.name}: mixing", s.table.mixing.batch_size_by_modality or {}, [s]) for s in sources]
+    for source in sources:
+        own = source.table.mixing.batch_size_by_modality or {}
+        asked.append((f"source {source.name}: mixing", own, [source]))
     for table, sizes, read in asked:
         known = {stream.modality for source in read for stream in source.streams}
-        if unknown := ", ".join(map(repr, sorted(sizes.keys() - known))):
-            problem = f"no stream has the modality {unknown}; there are {', '.join(sorted(known)) or 'none'}"
-            raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
+        unknown = ", ".join(map(repr, sorted(sizes.keys() - known)))
+        if unknown:
+            there = ", ".join(sorted(known)) or "none"
+            problem, key = f"no stream has the modality {unknown}; there are {there}", f"{table}.batch_size_by_modality"
+            raise UserError(key, problem, "remove it, or name one that exists")
 
 
 def build_model(
     table: ModelTable, vocab_size: int, *, seq_len: int | None = None, parts: Parts = NO_PARTS
 ) -> nn.Module:
-    """The model that `[model]` names.
+    """The model of `[model]`. A UserError if its target fails, or returns no trainable module.
 
     Args:
         seq_len: tokens of a cell; a model without `state_width` may take rows of no other length.
-        parts: where families are that the core does not have.
-
-    Raises:
-        UserError: the target does not take the arguments, fails, or gives no module with `state_width` and a parameter to
-            train.
+        parts: contain the families that the core does not have.
     """
     key, name, target, own = resolve_builder(table, parts)
     given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own}
-    if twice := sorted(given.keys() & table.args.keys()):
-        problem = f"names {', '.join(twice)}, which the run gives itself"
-        raise UserError("model.args", problem, "set [model] dim and num_layers; the data say the vocabulary")
-    given |= table.args
-    takes = ", ".join(inspect.signature(target).parameters) if table.target is None else ""
-    refuse_arguments(target, name, given, key="model.args", fix=f"it takes {takes}" if takes else "see its signature")
+    twice = ", ".join(sorted(given.keys() & table.args.keys()))
+    if twice:
+        fix = "set [model] dim and num_layers; the data say the vocabulary"
+        raise UserError("model.args", f"names {twice}, which the run gives itself", fix)
+    given |= table.args  # after the check that they name nothing twice
+    fix = "see its signature"
+    if table.target is None:
+        fix = f"it takes {', '.join(inspect.signature(target).parameters)}"
+    refuse_arguments(target, name, given, key="model.args", fix=fix)
     with users_code(key, f"{name} fails"):
         model = target(**given)
     width, problem = getattr(model, "state_width", 0), ""
@@ -293,58 +312,42 @@ def build_model(
     elif not isinstance(width, int) or width < 0:
         problem = f"a model with state_width {width}, not an integer from 0 on"
     if problem:
-        raise UserError(key, f"{name} gave {problem}", "return a trainer.model.protocol.SequenceModel (docs/models.md)")
+        fix = "return a trainer.model.protocol.SequenceModel (docs/models.md)"
+        raise UserError(key, f"{name} gave {problem}", fix)
     if not hasattr(model, "state_width"):
         fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput (docs/models.md); "
         fix += "wrap a model of transformers (docs/models.md#models-of-transformers)"
+        carry_flat = parts.need("nested states", key)
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
+            # Run once, to find the structure of its state.
             carry_flat(model, lengths=() if seq_len is None else (seq_len,))
     built: nn.Module = model
     return built
 
 
 def own_loss(target: str, args: Mapping[str, Any], key: str, **given: Any) -> Callable[..., Any]:
-    """The user's own function of this path with its arguments. A UserError if it is not there, or does not take `given` too."""
+    """A custom function with its arguments. A UserError if it does not take `given` too."""
     function = resolve_target(target, key)
     refuse_arguments(function, target, {**given, **args}, key=key)
     return partial(function, **args)
 
 
-def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
+def make_auxiliary(table: ObjectiveTable, model: nn.Module, parts: Parts) -> Auxiliary:
     """The losses and metrics of a model's output, and the losses of `[objective.losses]`.
 
     Raises:
-        UserError: a loss that is named does not exist, or a name is taken.
+        UserError: a loss that is named does not exist, or a name is taken; or `parts` have none of them.
     """
-    declared, losses = declared_losses(model), table.losses
-    own = [name for name, each in losses.items() if each.target is not None]
-    if taken := sorted({*own, *declared} & {*COMPONENTS, *table.components} | set(own) & declared.keys()):
-        raise UserError(f"objective.losses.{taken[0]}", "another loss has this name", "choose another one")
-    if unknown := sorted(losses.keys() - declared.keys() - set(own)):
-        problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
-        fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics), or a target here"
-        raise UserError(f"objective.losses.{unknown[0]}", problem, fix)
-    found = {name: AuxiliaryLoss(by, losses[name].weight if name in losses else 1.0) for name, by in declared.items()}
-    for name in own:
-        each, key = losses[name], f"objective.losses.{name}"
-        function = own_loss(each.target or "", each.args, key, output=0, micro=0)
-        found[name] = AuxiliaryLoss(each.by, each.weight, function)
-    if not table.components and not any(each.weight for each in found.values()):
-        fix = "set loss_keys on the model, or objective.losses or target (docs/models.md#losses-and-metrics)"
-        raise UserError("objective.token_ce", "is 0, and no other loss would be trained on", fix)
-    keys = getattr(model, "metric_keys", ())
-    if isinstance(keys, str) or any(map(is_built_in, keys)):
-        problem = f"{type(model).__name__}.metric_keys is {keys!r}"
-        raise UserError("model.target", problem, "make it a tuple of names that the trainer has no metric of")
-    return Auxiliary(found, keys)
+    declares = getattr(model, "loss_keys", None) or getattr(model, "metric_keys", None)
+    if table.components and not table.losses and not declares:
+        return Auxiliary()
+    key = "objective.losses" if table.losses else "model.target"
+    made: Auxiliary = parts.need("losses of the output", key)(table, model, own_loss)
+    return made
 
 
 def family_of(table: ModelTable) -> Family:
-    """The family of a model that is not a target of the user's own.
-
-    Raises:
-        UserError: there is none of this name.
-    """
+    """The family of a model that is no custom target. A UserError if there is none of this name."""
     name = table.family or DEFAULT
     if name not in FAMILIES:
         fix = f"choose one of {', '.join(FAMILIES)}, or name a target of your own"
@@ -353,13 +356,9 @@ def family_of(table: ModelTable) -> Family:
 
 
 def resolve_builder(table: ModelTable, parts: Parts) -> tuple[str, str, Any, Mapping[str, Any]]:
-    """(config key, name in messages, function, arguments of its own) of what builds the model.
-
-    Raises:
-        UserError: the family or the target does not exist, or the family is none of the core's, nor of `parts`.
-    """
+    """The model's builder: config key, name in messages, function, and its own arguments."""
     if table.target is not None:
         return "model.target", table.target, resolve_target(table.target, "model.target"), {}
     family, key = family_of(table), "model.family"
-    builder = (resolve_target if ":" in family.builder else parts.need)(family.builder, key)
-    return key, table.family or DEFAULT, builder, family.args
+    find = resolve_target if ":" in family.builder else parts.need
+    return key, table.family or DEFAULT, find(family.builder, key), family.args

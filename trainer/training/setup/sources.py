@@ -1,4 +1,4 @@
-"""The sources of the blend: resolved before the process group starts, and the data sets that read them, made by each rank."""
+"""The sources of the blend, resolved before the process group starts, and their data sets."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, co
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
-from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
+from trainer.import_path import NO_PARTS, Parts, resolve_target
 
 if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
-Stores = Callable[[], tuple[Any, Any]]
-"""What gives the reader of sources that are URLs, and its cache."""
+Stored = Callable[[SourceTable], tuple[list[Stream], tuple[Any, ...]]]
+"""Finds the streams of a source that is a URL, and its local copies."""
 
 
 @dataclass(frozen=True)
@@ -42,91 +42,93 @@ class Source:
     """One leaf of the blend."""
 
     name: str
-    """Names on the way down, joined by `.`."""
+    """Names of the enclosing sources and its own, joined by `.`."""
     table: SourceTable
     weight: WeightSpec
     streams: list[Stream]
-    """Empty for a target; of weight 0, perhaps too."""
+    """Empty for a custom target; perhaps also with weight 0."""
     copies: tuple[Any, ...] = ()
-    """Local copies of what URLs name; they stay while this exists."""
+    """Local copies of URLs, which stay while this exists."""
     tokens: Any = None
-    """What its streams' `tokens` lie in, likewise."""
+    """Holds its streams' `tokens`, likewise."""
 
     @property
     def is_off(self) -> bool:
-        """Whether its weight is 0 from beginning to end: nothing of it is read."""
+        """Whether its weight is always 0, so that nothing of it is read."""
         return self.weight.zero_from() == 0
 
 
 def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts: Parts = NO_PARTS) -> list[Source]:
     """Every leaf source, with its weight and streams.
 
-    Raises:
-        UserError: an included file has mistakes or includes itself, two schedules lie on one path, a source has no
-            streams, or all weights are zero at some time of the run.
+    A UserError if an included file is wrong, a source has no streams, or all weights are zero.
     """
-    stores, including = partial(_stores, config.data, parts), (config_path.resolve(),)
-    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stores)]
+    stored, including = partial(_stored, config.data, parts), (config_path.resolve(),)
+    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stored)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
-    # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
-    batches = (config.micro_batches if config.train.tokens else config.micro_batches.fastest()).by_steps(micro_tokens)
+    batches = config.micro_batches
+    if not config.train.tokens:
+        # The most that `auto` may reach. In tokens, the number of batches does not depend on it.
+        batches = batches.fastest()
+    batches = batches.by_steps(micro_tokens)
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
-    gap = first_all_zero([leaf.weight for leaf in leaves], micro_batches=batches, num_batches=num_batches)
+    # A gap would end the run, perhaps after days.
+    weights = [leaf.weight for leaf in leaves]
+    gap = first_all_zero(weights, micro_batches=batches, num_batches=num_batches)
     if gap is not None:
         first, last = gap
         until = "the end" if last is None or last >= num_batches - 1 else f"batch {last}"
-        problem = f"all weights are zero from batch {first} to {until} (the run has {num_batches} batches a rank)"
+        problem = f"all weights are zero from batch {first} to {until}"
+        problem += f" (the run has {num_batches} batches a rank)"
         raise UserError("data.source.weight", problem, "give a source a weight above 0 there")
     return leaves
 
 
 def resolve_eval_sources(config: RunConfig, parts: Parts = NO_PARTS) -> list[Source]:
-    """The validation sets of `[[eval.source]]`, with their streams.
-
-    Raises:
-        UserError: a set has no streams.
-    """
-    tables, stores = [each.as_source() for each in config.eval.source], partial(_stores, config.data, parts)
-    return [
-        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", stores))
-        for table in tables
-    ]
+    """The validation sets of `[[eval.source]]`. A UserError if a set has no streams."""
+    found, stored = [], partial(_stored, config.data, parts)
+    for each in config.eval.source:
+        streams = _streams(each.as_source(), f"eval source {each.name}", stored)
+        found.append(Source(each.name, each.as_source(), ConstantWeight(1.0), *streams))
+    return found
 
 
 def _refuse_unknown_steps(config: RunConfig, leaves: list[Source]) -> None:
-    """Refuse weights by step where nobody knows ahead which step a micro-batch will belong to.
+    """Refuse weights by step if the step of a micro-batch is not known ahead.
 
     The loader reads ahead, and the batch that it reads must not depend on how far.
     """
     by_step = next((leaf.name for leaf in leaves if leaf.weight.unit == "step"), None)
     if by_step is None or config.micro_batches.is_known_ahead:
         return
-    is_auto = config.micro_batches.auto is not None
-    planned = '"auto"' if is_auto else 'a schedule with unit = "tokens"'
-    problem = f"source {by_step} has a weight by steps, and with {planned} nobody knows ahead which step a batch is of"
-    fix = 'give that weight unit = "batch"' + ("" if is_auto else ', or micro_batches unit = "steps"')
+    planned, fix = '"auto"', 'give that weight unit = "batch"'
+    if config.micro_batches.auto is None:
+        planned, fix = 'a schedule with unit = "tokens"', f'{fix}, or micro_batches unit = "steps"'
+    problem = f"source {by_step} has a weight by steps, and with {planned} "
+    problem += "nobody knows ahead which step a batch is of"
     raise UserError("train.micro_batches", problem, fix)
 
 
 def leaf_tables(sources: list[Source]) -> list[SourceTable]:
-    """The tables of the leaves under their full names, as the rules of the config want them."""
+    """The tables of the leaves under their full names, for the rules of the config."""
     return [source.table.model_copy(update={"name": source.name}) for source in sources]
 
 
 def _leaves(
-    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stores: Stores
+    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stored: Stored
 ) -> Iterator[Source]:
-    """The leaves of the tables in a file `path`, whose weights are multiplied with `outer`."""
+    """The leaves of the tables in a file `path`, whose weights are multiplied by `outer`."""
     for table in tables:
         name = f"{prefix}{table.name}"
         own = weight_spec(table.weight, f"{name}.weight")
-        weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
+        above = f"the weight of {prefix.rstrip('.')}"
+        weight = compose_weights(outer, own, path_a=above, path_b=f"{name}.weight")
         if table.include is None:
             leaf = Source(name, table, weight, [])
             try:
-                file = str(path) if prefix else ""  # of the config itself, `located` knows the line
-                streams, copies = _streams(table, f"source {name}", stores, file=file)
+                # `located` knows the line of a mistake in the config itself.
+                streams, copies = _streams(table, f"source {name}", stored, file=str(path) if prefix else "")
                 leaf = replace(leaf, streams=streams, copies=copies)
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
@@ -135,9 +137,10 @@ def _leaves(
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
-            raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
+            problem = f"{table.include} includes itself"
+            raise UserError(f"{name}.include", problem, "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stores)
+        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stored)
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
@@ -148,67 +151,63 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 
 
 def _streams(
-    table: SourceTable, source: str, stores: Stores, *, file: str = ""
+    table: SourceTable, source: str, stored: Stored, *, file: str = ""
 ) -> tuple[list[Stream], tuple[Any, ...]]:
-    """The streams of a source, which messages name `source`, and the local copies of what URLs name. `file`: an included file
-    that it is in."""
-    key = f"{source}: {'paths' if table.root is None else 'root'}"
+    """The streams of a source, and the local copies of URLs.
+
+    Args:
+        source: its name in messages.
+        file: an included file that it is in.
+    """
+    root, paths = table.root, table.paths
     try:
-        if table.root is not None and is_url(table.root):
-            reader, cache = stores()
-            streams, copy = reader.stored_nested(table.root, table.modalities, format=table.format, cache=cache)
-            return streams, (copy,)
-        if table.root is not None:
-            return discover_nested(table.root, table.modalities, format=table.format), ()
-        if table.paths is not None and any(map(is_url, table.paths)):
-            reader, cache = stores()
-            found: tuple[list[Stream], tuple[Any, ...]]
-            found = reader.stored_direct(table.paths, format=table.format, cache=cache)
-            return found
-        if table.paths is not None:
-            return discover_direct(table.paths, format=table.format), ()
+        if any(map(is_url, [root] if root is not None else paths or ())):
+            return stored(table)
+        if root is not None:
+            return discover_nested(root, table.modalities, format=table.format), ()
+        if paths is not None:
+            return discover_direct(paths, format=table.format), ()
     except UserError as error:
-        problem, fix = error.problem if error.key == "paths" else f"{error.key}: {error.problem}", error.fix
-        if table.root is not None and not is_url(table.root) and not Path(table.root).exists():
-            made = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
-            fix = did_you_mean(str(table.root)) or made
+        key, problem, fix = f"{source}: paths", error.problem, error.fix
+        if root is not None:
+            key = f"{source}: root"
+        if error.key != "paths":
+            problem = f"{error.key}: {problem}"
+        if root is not None and not is_url(root) and not Path(root).exists():
+            fix = f"make it (train data build pytext --out {root}, or train data build text)"
+            fix = did_you_mean(str(root)) or f"{fix}, or set root to your data"
         raise UserError(key, problem, fix, where=file) from None
     return [], ()
 
 
-def _stores(data: DataTable, parts: Parts) -> tuple[Any, Any]:
-    reader = parts.need("sources in a store", "paths")
-    return reader, reader.Cache(data.cache_dir, data.cache_gb)
+def _stored(data: DataTable, parts: Parts, table: SourceTable) -> tuple[list[Stream], tuple[Any, ...]]:
+    found: tuple[list[Stream], tuple[Any, ...]] = parts.need("sources in a store", "paths")(table, data)
+    return found
 
 
 def check_reading(
     sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer, eod: int | None
 ) -> None:
-    """Refuse options of sources that change nothing, or cannot be right.
-
-    Raises:
-        UserError: a format of the user's own cannot be imported; no file of a source heeds `dtype`, `eod`, `text_split` or
-            `column`; or an `eod` is outside the vocabulary.
-    """
+    """Refuse formats that cannot be imported, options without effect, and an `eod` out of range."""
     if eod is not None:
         IdBounds.of("data", tokenizer).check_eod(eod, "data.eod")
     named = [(f"source {source.name}", source) for source in sources]
     named += [(f"eval source {source.name}", source) for source in eval_sources]
     for name, source in named:
         table = source.table
-        given = {"dtype": table.dtype, "eod": table.eod, "text_split": table.text_split, "column": table.column}
+        given = {name: getattr(table, name) for name in ("dtype", "eod", "text_split", "column")}
         if is_import_path(table.format):
             resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
-        # In a format of the user's own, eod means what its function makes of it.
+        # A custom format's function decides what eod means.
         if table.eod is not None and not is_import_path(table.format):
             IdBounds.of(name, tokenizer).check_eod(table.eod, f"{name}: eod")
 
 
 def evaluated_rows(plan: Plan) -> int:
-    """Rows of a micro-batch of an evaluation: as many as the largest has that is trained on."""
-    tables = [source.table for source in plan.sources]
-    return max(map(largest_batch, [plan.config.data.mixing, *(mixing_of(plan.config, table) for table in tables)]))
+    """Rows of a micro-batch of an evaluation: those of the largest one that is trained on."""
+    tables = [plan.config.data.mixing, *(mixing_of(plan.config, source.table) for source in plan.sources)]
+    return max(map(largest_batch, tables))
 
 
 def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
@@ -218,7 +217,7 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
 
 
 def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
-    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `options`: of `ShardSource`."""
+    """The held-out documents of a source, or (`is_whole`) all, read once."""
     how = reading(plan, source, is_holdout=True, is_whole=is_whole)
     return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
 
@@ -227,51 +226,36 @@ def reading(
     plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
 ) -> tuple[CutOptions, ReadOptions, MixOptions]:
     """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
-    config = plan.config
+    config, data = plan.config, plan.config.data
     mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", config.eval.holdout_fraction)
-    if is_holdout:  # evaluations run cell by cell, once
+    if is_holdout:  # evaluations run cell by cell, and each document once
         mix = replace(mix, repeat=False)
-        cut = replace(cut, seq_len=config.data.seq_len, max_group_cells=config.data.max_group_cells, split="holdout")
-    if is_whole:
+        cut = replace(cut, seq_len=data.seq_len, max_group_cells=data.max_group_cells, split="holdout")
+    if is_whole:  # validation sets are read as they are
         cut = replace(cut, split="train", holdout_fraction=0.0)
-    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=config.data.eod), mix
+    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
 
 
 def runs_on(plan: Plan, model: nn.Module | None) -> bool:
-    """Whether documents begin within rows. `model`: None: it is built without weights, if it decides."""
+    """Whether documents begin within rows. A `model` of None is built, if it decides."""
     align = plan.config.data.align
     if align == "auto" and reads_lanes(plan.config):
         return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
     return align == "stream"
 
 
-def alignment(plan: Plan, model: nn.Module | None) -> str:
-    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
-    if not reads_lanes(plan.config):
-        return ""
-    if runs_on(plan, model):
-        return "stream: documents begin within rows, and no position is padded"
-    if plan.config.data.align == "document":
-        return "document: each begins a row, as data.align says"
-    name = type(model or plan.weightless_model()).__name__
-    return f"document: each begins a row, since {name} does not declare resets_in_one_pass; with stream no row would be padded"
-
-
 def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
-    """All sources, mixed by their weights. `model`: see `runs_on`.
-
-    Raises:
-        UserError: a target does not give an iterable.
-    """
+    """All sources, mixed by their weights. `model`: see `runs_on`."""
     blended = []
     for source in plan.sources:
         if source.is_off:
-            dataset: Any = UnreadSource()
-        elif source.table.target is None:
+            dataset: Any = UnreadSource()  # keeps its place in the states of the blend
+        elif source.table.target is None:  # files, read by the core
             dataset = make_dataset(plan, source, info)
         else:
-            dataset = _make_target(plan, source, info)
+            make = plan.parts.need("own batches", f"source {source.name}: target")
+            dataset = make(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
     config = plan.config
     options: dict[str, Any] = {
@@ -292,19 +276,3 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         tokenizer=plan.tokenizer,
         **options,
     )
-
-
-def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
-    key = f"source {source.name}: target"
-    assert source.table.target is not None
-    target = resolve_target(source.table.target, key)
-    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
-    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
-    refuse_arguments(target, source.table.target, given, key=key)
-    with users_code(key):
-        dataset = target(**given)
-    if not hasattr(dataset, "__iter__"):
-        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
-        raise UserError(key, problem, "return an iterable of dicts")
-    own = plan.parts.need("own batches", key)  # which no other source needs
-    return own(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")

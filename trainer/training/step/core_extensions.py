@@ -1,12 +1,9 @@
-"""The extensions that are part of the core: a logged step's details, a model's own metrics, the comparison of replicas, and the
-weights that `train mix` sets."""
+"""The core's own extensions: details of logged steps, model metrics, comparison of replicas."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,11 +11,9 @@ from torch import Tensor
 
 from trainer.data.batch import MicroBatch
 from trainer.distributed.shards import own_part
-from trainer.files import read_lines
 from trainer.metrics.aggregate import Reported
 from trainer.objective.loss import ObjectiveOutput
 from trainer.training.extension import Extension
-from trainer.training.run_dir import REQUESTS
 from trainer.training.step.details import StepDetails
 
 if TYPE_CHECKING:
@@ -37,7 +32,7 @@ class LoggedDetails(Extension):
         self.metric_keys = details.metric_keys
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         self._details.add(micro, result)
 
     def drain_metrics(self) -> Mapping[str, Reported]:
@@ -46,7 +41,7 @@ class LoggedDetails(Extension):
 
 
 class ModelMetrics(Extension):
-    """The metrics of the model's output, of every step: counters add up between two logged ones."""
+    """The metrics of the model's output, at every step: counters add up between two logged ones."""
 
     every_step = True
 
@@ -55,19 +50,19 @@ class ModelMetrics(Extension):
         self.metric_keys = metric_keys
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         self.run.recorder.add(result.metrics or {})
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
-    """[] int64 on the tensors' device: a sum of all their bits, read as 64-bit integers with overflow, which depends on their
-    order and is changed by any one bit."""
+    """[] int64 on the tensors' device: a digest that any single bit changes."""
     total: Any = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = flat.numel() // 8 * 8
         if flat.storage_offset() % 8:  # a view of wider numbers would not be aligned
             flat = flat.clone()
+        # Sums of 64-bit integers overflow, and lose no bit by it.
         total = total * FACTOR + flat[:whole].view(torch.int64).sum() + flat[whole:].sum()
     mixed: Tensor = torch.as_tensor(total, dtype=torch.int64)
     for shift in (33, 29, 32):  # every bit changes the low ones: a bijection, as in splitmix64
@@ -76,9 +71,9 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Replicas(Extension):
-    """Ends a run whose ranks hold different weights: W sum(d^2) = sum(d)^2 only if the digests d of all W ranks are equal."""
+    """Ends a run whose ranks hold different weights, by the digests d of the W ranks."""
 
-    num_sums = 2
+    num_sums = 2  # W sum(d^2) = sum(d)^2 only if all digests are equal
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -110,61 +105,14 @@ class Replicas(Extension):
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """End the run if the ranks differ, and name those that are not as most are."""
-        if not self._differs or len(by_rank) < 2:
+        if not self._differs or len(by_rank) < 2:  # alone: the run has failed otherwise
             return
         usual, _ = Counter(by_rank).most_common(1)[0]
         odd = ", ".join(str(rank) for rank, digest in enumerate(by_rank) if digest != usual)
-        self.run.event({"event": "replicas_differ", "global_step": self._step, "ranks": odd, "digests": list(by_rank)})
+        event = {"event": "replicas_differ", "global_step": self._step, "ranks": odd}
+        self.run.event({**event, "digests": list(by_rank)})
         self.run.extensions.failure = (
-            f"step {self._step}: the weights of rank {odd} are not those of most ranks; they agreed after step {self._agreed}: "
-            "memory, a device, or code that changes weights is at fault; resume from a checkpoint until then"
+            f"step {self._step}: the weights of rank {odd} are not those of most ranks; "
+            f"they agreed after step {self._agreed}: memory, a device, or code that changes weights is at fault; "
+            "resume from a checkpoint until then"
         )
-
-
-def mix_events(events: Path) -> list[bytes]:
-    """The lines of a run's events that tell of a change of weights by `train mix`, or of a refusal."""
-    return [line for line in read_lines(events) if b'"mix"' in line] if events.is_file() else []
-
-
-class MixWeights(Extension):
-    """Takes over the weights that `train mix` sets, and reports them with `metrics.per_source`.
-
-    The part that answers requests is loaded on rank 0 by the first one.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._dataset = run.state.dataset
-        self._requests: Any = None
-        self._look(skip=True)  # nobody waits any more for an answer to what an earlier process was asked
-        if run.config.metrics.per_source:
-            self.metric_keys = [f"blend/weight/{source.name}" for source in self._dataset.sources]
-
-    def _look(self, *, skip: bool = False) -> None:
-        if self._requests is None and self.run.info.is_main and os.path.lexists(self.run.run_dir.path / REQUESTS):
-            make = self.run.plan.part("mix requests")
-            self._requests = make and make(self.run, skip=skip)
-
-    def drain_metrics(self) -> Mapping[str, Reported]:
-        """Answer requests (rank 0). Returns the weights, as shares."""
-        read = max(state["batch_index"] for state in self.run.position.data_states)
-        # At the end of its data rank 0 cannot say where the others are.
-        if not all(micro.is_filler for micro in self.run.reading.last):
-            self._look()
-            if self._requests is not None:
-                self._requests.answer(read)
-        shares = self._dataset.shares_at(self.run.position.step, read - 1)
-        return dict(zip(self.metric_keys, shares, strict=False))
-
-    def to_exchange(self) -> Mapping[int, Mapping[str, float]]:
-        """All changes so far; rank 0's count."""
-        return self._dataset.changes
-
-    def exchanged(self, by_rank: Sequence[Any]) -> None:
-        """Change the weights on this rank."""
-        for shard in self.run.state.shards if by_rank[0] else ():
-            shard.dataset.changes = by_rank[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All changes so far, those to come included."""
-        return {str(batch): weights for batch, weights in self._dataset.changes.items()}

@@ -1,19 +1,22 @@
-"""One optimizer step: accumulate a window of micro-batches, launch the update, finish when its numbers have arrived.
+"""One optimizer step: accumulate a window of micro-batches, launch the update, finish.
 
-Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks, divided by their number of
-tokens N: what one big batch on one rank would give. The host knows its own share of N before the window, but N itself only
-after a collective. To save that one, each micro-batch is scaled by the same constant kappa (1 / the most tokens that a rank's
-window can hold: the windows of a step have as many micro-batches on every rank), DDP or FSDP averages over the W ranks, and the
-gradient is divided by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
+Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks,
+divided by their number of tokens N, as for one big batch on one rank. The host knows only its own
+share of N before the window; N itself takes a collective. To save that one, each micro-batch is
+scaled by the same constant kappa, 1 / (the most tokens that a rank's window can hold; all ranks
+have equally many micro-batches). DDP or FSDP averages over the W ranks, and the gradient is divided
+by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
-Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
-written, save due, exchange wanted, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank
-may hold shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. Extensions that need sums of
-a step get them from a second all-reduce after its update.
+Collectives. Besides those of DDP or FSDP there is one all-reduce per step, of token and loss sums,
+the votes (stop, background save written, save due, exchange wanted, data exhausted), the noise
+scale's sums and the squared gradient norm, of which a rank may hold shards only. A NaN on one rank
+is a NaN in the sum, so all ranks see it. Extensions that sum over ranks share a second all-reduce
+after the update.
 
-Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
-loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
-then: a bad step changed no weight, and a step without tokens changed nothing.
+Waiting. `launch` decides on the device whether the optimizer steps, and copies the numbers to the
+host; `finish` reads them. The loop calls `finish` after the next step is launched, so that the
+device always has work. Nothing has to be undone: a bad step changed no weight, and a step without
+tokens changed nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless
 from trainer.training.extension import Extensions, Measured
 from trainer.training.step.schedule import set_lr
 
-# Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
+# Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
 HEAD = 7
 EXCHANGED = attrgetter("exchange_sec")
@@ -58,10 +61,10 @@ class Launched:
     kappa: float
     """The factor on the sum of token losses in this step's backward."""
     ready_at: float
-    """When this rank reached the backward that reduces the gradient over ranks, by the step's clock, without the time that
-    it had spent waiting in the ledger's exchanges."""
+    """When this rank reached the backward that reduces the gradient over ranks, by the step's
+    clock, without the time that it had waited in the ledger's exchanges."""
     is_window: bool
-    """Whether it is a window of the noise scale's averages."""
+    """Whether the step is a window of the noise scale's averages."""
     measured: Measured | None = None
     """The sums of extensions."""
 
@@ -79,11 +82,11 @@ class StepOutcome:
     tokens: int
     """Target tokens over all ranks. 0: all targets were masked, and nothing was changed."""
     grad_norm: float
-    """Of the true gradient, before clipping; of a skipped step the squared norm as it was."""
+    """Norm of the true gradient before clipping; for a skipped step, the squared norm as it was."""
     should_stop: bool
-    """Some rank was asked to stop."""
+    """A rank was asked to stop."""
     all_saved: bool
-    """The background save of every rank is written."""
+    """Every rank has written its background save."""
     save_is_due: bool
     """The time between two saves has passed."""
     wants_exchange: bool
@@ -100,16 +103,16 @@ class TrainStep:
     """Runs optimizer steps."""
 
     model: nn.Module
-    """The model as its strategy runs it: with DDP around it, sharded, or itself on a single rank."""
+    """The model as its strategy runs it: wrapped by DDP, sharded, or itself on a single rank."""
     ledgers: Sequence[Ledger]
-    """Where the recurrent states of each of `shards` live; empty for a model without state."""
+    """Hold the recurrent states of each of `shards`; empty for a model without state."""
     objective: Loss
     optimizer: torch.optim.Optimizer
     gns: GradientNoiseScale | None
     """Hooks of the noise scale; None if it is off."""
     scaler: torch.amp.GradScaler
-    """Loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`, `launch`
-    waits for the device."""
+    """Loss scaling for fp16, disabled otherwise. With it, and with an optimizer that does not
+    support `found_inf`, `launch` waits for the device."""
     max_tokens_per_micro: int
     clip_grad_norm: float
     world_size: int
@@ -117,23 +120,24 @@ class TrainStep:
     autocast: Callable[[], AbstractContextManager[None]]
     """Makes the context in which forward and loss run."""
     shards: Sequence[int] = (0,)
-    """The numbers of this rank's data shards, which have as many micro-batches each."""
+    """The numbers of this rank's data shards, which have equally many micro-batches in a step."""
     seed: int = 0
-    """Of dropout and whatever else a model draws, anew for every micro-batch, so that it depends on nothing before it."""
+    """Seeds dropout and other draws of every micro-batch, which depend on nothing earlier."""
     auxiliary: Auxiliary = field(default_factory=Auxiliary)
     """Adds the losses and metrics of the model's output."""
     strategy: Strategy = field(default_factory=Strategy)
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
-    """Guards of the noise scale, whose failure never costs the step."""
+    """Guards the noise scale, whose failure never costs the step."""
     extensions: Extensions = field(default=None)  # type: ignore[assignment]
-    """Are called at the moments of the step."""
+    """Called at the moments of the step."""
     graphs: Any = None
-    """`cuda_graph.MicroGraphs`, which stand for `run_micro`."""
+    """CUDA graphs that replace `run_micro`, or None."""
 
     def __post_init__(self) -> None:
         alone = Extensions({}, self.diagnostics, device=self.device, world_size=self.world_size)
         self.extensions = self.extensions or alone
-        self._ledgers = dict.fromkeys(self.ledgers)  # each once
+        # Shards may share a ledger, which begins each step once.
+        self._ledgers = dict.fromkeys(self.ledgers)
         self._gns_guard = self.diagnostics.best_effort("gns")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
@@ -147,40 +151,41 @@ class TrainStep:
         return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
-        """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
+        """Run forward and backward of this rank's micro-batches, and store their states.
 
         Args:
             step: global step, for the ledger's clock.
-            is_logged: it is measured by the extensions that measure logged steps.
+            is_logged: extensions that measure logged steps measure this one.
         """
         for each in self._ledgers:
             each.begin_step(step)
-        # The same on all ranks, whatever the halves of a window are.
+        # Before an extension may change the window: kappa must be the same on all ranks.
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
-        window = self.extensions.begin_step(step, window, is_logged=is_logged)
-        extensions, kept = self.extensions, self.extensions.kept
+        extensions = self.extensions
+        window = extensions.begin_step(step, window, is_logged=is_logged)
         if self.auxiliary.by_rows:
             self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
-            pairs, by_parameter = "pairs" in kept, "by_parameter" in kept
+            pairs, by_parameter = "pairs" in extensions.kept, "by_parameter" in extensions.kept
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._tokens = torch.zeros_like(self._loss_sum)
+        self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
         exchanged_before, drawn = sum(map(EXCHANGED, self._ledgers)), [0] * len(self.shards)
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
             ledger = self.ledgers[micro.shard] if self.ledgers else None
-            carry = micro.carry if ledger is not None else None
+            carry, state = micro.carry, None
             if carry is None and ledger is not None and ledger.is_collective:
                 # The rows of other ranks may have groups, and all ranks must take part.
                 carry = Carry.of_no_group(len(micro.targets))
-            state = None
             if ledger is not None and carry is not None:
                 state = ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 for look in extensions.on_state:
                     look(micro, carry, state)
+            # By shard and number, not by rank: the draws are the same on any number of ranks.
             seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
             drawn[micro.shard] += 1
+            # Gradients are reduced over ranks in the last backward only.
             with nullcontext() if is_last else self.strategy.no_sync():
                 if self.gns is not None:
                     self._gns_guard.run(self.gns.begin_micro, is_last)
@@ -202,29 +207,28 @@ class TrainStep:
     def run_micro(
         self, micro: MicroBatch, state: Tensor | None, kappa: float | Tensor
     ) -> tuple[Tensor | None, ObjectiveOutput]:
-        """Forward, loss and backward of a micro-batch, of which nothing is read: a CUDA graph can stand for it.
+        """Forward, loss and backward of a micro-batch, without reads: a CUDA graph can replace it.
 
         Args:
             state: before its rows, [B, state_width].
             kappa: factor on its sum of losses.
-
-        Returns:
-            The state after its rows, and its loss.
         """
         auxiliary = self.auxiliary
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
             result = self.objective(output.logits, micro.targets, meta=micro.located)
-            has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
-            result = auxiliary(result, output, micro) if has_more else result
+            if auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None):
+                result = auxiliary(result, output, micro)
         self._ready_at = time.perf_counter()
-        scaled: Any = self.scaler.scale(result.loss_sum * kappa)  # torch leaves backward without types
+        # torch leaves backward without types.
+        scaled: Any = self.scaler.scale(result.loss_sum * kappa)
         scaled.backward()
         if self.gns is not None:
             row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
             scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
-            # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
-            self._gns_guard.run(self.gns.end_micro, row_tokens.sum().double() * (kappa * scale), row_tokens)
+            # In float64: integers times a float would be a float32, and rounding the only error.
+            tokens = row_tokens.sum().double()
+            self._gns_guard.run(self.gns.end_micro, tokens * (kappa * scale), row_tokens)
         return output.state, result
 
     def launch(
@@ -237,7 +241,9 @@ class TrainStep:
         exchange: bool = False,
         exhausted: bool = False,
     ) -> Launched:
-        """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.
+        """Reduce over ranks, scale and clip the gradient, and update unless the step is bad.
+
+        A UserError if the gradient is not averaged, since a parameter had no part in it.
 
         Args:
             stop: this rank was asked to stop.
@@ -245,20 +251,18 @@ class TrainStep:
             save_due: by this rank's clock it is time to save.
             exchange: an extension asks for an exchange on this rank.
             exhausted: this rank had no batch of its own, only masked copies.
-
-        Raises:
-            UserError: the gradient is not averaged, since a parameter had no part in it.
         """
-        # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
+        # Filled on the device: a tensor made from host numbers would be copied, and waited for.
         votes = map(partial(torch.full_like, self._tokens), (stop, saved, save_due, exchange, exhausted))
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self.gns is not None:
             sums = self._gns_guard.run(self.gns.local_sums)
-            if sums is None:
+            if sums is None:  # failed on this rank: the vector keeps its length on all ranks
                 sums = packed.new_zeros(NUM_SUMS)
             packed = torch.cat([packed, sums])
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
+        # A parameter without a part in the loss has no gradient.
         used, own = [], []
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -270,6 +274,7 @@ class TrainStep:
             for look in self.extensions.on_gradient:
                 look(dict(zip(used, squares, strict=True)))
         own_sq = square_sum(norms_of(gradients))
+        # Over the ranks that hold the same gradient, so that their sum counts it once.
         packed = torch.cat([packed, own_sq.reshape(1) / self.strategy.copies])
         if self.world_size > 1:
             dist.all_reduce(packed)
@@ -279,40 +284,41 @@ class TrainStep:
         is_bad = ~(loss_sum.isfinite() & grad_sq.isfinite()) | (tokens == 0)
         # Gradients are the mean over the ranks.
         scale_gradients(gradients, tokens * self._kappa / self.world_size, grad_sq, self.clip_grad_norm)
-        set_lr(self.optimizer, lr)
+        set_lr(self.optimizer, lr)  # also in a step that is skipped
         if self._decides_on_device:
             step_unless(is_bad, self.optimizer)
-        elif not bool(is_bad):
+        elif not bool(is_bad):  # waits for the device
             self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():
             self.scaler.update()
+        # After the update, whose result they may look at, and before the gradients are gone.
         measured = self.extensions.sum_up()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
         is_window = self.gns is not None and "pairs" not in self.extensions.kept
         return Launched(numbers, self._kappa, self._ready_at, is_window, measured)
 
     def finish(self, launched: Launched) -> StepOutcome:
-        """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
+        """Read the numbers of a launched step. Steps are finished in the order of their launch."""
         *reduced, grad_sq = launched.numbers.read()
         tokens, loss_sum = reduced[TOKENS], reduced[LOSS_SUM]
+        # The gradient is c times that of the mean loss.
         factor = launched.kappa * tokens / self.world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         if self.gns is not None and tokens > 0:
-            if reduced[HEAD + RANKS] == self.world_size:
-                if launched.is_window:
-                    self._gns_guard.run(self.gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
-            else:
-                # On some rank it has failed: its averages would stand still from here on, and look like measurements.
+            if reduced[HEAD + RANKS] != self.world_size:
+                # It failed on a rank: its averages would stand still, and look like measurements.
                 self._gns_guard.enabled = False
+            elif launched.is_window:
+                self._gns_guard.run(self.gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
+        is_taken = is_finite and tokens > 0
         if launched.measured is not None:
-            is_taken = is_finite and tokens > 0
             self.extensions.summed(launched.measured, grad_sq=grad_sq, grad_factor=factor, is_taken=is_taken)
         return StepOutcome(
             is_exhausted=reduced[EXHAUSTED] == self.world_size,
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),
-            grad_norm=math.sqrt(grad_sq) / factor if is_finite and tokens else grad_sq,
+            grad_norm=math.sqrt(grad_sq) / factor if is_taken else grad_sq,
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self.world_size,
             save_is_due=reduced[SAVE_DUE] > 0,

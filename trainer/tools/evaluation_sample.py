@@ -33,9 +33,9 @@ from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
 
 COUNTED_BYTES = 2_000_000_000
-"""Of a set's files whose documents are counted when a run starts."""
+"""The most bytes of a set's files whose documents are counted when a run starts."""
 LEAST = 8
-"""Documents that are drawn beside those that always are, and files if they are: fewer say little of the error."""
+"""Documents, and files, that are drawn besides the certain ones: fewer say little about the error."""
 
 
 class Drawn(NamedTuple):
@@ -203,31 +203,46 @@ class SampledLosses(EvalRider):
 
 
 class _Documents(NamedTuple):
-    """Documents, n of them, or parts of at most `max_group_cells` cells, as they are read."""
+    """n documents, or parts of at most `max_group_cells` cells, as they are read."""
 
     files: list[tuple[int, Stream]]
     """The index of a data set, and a stream of it."""
     of_file: Ints
     """Index of `files`, ascending, [n]."""
     group: Ints
-    """Of the file, [n]."""
+    """Number in the file, [n]."""
     document: Ints
-    """Of all that were counted, [n]; parts of one have the same."""
+    """Number among all that were counted, [n]; parts of a document share it."""
     tokens: Ints
     """[n]."""
 
+    @property
+    def num_whole(self) -> int:
+        """How many documents they are, whatever their parts."""
+        return len(np.unique(self.document))
 
-def _count(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> tuple[_Documents, int]:
-    """All documents of these files, and their number, whatever their parts."""
+    def runs(self, seq_len: int, runs: int) -> Ints:
+        """Cells to run for each, if every cell but a document's first is run `runs` times; [n]."""
+        return 1 + runs * (-(-self.tokens // seq_len) - 1)
+
+    def describe(self) -> str:
+        """How many, if all are read."""
+        tokens = counted(int(self.tokens.sum()), "token")
+        return f"all {counted(self.num_whole, 'document')}, {tokens}"
+
+
+def _count(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> _Documents:
+    """All documents of these files, which are opened for it."""
     found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
     num_whole = 0
     for at, (index, stream) in enumerate(files):
         opened = datasets[index].open(stream)
         groups = opened.groups
-        whole = num_whole + np.cumsum(groups.first_cells == 0) - 1
-        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), whole, opened.num_tokens()))
-        num_whole += int(np.count_nonzero(groups.first_cells == 0))
-    return _Documents(files, *map(np.concatenate, zip(*found, strict=True))), num_whole
+        is_first = groups.first_cells == 0
+        document, num = num_whole + np.cumsum(is_first) - 1, groups.num_groups
+        found.append((np.full(num, at), np.arange(num), document, opened.num_tokens()))
+        num_whole += int(np.count_nonzero(is_first))
+    return _Documents(files, *map(np.concatenate, zip(*found, strict=True)))
 
 
 def draw_sample(
@@ -239,31 +254,29 @@ def draw_sample(
     info: RankInfo,
     generator: np.random.Generator,
 ) -> tuple[str, tuple[list[ShardSource], SampledLosses] | None]:
-    """How much of a set is read, in words, and what was drawn; None: all. Equal on all ranks and at every resume.
-
-    Documents are counted by opening their files; of more than `COUNTED_BYTES` of files, only of some that are drawn first.
+    """How much of a set is read, in words, and the drawn documents; None: all. Equal on all ranks and at every resume.
 
     Args:
         datasets: of the sources.
         budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read, or all of the set where
-            so few are left beside those that always are.
+            so few are left besides those that always are.
         runs: of each cell but a document's first.
     """
     seq_len = plan.config.data.seq_len
     files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
     sizes = np.array([max(file_bytes(stream), 1) for _, stream in files], dtype=np.int64)
-    drawn = draw_by_size(sizes, max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum())), generator)
-    documents, num_whole = _count(datasets, [files[at] for at in drawn.chosen])
-    cells, num_all = -(-documents.tokens // seq_len), len(documents.tokens)
-    num_runs = 1 + runs * (cells - 1)
-    total = int(documents.tokens.sum())
+    num_files = max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum()))
+    drawn = draw_by_size(sizes, num_files, generator)
+    # Counting opens the files, which takes long for a large set: only of some that are drawn first.
+    documents = _count(datasets, [files[at] for at in drawn.chosen])
     is_counted = len(drawn.chosen) == len(files)
+    num_runs = documents.runs(seq_len, runs)
     covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
-    is_missed = len(covered) < len(datasets)  # all of it says which
-    is_cheap = num_runs.sum() <= budget or num_all <= LEAST
-    what = counted(num_whole, "document")
-    if num_all == 0 or (is_counted and (is_cheap or is_missed)):
-        return f"all {what}, {counted(total, 'token')}", None
+    # All of a set says which data set has no document.
+    is_whole = len(documents.tokens) <= LEAST or num_runs.sum() <= budget or len(covered) < len(datasets)
+    if len(documents.tokens) == 0 or (is_counted and is_whole):
+        return documents.describe(), None
+    num_all, num_whole = len(documents.tokens), documents.num_whole
     file_chances = drawn.chances[documents.of_file]
     represented = documents.tokens / file_chances
 
@@ -274,11 +287,13 @@ def draw_sample(
     while num < num_all and (missing := LEAST + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
         num = min(num + int(missing), num_all)  # of those that are always drawn there are perhaps more now
     if num == num_all and is_counted:
-        return f"all {what}, {counted(total, 'token')}", None
+        return documents.describe(), None
     chosen, chances, spread = draw_by_size(represented, num, generator)
     taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
-    parts = what if num_whole == num_all else f"{num_all:,} parts of {what}"
-    read = f"{num:,} of {parts}, {int(taken.tokens.sum()):,} of {total:,} tokens"
+    parts = counted(num_whole, "document")
+    if num_whole != num_all:
+        parts = f"{num_all:,} parts of {parts}"
+    read = f"{num:,} of {parts}, {int(taken.tokens.sum()):,} of {int(documents.tokens.sum()):,} tokens"
     copied, groups = _copied(plan, sources, info, datasets, taken)
     sample = Sample(groups, taken.tokens, chances, spread, documents=taken.document)
     if not is_counted:

@@ -1,0 +1,255 @@
+"""Models whose state is a nest of tensors: its packing into rows; `nn.GRU` and `nn.LSTM`.
+
+For models without `state_width`. It can go when every model states the width of its state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trainer.errors import UserError
+from trainer.model.protocol import ModelOutput, evaluating, extras_of
+
+TRIED_TOKENS = (8, 16, 32, 64, 128, 256)  # of the forward that shows what a model's state looks like
+TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a state: its path, and its shape without the batch.
+
+    A complex number is two numbers, an integer one per byte: exact in any dtype of the ledger.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Numbers per row."""
+        parts = 1
+        if self.dtype.is_complex:
+            parts = 2
+        elif not self.dtype.is_floating_point:
+            parts = self.dtype.itemsize
+        return math.prod(self.shape) * parts
+
+    def to_rows(self, tensor: Tensor) -> Tensor:
+        """A tensor of this leaf as rows of numbers, [B, size]."""
+        numbers = tensor
+        if tensor.is_complex():
+            numbers = torch.view_as_real(tensor.resolve_conj())
+        elif not tensor.is_floating_point():
+            numbers = tensor.flatten().view(torch.uint8)
+        return numbers.reshape(len(tensor), self.size)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """The tensor of rows [B, size]."""
+        shape = (len(rows), *self.shape)
+        if not (self.dtype.is_complex or self.dtype.is_floating_point):
+            return rows.to(torch.uint8).flatten().view(self.dtype).reshape(shape)
+        dtype = self.dtype.to_real() if self.dtype.is_complex else self.dtype
+        if rows.dtype == torch.float64:  # a model that runs in float64 has states of float64
+            dtype = torch.float64
+        numbers = rows.to(dtype)
+        if self.dtype.is_complex:
+            return torch.complex(*numbers.reshape(*shape, 2).unbind(-1))
+        return numbers.reshape(shape)
+
+
+class NestLayout:
+    """The tensors of a state, batch first, in any nest of tuples, lists, dicts and dataclasses.
+
+    Rows of the flat form are [leaf 0 | leaf 1 | ...], each in row-major order.
+
+    Args:
+        state: as the model returns it, [B, ...] in each tensor.
+
+    Raises:
+        ValueError: it holds anything but tensors of equally many rows.
+    """
+
+    def __init__(self, state: Any) -> None:
+        _register_dataclasses(state)
+        found, self._spec = pytree.tree_flatten_with_path(state)
+        if not found:
+            raise ValueError("it holds no tensor")
+        self.leaves: list[Leaf] = []
+        for path, leaf in found:
+            name = f"state{pytree.keystr(path)}"
+            if not isinstance(leaf, Tensor):
+                raise ValueError(f"{name} is a {type(leaf).__name__}, not a tensor")
+            if leaf.ndim == 0 or leaf.shape[0] != found[0][1].shape[0]:
+                problem = "every tensor needs the batch as its first dimension"
+                raise ValueError(f"{name} has the shape {list(leaf.shape)}: {problem}")
+            self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NestLayout:
+        return self  # nothing in it changes
+
+    @property
+    def width(self) -> int:
+        """Numbers per row."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    def flatten(self, state: Any) -> Tensor:
+        """The state as rows [B, width], in the widest type of its tensors, at least float32.
+
+        Raises:
+            ValueError: it has another layout.
+        """
+        tensors, spec = pytree.tree_flatten(state)
+        shapes = [leaf.shape for leaf in self.leaves]
+        if spec != self._spec or [tuple(tensor.shape[1:]) for tensor in tensors] != shapes:
+            raise ValueError(f"a state of another layout than {self}")
+        rows = [leaf.to_rows(tensor) for leaf, tensor in zip(self.leaves, tensors, strict=True)]
+        dtype = torch.float32
+        for each in rows:
+            dtype = torch.promote_types(dtype, each.dtype)
+        return torch.cat([each.to(dtype) for each in rows], dim=1)
+
+    def unflatten(self, rows: Tensor) -> Any:
+        """The state of rows [B, width], each tensor in the type of its leaf, or the double one."""
+        pieces = torch.split(rows, [leaf.size for leaf in self.leaves], dim=1)
+        tensors = [leaf.from_rows(piece) for leaf, piece in zip(self.leaves, pieces, strict=True)]
+        return pytree.tree_unflatten(tensors, self._spec)
+
+    def to_json(self) -> list[list[Any]]:
+        """[[path, shape], ...], for a checkpoint."""
+        return [[leaf.path, list(leaf.shape)] for leaf in self.leaves]
+
+    def __str__(self) -> str:
+        shown = [f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves]
+        more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+        return ", ".join(shown[:4]) + more
+
+
+def _register_dataclasses(state: Any) -> None:
+    """Let pytree look into the dataclasses of a nest, and into those that they hold."""
+    while unknown := {type(each) for each in pytree.tree_leaves(state) if is_dataclass(each)}:
+        for each in unknown:
+            pytree.register_dataclass(each)
+
+
+def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
+    """Let a model take and return a nested state as rows [B, state_width], by hooks.
+
+    Sets `model.state_layout` and `model.state_width`: the layout of the state that forwards without
+    gradient return in `eval()`, or None and 0 if they return none.
+
+    Args:
+        lengths: tokens of the rows that the model is for; tried after `TRIED_TOKENS`.
+
+    Raises:
+        UserError: the state's tensors do not have the batch first.
+        Exception: as the forward raises it, if it takes none of the lengths.
+    """
+    with evaluating(model):
+        states = _first_states(model, lengths)
+    layout, width = None, 0
+    if all(state is not None for state in states):
+        try:
+            layout, other = map(NestLayout, states)
+            for leaf, again in zip(layout.leaves, other.leaves, strict=True):
+                if leaf.shape != again.shape:
+                    raise ValueError(f"{leaf.path} has the batch in another dimension than the first")
+        except ValueError as error:
+            fix = "return tensors [B, ...], in any nest of tuples, lists, dicts and dataclasses"
+            raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
+        model.register_forward_pre_hook(_take_rows, with_kwargs=True)
+        model.register_forward_hook(_return_rows, with_kwargs=True)
+        width = layout.width
+    attributes: Any = model
+    attributes.state_layout, attributes.state_width = layout, width
+    return model
+
+
+def _first_states(model: nn.Module, lengths: Sequence[int]) -> list[Any]:
+    """The states after rows of the first length that the model takes, for each of `TRIED_ROWS`."""
+    device = next(model.parameters(), torch.empty(0)).device
+    errors: dict[int, Exception] = {}
+    for length in (*TRIED_TOKENS, *lengths):
+        try:
+            with torch.no_grad():
+                tried = [torch.zeros(rows, length, dtype=torch.long, device=device) for rows in TRIED_ROWS]
+                return [model(tokens=tokens, state=None).state for tokens in tried]
+        except Exception as error:  # noqa: BLE001 - a custom model may raise anything
+            errors[length] = error
+    # Its own length tells its author most.
+    raise errors[(*lengths, *TRIED_TOKENS)[0]]
+
+
+def _take_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    layout: Any = model.state_layout
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        args = (args[0], layout.unflatten(args[1]), *args[2:])
+    elif isinstance(kwargs.get("state"), Tensor):
+        kwargs = {**kwargs, "state": layout.unflatten(kwargs["state"])}
+    return args, kwargs
+
+
+def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> ModelOutput:
+    layout: Any = model.state_layout
+    if output.state is None:
+        mode = "train" if model.training else "eval"
+        given = args[1] if len(args) > 1 else kwargs.get("state")
+        when = "from no state" if given is None else "when given a state"
+        raise ValueError(f"it returns no state in {mode}(), {when}; in eval(), from none, it returns {layout}")
+    return ModelOutput(output.logits, layout.flatten(output.state), *extras_of(output))
+
+
+class TorchRnn(nn.Module):
+    """Embedding, torch's recurrent layers, linear output; cells of a group continue from h (and c).
+
+    Args:
+        kind: `GRU` or `LSTM`.
+        dropout: between layers, in training.
+        tie_embeddings: share the embedding's weight with the output layer.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        *,
+        kind: str,
+        dropout: float = 0.0,
+        tie_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_layers, self.dim, self.vocab_size = num_layers, dim, vocab_size
+        self.gates = 4 if kind == "LSTM" else 3
+        if num_layers == 1:
+            dropout = 0.0  # there is nothing between layers, of which torch would warn
+        self.embedding = nn.Embedding(vocab_size, dim)
+        make = getattr(nn, kind)
+        self.rnn = make(dim, dim, num_layers=num_layers, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(dim, vocab_size)
+        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, state: tuple[Tensor, ...] | None = None) -> ModelOutput:
+        """Predict from tokens [B, T]; the state is (h,) or (h, c), each [B, layers, dim]."""
+        given: Any = None
+        if state is not None:
+            given = tuple(part.transpose(0, 1).contiguous() for part in state)
+            if len(given) == 1:  # torch's GRU takes h itself
+                (given,) = given
+        x, end = self.rnn(self.embedding(tokens), given)
+        ends = end if isinstance(end, tuple) else (end,)
+        carried: Any = tuple(part.transpose(0, 1) for part in ends)
+        return ModelOutput(self.head(x), carried)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations per trained token: 6 per weight of a matrix product."""
+        return 6.0 * (self.num_layers * self.gates * 2 * self.dim**2 + self.dim * self.vocab_size)

@@ -1,0 +1,149 @@
+"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and custom ones.
+
+It could go if torch's Muon skipped a step on the device, and took shards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config.schema import OptimizerTable
+from trainer.distributed.shards import gathered, layout_of, own_part, own_rows
+from trainer.errors import UserError
+from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.training.step.optimizer import CombinedOptimizer, ParameterGroup, Skipping, keep_buffers
+from trainer.wording import counted, few
+
+
+def build_muon(model: nn.Module, groups: Sequence[ParameterGroup], **settings: Any) -> torch.optim.Optimizer:
+    """Muon and AdamW over these groups; `settings` of `MuonWithAdamW`."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {weight.shape[0] for weight in tables}
+    # Embeddings and outputs have a row for each token id.
+    hidden = {id(each) for each in model.parameters() if each.ndim == 2 and each.shape[0] not in sizes}
+    matrices, others = [], []
+    for group in groups:
+        chosen = [parameter for parameter in group["params"] if id(parameter) in hidden]
+        if chosen:
+            matrices.append({**group, "params": chosen})
+        rest = [parameter for parameter in group["params"] if id(parameter) not in hidden]
+        if rest:
+            others.append({**group, "params": rest})
+    return MuonWithAdamW(matrices, others, **settings)
+
+
+class SkippingMuon(Skipping, torch.optim.Muon):
+    """torch's Muon; for a matrix in shards, each rank orthogonalizes the whole and keeps its rows."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        keep_buffers(self)
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        if layout_of([parameter]) is None:
+            super()._step_one(parameter, group)
+            return
+        # As torch's: momentum is elementwise, so that only one matrix has to be gathered.
+        assert parameter.grad is not None
+        grad, momentum = own_part(parameter.grad), own_part(self.state[parameter]["momentum_buffer"])
+        momentum.lerp_(grad, 1.0 - group["momentum"])
+        update = momentum
+        if group["nesterov"]:
+            update = grad.lerp(momentum, group["momentum"])
+        whole = torch.nn.Parameter(torch.zeros(parameter.shape, dtype=grad.dtype, device=grad.device))
+        whole.grad = gathered(update, parameter)
+        plain = {**group, "params": [whole], "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+        torch.optim.Muon([plain]).step()  # type: ignore[no-untyped-call]
+        weights = own_part(parameter)
+        weights.mul_(1.0 - group["lr"] * group["weight_decay"])
+        weights.add_(own_rows(whole.detach(), parameter))
+
+
+class MuonWithAdamW(CombinedOptimizer):
+    """Muon for the groups of matrices and AdamW for the others, with the parameter groups of both.
+
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one
+    learning rate and weight decay fit both.
+
+    Args:
+        momentum: of Muon.
+        adamw: further settings of AdamW.
+    """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, matrices: list[ParameterGroup], others: list[ParameterGroup], *, lr: float, momentum: float, adamw: Any
+    ) -> None:
+        super().__init__([*matrices, *others], {"lr": lr})
+        self.parts = {}
+        if matrices:
+            self.parts["muon"] = SkippingMuon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        if others:
+            self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, **adamw, fused=True)
+        self._link_groups()
+
+    def _link_groups(self) -> None:
+        # The parts' own groups, so that a learning rate that is set here is theirs.
+        self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step both."""
+        for part in self.parts.values():
+            guarded: Any = part
+            guarded.found_inf = self.found_inf
+            try:
+                part.step()
+            finally:
+                del guarded.found_inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each part, by its name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore both parts."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+        self._link_groups()
+
+
+def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
+    """The custom function that makes an optimizer."""
+    build = resolve_target(target, "optimizer.target")
+    given = {"lr": table.lr, **table.args}
+    refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
+    return build
+
+
+def build_custom(model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+    """The custom optimizer, which must take all parameters that are trained, and a step without arguments."""
+    target = table.target or ""
+    build = resolve_own(target, groups, table)
+    with users_code("optimizer.target", f"{target} fails"):
+        optimizer = build(groups, lr=table.lr, **table.args)
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"{target} gave a {kind}, not an optimizer"
+        raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        problem = f"the step of {target}'s {kind} takes arguments, which the trainer does not give: {error}"
+        raise UserError("optimizer.target", problem, "return one whose step() needs none") from error
+    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in taken]
+    if left:
+        parameters = counted(len(left), "parameter")
+        problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
+        raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
+    made: torch.optim.Optimizer = optimizer
+    return made

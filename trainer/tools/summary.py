@@ -1,0 +1,175 @@
+"""The first and last messages of a run: what is trained, the outcome, and what to do next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainer.config.rules import reads_lanes, why_no_noise_scale
+from trainer.config.schema import RunConfig
+from trainer.distributed.shards import layout_of
+from trainer.distributed.strategy import num_parameters
+from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
+from trainer.metrics.logger import get_logger
+from trainer.metrics.noise_scale.estimate import outlook
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.train_state import TrainState
+from trainer.training.run_dir import FINISHED, RunDir
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import runs_on
+from trainer.wording import counted
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
+
+logger = get_logger(__name__)
+SLOW_START_SEC = 10.0
+
+
+def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
+    """Log the outcome, where the record is, and what to look at next."""
+    position, of = run.position, f" of {run.config.train.steps}"
+    if run.length.is_in_tokens and run.config.micro_batches.auto is not None:
+        of = ""  # how many steps such a run has depends on its batches
+    lines = [f"{state} at step {position.step}{of}: {reason}"]
+    if position.first_losses:
+        # A short run's first losses are among its last.
+        own = dict(position.first_losses) | dict(position.last_losses)
+        losses = list(own.items())
+        num = max(len(losses) // 2, 1)
+        means = dict.fromkeys([_mean_loss(losses[:num]), _mean_loss(losses[-num:])])
+        lines.append(f"training loss {', then '.join(means)}")
+    lines.append(f"the run is in {run_dir.path}")
+    lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
+    if checkpoint.complete_checkpoints(run_dir.checkpoints):
+        lines.append(f"  checkpoints/    {_next_command(run, run_dir, state)}")
+    elif state == "stopped":
+        lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
+    if any((run_dir.path / "wandb").glob("offline-run-*")):
+        lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
+    lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
+    if position.last_eval is not None:  # last of all, since it is the result
+        lines += _evaluation_lines(run, *position.last_eval)
+    for number, line in enumerate(lines):
+        level = logging.ERROR if state == "failed" and number == 0 else logging.INFO
+        logger.log(level, "%s", line)
+    sys.stderr.flush()
+
+
+def _mean_loss(losses: Iterable[tuple[int, float]]) -> str:
+    """The mean over some steps with its standard deviation, by which single steps differ."""
+    steps, values = zip(*losses, strict=True)
+    at = f"steps {steps[0]} to {steps[-1]}"
+    if len(steps) == 1:
+        at = f"step {steps[0]}"
+    return f"{fmean(values):.4f} (spread {pstdev(values):.4f}) over {at}"
+
+
+def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list[str]:
+    """The losses of the last evaluation, with their errors, and how much of each set was read."""
+    lines: list[str] = []
+    if run.config.eval.depth:
+        lines += run.plan.parts.need("lines by depth", "eval.depth")(metrics, run.config)
+    losses, more = [], ""
+    for each in () if run.evaluator is None else run.evaluator.sets:
+        if each.sample is not None:
+            more = f"; on all of it: train eval {run.run_dir.path}"
+        key = f"eval/{each.name}/loss" if each.name else "eval_loss"
+        if key in metrics:
+            error, shown = metrics.get(key + ERROR_SUFFIX), f" ({each.read})"
+            if error is not None:
+                shown = f" +- {ERRORS_SHOWN * error:.4f} (95 %; {each.read})"
+            losses.append(f"{each.name or 'held out'} {metrics[key]:.4f}{shown}")
+    if losses:
+        lines.append(f"evaluated at step {step}: {', '.join(losses)}{more}")
+    return lines
+
+
+def _next_command(run: Run, run_dir: RunDir, state: str) -> str:
+    ranks = run.info.world_size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
+    command = resume_command(run_dir, run.config, ranks, local_world_size=local)
+    if state == FINISHED:
+        steps = 2 * run.config.train.steps
+        return f"train beyond step {run.position.step} with: {command} --steps {steps}"
+    return f"resume with: {command}"
+
+
+def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
+    """The command line that resumes a run from the same working directory, with all its settings.
+
+    Where it cannot be known, only the options to add: included files are relative to the first config, and each of
+    several nodes has its own launcher.
+    """
+    options = f"--resume auto --run-dir {shlex.quote(str(run_dir.path))}"
+    has_includes = any(source.include is not None for source in config.data.source)
+    if has_includes or world_size != local_world_size:
+        return f"the same command line and {options}"
+    config_path = shlex.quote(str(run_dir.resolved_config))
+    if world_size == 1:
+        return f"train --config {config_path} {options}"
+    return f"train --nproc {world_size} --config {config_path} {options}"
+
+
+def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
+    """Log model, machine, precision and run directory, and how the ranks share the model."""
+    facts, model = plan.facts, state.model
+    ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
+    text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"
+    if facts.tokens_per_step:
+        text += f", up to {facts.tokens_per_step:,} tokens per step"
+    text += f", run directory {run_dir.path}"
+    implementation = getattr(model, "implementation", None)
+    if implementation is not None:
+        text += f"; {implementation(device, precision)}"
+    logger.info("%s: %s", plan.config.run.name, text)
+    align = alignment(plan, model)
+    if align:
+        logger.info("full rows, align = %s", align)
+    if facts.world_size > 1:
+        held = str(layout_of(model.parameters()) or "each rank holds the whole model")
+        logger.info("%s: %s", plan.config.distributed.strategy, held)
+    reason = why_no_noise_scale(plan.config, facts.world_size)
+    if plan.config.gns.enabled and reason is not None:
+        logger.info("the gradient noise scale is not measured: %s", reason)
+
+
+def alignment(plan: Plan, model: nn.Module | None) -> str:
+    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
+    if not reads_lanes(plan.config):
+        return ""
+    if runs_on(plan, model):
+        return "stream: documents begin within rows, and no position is padded"
+    if plan.config.data.align == "document":
+        return "document: each begins a row, as data.align says"
+    name = type(model or plan.weightless_model()).__name__
+    why = f"since {name} does not declare resets_in_one_pass"
+    return f"document: each begins a row, {why}; with stream no row would be padded"
+
+
+def log_start(moments: dict[str, float]) -> None:
+    """Log the parts of a slow start, once the first step is done."""
+    names, times = [*moments, "the step itself"][1:], [*moments.values(), time.monotonic()]
+    total = times[-1] - times[0]
+    if total > SLOW_START_SEC:
+        parts = zip(names, pairwise(times), strict=True)
+        listed = ", ".join(f"{name} {after - before:.1f}" for name, (before, after) in parts)
+        logger.info("the first step was done after %.1f s: %s", total, listed)
+
+
+def log_outlook(noise: GradientNoiseScale) -> None:
+    """Log how long the noise scale still has to be measured, if it has."""
+    sentence = outlook(noise)
+    if sentence:
+        logger.info("%s", sentence)
