@@ -21,8 +21,15 @@ from trainer.arrays import IGNORED
 from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.metrics.catalog.lookup import is_built_in
-from trainer.objective.auxiliary import Auxiliary, refuse_output, undeclared
-from trainer.objective.loss import COMPONENTS, ObjectiveError, ObjectiveOutput, Term
+from trainer.objective.loss import (
+    COMPONENTS,
+    Auxiliary,
+    ObjectiveError,
+    ObjectiveOutput,
+    Term,
+    refuse_output,
+    undeclared,
+)
 from trainer.wording import few
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
     from trainer.metrics.noise_scale.hooks import Trace
-    from trainer.objective.auxiliary import Auxiliary
-    from trainer.objective.loss import ObjectiveOutput
+    from trainer.objective.loss import Auxiliary, ObjectiveOutput
     from trainer.training.setup.plan import Plan
     from trainer.training.step.step import TrainStep
 

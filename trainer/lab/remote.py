@@ -311,11 +311,12 @@ def _named_or_local(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -
             raise CheckpointError(f"{run_dir.path} has another {name} than {resume}")
         return local, checkpoint.verify(local)
     except MissingError:
-        raise UserError("--resume", f"{resume} is not there, or is not complete", fix) from None
+        problem = f"{resume} is not there, or is not complete"
     except CheckpointError as error:
-        raise UserError("--resume", str(error), fix) from None
+        problem = str(error)
     except StorageError as error:
         raise _unreadable("--resume", error) from None
+    raise UserError("--resume", problem, fix)
 
 
 def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:

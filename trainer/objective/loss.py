@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
+from trainer.errors import UserError
 from trainer.import_path import users_code
+from trainer.metrics.best_effort import BestEffort
 from trainer.options import CoordOptions, ObjectiveOptions
+from trainer.wording import few
 
 COMPONENTS = ("token_ce", "z_loss", "coord")
 """Names of all built-in components; "own" is that of a custom loss."""
@@ -261,3 +264,50 @@ def token_type_sums(
         belongs &= mask.reshape(-1, 1)
     loss = token_loss.detach().reshape(-1, 1).masked_fill(~belongs, 0.0).sum(0)
     return TokenTypeSums(loss, (belongs & is_correct.reshape(-1, 1)).sum(0), belongs.sum(0))
+
+
+class Auxiliary:
+    """Refuses losses of an output and leaves out its metrics, since the model declares none.
+
+    Attributes:
+        losses: by name; each has a `weight`, and `by`: "tokens" or "rows".
+        metric_keys: the metrics that the output may have; others are left out with one warning.
+        by_rows: keys of the losses by rows.
+        is_on: whether there is any loss or metric.
+    """
+
+    def __init__(self, losses: Mapping[str, Any] | None = None, metric_keys: Sequence[str] = ()) -> None:
+        self.losses, self.metric_keys = losses or {}, tuple(metric_keys)
+        self.by_rows = [f"objective/{name}" for name, each in self.losses.items() if each.by == "rows"]
+        self.is_on = bool(self.losses or self.metric_keys)
+        self._guard = BestEffort("model")
+
+    def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
+        """Prepare the window's micro-batches of this rank. Every rank must call it."""
+
+    def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
+        """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
+
+        Raises:
+            UserError: the output has other losses than the model declares.
+        """
+        losses, metrics = getattr(output, "losses", None), getattr(output, "metrics", None)
+        # What nobody trains on must not look as if somebody did.
+        if losses:
+            refuse_output(undeclared(sorted(losses)))
+        self._leave_out_but(self.metric_keys, metrics or {})
+        return result
+
+    def _leave_out_but(self, known: Iterable[str], metrics: Mapping[str, Any]) -> None:
+        for name in metrics.keys() - set(known):
+            self._guard.leave_out(name, "the model's metric_keys do not list it")
+
+
+def undeclared(names: Sequence[str]) -> str:
+    """The mistake of an output with these further losses, after "it returns"."""
+    return f'the loss {few(names)}, which is not in its loss_keys: {{"{names[0]}": "tokens"}}, or "rows"'
+
+
+def refuse_output(problem: str) -> None:
+    if problem:
+        raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")

@@ -20,8 +20,7 @@ from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.model.protocol import ModelOutput, evaluating, extras_of
-from trainer.objective.auxiliary import Auxiliary
-from trainer.objective.loss import Loss, ObjectiveOutput
+from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
 from trainer.training.step.details import StepDetails
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")

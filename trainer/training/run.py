@@ -63,8 +63,7 @@ class Run:
     """When each part of the start was done; empty after the first step."""
     events: EventWriter | None
     """Rank 0 only."""
-    wandb_run_id: str | None
-    """Rank 0 only."""
+    wandb_run_id: str | None  # likewise
     reading: Reading
     loss: Loss
     row_model: nn.Module

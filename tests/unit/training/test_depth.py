@@ -24,7 +24,7 @@ from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
-from trainer.objective.auxiliary import Auxiliary
+from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
 from trainer.training.setup.evaluation import eval_sets, make_evaluator

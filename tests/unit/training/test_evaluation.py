@@ -26,7 +26,7 @@ from trainer.errors import UserError
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
-from trainer.objective.auxiliary import Auxiliary
+from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.training.setup.evaluation import eval_sets, make_evaluator

@@ -20,8 +20,7 @@ from trainer.hashing import keyed_generator
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
-from trainer.objective.auxiliary import Auxiliary
-from trainer.objective.loss import Loss
+from trainer.objective.loss import Auxiliary, Loss
 from trainer.training.evaluator import EvalSet, Evaluator
 from trainer.training.setup.parts import autocast_context, make_eval_ledger
 from trainer.training.setup.plan import Plan

@@ -26,8 +26,7 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
-from trainer.objective.auxiliary import Auxiliary
-from trainer.objective.loss import Loss
+from trainer.objective.loss import Auxiliary, Loss
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.saver import Saver
@@ -62,7 +61,7 @@ class Launch:
 
     stop: StopRequest = field(default_factory=partial(StopRequest, say_stopping))
     config_path: Path | None = None
-    """Where the config was read from; None: it is not recorded."""
+    """None: the config is not recorded."""
     run_dir: str | None = None
     parts: Parts = NO_PARTS
     stdout: Output | None = None  # for payloads
@@ -223,7 +222,8 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
     """The parts of the run that have a state, including the noise scale."""
     with raise_on_all_ranks(world_size=info.world_size):
         state = make_state(plan, info, device, strategy)
-    plan.call("shard check", strategy, state.model, device, plan.config.data.seq_len)
+    if strategy.whole(state.model) is None:  # it is sharded, and the lab is not loaded for others
+        plan.call("shard check", strategy, state.model, device, plan.config.data.seq_len)
     if plan.config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
         state.gns = GradientNoiseScale(state.model, process_group=group)

@@ -25,7 +25,7 @@ from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, GONE, Family
 from trainer.model.recurrence import HAS_TRITON
-from trainer.objective.auxiliary import Auxiliary
+from trainer.objective.loss import Auxiliary
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.schedule import Length, make_schedule
 
