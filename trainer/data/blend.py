@@ -167,8 +167,10 @@ class BlendDataset:
     def _register_metrics(self) -> None:
         keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
-        streams = {each.name: each.dataset for each in self.sources if isinstance(each.dataset, StreamSource)}
-        self._epochs = {EPOCHS + name: dataset.epochs for name, dataset in streams.items()}
+        self._epochs = {}  # what each source has read since the last drain
+        for source in self.sources:
+            if isinstance(source.dataset, StreamSource):
+                self._epochs[EPOCHS + source.name] = source.dataset.epochs
         keys += self._epochs
         # Of the sources that report metrics: all of them as unknown.
         self._reporters: dict[int, tuple[Drained, BestEffort]] = {}
@@ -316,7 +318,7 @@ class BlendDataset:
         return []
 
     def drain_step_metrics(self) -> Drained:
-        """The sources' metrics, merged key by key, and those of the blend; before any batch, epochs.
+        """The sources' metrics, merged key by key, and the blend's; before any batch, only epochs.
 
         A source contributes its last report, its counters only once; after its end, values that sum
         over ranks are 0, and other gauges are left out. `blend/max_share_error` is the largest

@@ -80,8 +80,8 @@ ROWS: tuple[MetricSpec, ...] = (
         "Low: the device computes padding, or batches are small.",
     ),
     _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
-        "Epochs of a source read since the start, over all ranks: the share read of each file's tokens, "
-        "weighted by file size.",
+        "Epochs of a source read since the start, over all ranks: "
+        "the share read of each file's tokens, weighted by file size.",
         "Below 4: repeated tokens are nearly as good as new ones until then.",
         "Far above: the model memorizes the source.",
     ),
