@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.support.grouped import train
 from tests.support.launched import children
@@ -27,13 +28,15 @@ STEPS = 200
 class Node:
     """One agent with its rank, in a process group of its own, as on a machine of its own."""
 
-    def __init__(self, folder: Path, name: str, port: int, sets: tuple[str, ...], fewest: int = 2) -> None:
+    def __init__(
+        self, folder: Path, name: str, port: int, sets: tuple[str, ...], fewest: int = 2, host: str = "first"
+    ) -> None:
         self.log = folder / f"{name}.log"
         line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={fewest}:2", "--nproc-per-node=1"]
         line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-nodes"]
         line += ["--local-addr=127.0.0.1", "--max-restarts=3"]
         # The host of the store is told by its address; on one machine both agents would match it.
-        line += ["--monitor-interval=0.2", f"--rdzv-conf=is_host={int(name == 'first')},join_timeout={TIMEOUT_SEC}"]
+        line += ["--monitor-interval=0.2", f"--rdzv-conf=is_host={int(name == host)},join_timeout={TIMEOUT_SEC}"]
         line[-1] += ",last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
         line += [str(PROGRAM), "--config", "tiny.toml", "--run-dir", "run", "--resume", "auto", *overrides(*sets)]
         env = environment(
@@ -117,17 +120,22 @@ def test_losing_the_node_of_the_rendezvous_ends_the_other_and_both_come_back(sta
     check_end([start("first"), start("second")], tmp_path, sets)
 
 
-def test_a_node_that_stays_lost_leaves_the_run_as_it_was(tmp_path):
-    """`--nnodes=1:2` with two data shards: the rank that is left runs both, and the numbers are those of two ranks."""
+@pytest.mark.parametrize(("host", "lost"), [("first", 1), ("a store of its own", 0)])
+def test_a_node_that_stays_lost_leaves_the_run_as_it_was(tmp_path, host, lost):
+    """`--nnodes=1:2` with two data shards: the rank that is left runs both, and the numbers are those of two ranks. With the
+    store on a host of its own, any node may be lost."""
     model = ("model.target=tests.support.models:float64", "model.num_layers=1", "model.contract=false")
     sets = ("checkpoint.every=20", f"train.steps={STEPS}", "distributed.shards=2", *model)
     write_tiny_config(tmp_path)
     port = free_port()
-    nodes = [Node(tmp_path, name, port, sets, fewest=1) for name in ("first", "second")]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if lost == 0 else None
+    nodes = [Node(tmp_path, name, port, sets, fewest=1, host=host) for name in ("first", "second")]
     try:
         wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step_*/COMPLETE")), nodes)
-        nodes[1].lose()
+        nodes.pop(lost).lose()
+        assert max(losses(tmp_path / "run" / "metrics.jsonl")) < STEPS, "it was lost too late"
         assert nodes[0].process.wait(timeout=TIMEOUT_SEC) == 0, nodes[0].said()[-3000:]
+        del store
     finally:
         for node in nodes:
             if node.process.poll() is None:

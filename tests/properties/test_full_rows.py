@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.streams import WideTokens, options_of, streams_of
+from tests.support.streams import WideTokens, epochs_by_hand, options_of, streams_of
 from trainer.data.blend import BlendSource
 from trainer.data.documents import ReadOptions, TokenTable
 from trainer.data.groups import CutOptions, OpenStream, build_groups
@@ -176,7 +177,8 @@ def same(batch: Mapping[str, Any]) -> str:
 def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, runs_on, changes):
     """Groups that are begun go on first, from where they were; a second change may come while some still wait."""
     states: list[Any] = []
-    followers = Follower((0, 4), runs_on)
+    followers, epochs, key = Follower((0, 4), runs_on), 0.0, "data/epochs/one"
+    ends = [*accumulate(map(sum, layout))]
     with corpus({"one": layout}) as streams:
         for num_shards, rows, batches in [*changes, (2, 2, 10**6)]:
             shards = [
@@ -194,6 +196,9 @@ def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, r
             for shard in shards:
                 for _, batch in zip(range(batches), shard, strict=False):
                     followers.take(batch)
+                epochs += shard.drain_step_metrics()[key]
+            num_read = np.bincount([bisect_right(ends, token) for *_, token in followers.read], minlength=len(ends))
+            assert epochs == pytest.approx(epochs_by_hand(streams["one"], layout, num_read)[0])
             states = [json.loads(json.dumps(shard.state_dict())) for shard in shards]
     assert not followers.open
     assert sorted(followers.whole) == sorted(document for document in documents_of(layout) if document)

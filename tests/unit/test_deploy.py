@@ -44,6 +44,13 @@ def test_the_manifest_is_one_job_whose_parts_refer_to_each_other(job, pod):
     assert container["image"] == f"trainer:{PROJECT['version']}"
 
 
+@pytest.mark.parametrize("page", ["docs/cluster.md", "scripts/slurm/train.sbatch"])
+def test_torchrun_starts_the_installed_program_from_any_directory(page):
+    commands = re.findall(r"torchrun (?:[^\n]*\\\n)*[^\n]*", (ROOT / page).read_text(encoding="utf-8"))
+    started = [each for each in commands if re.search(r"\btrain\b", each) and "--n" in each]
+    assert [each for each in started if "--no-python" not in each] == [] != started
+
+
 def test_torchrun_and_train_take_the_arguments(job, pod):
     container = pod["containers"][0]
     assert container["command"] == ["torchrun"]

@@ -27,7 +27,8 @@ from trainer.import_path import Parts
 app = typer.Typer(
     name="train",
     help="Train recurrent-state sequence models on mixed data streams, from a TOML config.",
-    epilog="Several ranks: torchrun --nproc_per_node=8 train --config x.toml, or train --nproc 8 --config x.toml.",
+    epilog="Several ranks: train --nproc 8 --config x.toml, or "
+    "torchrun --no-python --nproc_per_node=8 train --config x.toml.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

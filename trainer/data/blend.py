@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.micro_batches import ONE, MicroBatches
 
@@ -30,7 +31,8 @@ ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX = "blend/share/"
 VERSION = 1
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
-SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/", MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
+_POOL_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
+SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX, EPOCHS)
 Drained = Mapping[str, float | None]  # None: a value that could not be measured
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
@@ -165,6 +167,11 @@ class BlendDataset:
     def _register_metrics(self) -> None:
         keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
+        self._epochs = {}  # what each source has read since the last drain
+        for source in self.sources:
+            if isinstance(source.dataset, StreamSource):
+                self._epochs[EPOCHS + source.name] = source.dataset.epochs
+        keys += self._epochs
         # Of the sources that report metrics: all of them as unknown.
         self._reporters: dict[int, tuple[Drained, BestEffort]] = {}
         for index, source in enumerate(self.sources):
@@ -311,14 +318,18 @@ class BlendDataset:
         return []
 
     def drain_step_metrics(self) -> Drained:
-        """The sources' metrics, merged key by key, and those of the blend; {} before any batch.
+        """The sources' metrics, merged key by key, and the blend's; before any batch, only epochs.
 
         A source contributes its last report, its counters only once; after its end, values that sum
         over ranks are 0, and other gauges are left out. `blend/max_share_error` is the largest
         difference between the share of a source and the one that its weights call for.
         """
-        if not self._total:
-            return {}
+        read: dict[str, float | None] = {}
+        for key, epochs in self._epochs.items():
+            read[key] = epochs.read if epochs.is_known else None
+            epochs.read = 0.0
+        if not self._total:  # but documents may be read that another shard began
+            return read
         for index in self._undrained & self._reporters.keys():
             self._latest[index] = self._report_of(index)
         metrics = self._merged()
@@ -331,6 +342,7 @@ class BlendDataset:
             metrics[key] = count / self._total
         metrics.update(self._seconds)
         self._seconds.clear()
+        metrics.update(read)
         return metrics
 
     def _report_of(self, index: int) -> dict[str, float | None]:

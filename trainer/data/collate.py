@@ -177,6 +177,8 @@ class Collator:
             del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
+        for of, _, size in chain.from_iterable(found.rows):
+            of.source.epochs.read += size * of.source.epochs_per_token
         # Tuples: they have no entry for each row.
         batch["dataset_labels"] = tuple(found.labels)
         batch["dataset_segments"] = tuple(found.modalities)

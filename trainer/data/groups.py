@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -129,6 +129,14 @@ class Handed(NamedTuple):
 _new_handed = partial(tuple.__new__, Handed)  # in half the time of the class itself
 
 
+@dataclass
+class EpochCount:
+    """Epochs of a source that were read since the last report."""
+
+    read: float = 0.0
+    is_known: bool = True  # whether nothing that was read is missing
+
+
 @dataclass(frozen=True)
 class OpenStream:
     """A stream, its documents, and the groups they are cut into."""
@@ -138,6 +146,8 @@ class OpenStream:
     groups: GroupTable
     seq_len: int
     num_bytes: int  # of its file, when it was opened
+    epochs: EpochCount = field(default_factory=EpochCount)  # of its source
+    epochs_per_token: float = 0.0  # of its source; without a token: of the file
 
     def num_tokens(self, groups: Ints | Flags | slice = slice(None)) -> Ints:
         """Target tokens of some groups, or of all; int64 [n]."""

@@ -21,7 +21,7 @@ from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import Point, check_states, fingerprint, resharded
 from trainer.data.formats import is_import_path
-from trainer.data.groups import NOTHING, CutOptions, Handed, OpenStream, StreamOpener, file_bytes
+from trainer.data.groups import NOTHING, CutOptions, EpochCount, Handed, OpenStream, StreamOpener, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
@@ -151,7 +151,8 @@ class StreamSource(ABC):
         # Held-out documents lie in the files of the training data, which warn of themselves.
         self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
+        self._open = lru_cache(2 * mix.num_streams_mixed)(self._open_weighted)
+        self.epochs = EpochCount()
         self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
@@ -174,6 +175,21 @@ class StreamSource(ABC):
     @abstractmethod
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         """Cells that a reader had read of each of its groups, of which `cells` were left, int64 [n]."""
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
+        return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
+
+    @cached_property
+    def _total_size(self) -> int:
+        return sum(self._sizes)
+
+    def _open_weighted(self, stream: Stream) -> OpenStream:
+        """Files that were never opened have no number of tokens: an epoch is divided by bytes."""
+        opened, share = self._opener(stream), self._sizes[stream.stream_id] / self._total_size
+        num_tokens = max(int(opened.num_tokens().sum()), 1)
+        return replace(opened, epochs=self.epochs, epochs_per_token=share / num_tokens)
 
     def open(self, stream: Stream) -> OpenStream:
         """One of its streams, with its groups. UserError: the file is unreadable or damaged."""
@@ -263,14 +279,23 @@ class StreamSource(ABC):
         """The next with anything to read, None at the end of the epoch; notes the time it takes."""
         start, before, found = time.perf_counter(), self._tokenizer.seconds, None
         while found is None and self._index < len(self._queue):
-            reader = self._reader(self._queue[self._index])
+            part = self._queue[self._index]
+            reader = self._reader(part)
             self._index += 1
             if reader.remaining_picks:
                 found = reader
+            elif not reader.source.groups.num_groups and self._is_first(part):
+                # Its share of the bytes counts as read, or an epoch would end below 1.
+                self.epochs.read += reader.source.epochs_per_token
         tokenizing = self._tokenizer.seconds - before
         self._seconds["tokenize"] += tokenizing
         self._seconds[self._opening] += time.perf_counter() - start - tokenizing
         return found
+
+    def _is_first(self, part: Any) -> bool:
+        """Whether it is the part of its file, one in each epoch, that counts for the whole."""
+        before = [begun for point in self._past for begun, _ in point.get(part.stream, ())]
+        return part[1] == 0 and all(begun[1] for begun in before)
 
     def _fill(self) -> None:
         while len(self._pool.readers) < self._mix.num_streams_mixed:
@@ -289,6 +314,8 @@ class StreamSource(ABC):
                 self._opener.report_cuts()
             elif not self._has_groups or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
+                # Other shards go on, and nobody will count its files without a token again.
+                self.epochs.is_known = not (self._mix.repeat and self.epochs.read)
             elif may_begin_epoch():
                 self._begin(self.epoch + 1, self._points)
             else:
@@ -394,11 +421,6 @@ class ShardSource(StreamSource):
     """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
     version = 5
-
-    @cached_property
-    def _sizes(self) -> tuple[int, ...]:
-        held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
-        return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
 
     def _parts(self, shard: int, num_shards: int) -> list[Part]:
         order = keyed_generator("deal", self.name, self._mix.seed).permutation(len(self.streams))

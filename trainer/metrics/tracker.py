@@ -26,6 +26,7 @@ import torch
 from trainer.metrics.aggregate import Recorder, Scalar, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
 from trainer.metrics.sinks import Sink
@@ -167,6 +168,8 @@ class MetricsTracker:
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
+        # By key, since the start. None: some of what was read before is not known.
+        self._epochs: dict[str, float | None] | None = {}
         self._outside_sec = 0.0
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
@@ -331,7 +334,7 @@ class MetricsTracker:
         return speed, None if self._mfu_per_speed is None else speed * self._mfu_per_speed
 
     def _add_extras(self, values: dict[str, float | None], *, reserved: Collection[str]) -> None:
-        """Add the reported values since the last logged step; waits for their devices."""
+        """Add the values reported since the last logged step; waits for their devices."""
         drained = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
         for key, value in drained.items():
             if key in reserved:
@@ -343,6 +346,19 @@ class MetricsTracker:
                     values[key] = total / weight if weight else None
                 except Exception as error:  # noqa: BLE001 - one value must not cost the others
                     self._leave_out(key, message_of(error))
+        # Of epochs, the total since the start.
+        read = [key for key in values if key.startswith(EPOCHS)]
+        if self._epochs is None:
+            values |= dict.fromkeys(read)
+            return
+        totals: dict[str, float | None] = {}
+        for key in {*self._epochs, *read}:
+            before, more = self._epochs.get(key, 0.0), values.get(key)
+            totals[key] = values[key] = None  # one that lacks a part stays unknown
+            if before is not None and more is not None:
+                totals[key] = before + more
+                values[key] = round(before + more, 9)  # whole epochs are whole numbers
+        self._epochs = totals
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.
@@ -394,11 +410,13 @@ class MetricsTracker:
         """The state of a resumed run: tokens seen and the smoothed values."""
         return {
             "tokens_seen": int(self._tokens_seen),
+            "epochs": self._epochs,
             "smoothed": {name: average.read() for name, average in self._smoothed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._tokens_seen = state["tokens_seen"]
+        self._epochs = state.get("epochs")  # checkpoints of earlier versions lack them
         for name, average in self._smoothed.items():
             average.load(state["smoothed"][name])
 

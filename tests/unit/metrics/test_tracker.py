@@ -197,12 +197,21 @@ def test_other_ranks_time_and_return_but_hold_no_sinks() -> None:
 def test_a_resumed_tracker_goes_on_where_the_other_stopped() -> None:
     whole, first, second = Run(log_interval=4), Run(log_interval=4), Run(log_interval=4)
     for step in range(1, 9):
-        whole.step(step, loss=float(step))
+        read = {"data/epochs/a": 0.1}
+        whole.step(step, loss=float(step), extra=read)
         if step == 5:
             second.tracker.load_state_dict(first.tracker.state_dict())
-        (first if step < 5 else second).step(step, loss=float(step))
+        (first if step < 5 else second).step(step, loss=float(step), extra=read)
     assert second.metrics() == whole.metrics()
-    assert second.metrics()["tokens_seen"] == 8000
+    assert (second.metrics()["tokens_seen"], second.metrics()["data/epochs/a"]) == (8000, 0.8)
+    state, older = second.tracker.state_dict(), Run(log_interval=4)
+    del state["epochs"]  # as saved by an earlier version
+    for step in (9, 12):
+        older.tracker.load_state_dict(state)  # unknown once, and after every further resume
+        older.step(step, loss=1.0, extra=read)
+        state = older.tracker.state_dict()
+    assert "data/epochs/a" not in older.metrics()
+    assert older.metrics()["tokens_seen"] == 10_000
 
 
 def test_close_reaches_every_sink_even_if_one_fails() -> None:
@@ -359,6 +368,9 @@ def test_what_a_step_failed_to_count_is_not_known_until_the_next_logged_one() ->
 
 def test_a_mean_over_nothing_is_absent_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(log_interval=1)
+    for step, read in enumerate((0.5, None, 0.5), start=2):  # a total that lacks a part stays unknown
+        run.step(step, extra={"data/epochs/a": read})
+    assert [row["metrics"].get("data/epochs/a") for row in run.sink.payloads] == [0.5, None, None]
     run.step(1, extra={"accuracy": (0.0, 0.0)})
     assert "accuracy" not in run.metrics()
     assert not caplog.records

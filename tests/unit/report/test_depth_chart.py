@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from trainer.tools.diagnostics.depth import last_curves
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
 from trainer.tools.report.figures import depth_figure, depth_figures
@@ -62,6 +63,14 @@ def test_each_set_is_drawn_with_its_numbers_from_two_buckets_before_the_first_ca
     assert DEPTH in parts["contents"]
     assert not [chart for chart in charts if any("depth/64" in key for key in chart.keys)]
     assert DEPTH not in render_parts([diagnose(make_run("b", {"loss": [1.0, 2.0]}))])["overview"]
+
+
+def test_few_documents_whose_error_is_not_known_are_drawn(make_run):
+    run = make_run("a", {key: [value] for key, value in numbers().items() if not key.endswith("_se")})
+    ((_, words, figure),) = depth_figures(run)
+    assert words == "carrying lowers the loss by 0.2000 beyond a cell (too few documents for its error)"
+    assert (figure["data"][-1]["y"], figure["data"][-1]["error_y"]["array"]) == ([0.0, 0.1, 0.2], [None] * 3)
+    assert last_curves(run)[1] == {}
 
 
 def test_without_an_error_there_is_no_bar():

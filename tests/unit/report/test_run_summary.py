@@ -31,17 +31,19 @@ def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
 
 
 def test_the_size_of_a_run_comes_from_its_environment_and_rows(make_run):
-    config = {"model": {"dim": 16, "num_layers": 2}, "data": {"source": [{"name": "books"}]}}
+    config = {"model": {"dim": 16, "num_layers": 1}, "data": {"source": [{"name": "books"}]}}
     sizes = {"world_size": 2, "parameters": 50, "tokens_per_step": 20, "devices": ["H100", "H100"]}
     rows = {"gpu/peak_gb": [2.0, 3.0], "tokens_seen": [50.0, 100.0], "mfu": [0.4, 0.4], "tokens_in_step": [10.0, 20.0]}
+    rows |= {"data/epochs/web": [0.2, 0.41], "data/epochs/code": [1.1, 2.3]}
     evals = {2: {"eval_loss": 2.0, "eval_bits_per_byte": 1.5}}
     run = make_run("a", rows, evals, {**config, "train": {"device": "auto"}}, sizes)
     expected = {"Tokens per parameter": 2.0, "Batch": 15.0, "MFU": 0.4, "Peak memory": 3.0}
     assert results(run) == results(run) | expected
     notes = {row.label: row.note for row in summarize(run)}
+    assert (results(run)["Data read"], notes["Data read"]) == (2.3, "source code; web 0.41")
     assert notes["Batch"] == "of at most 20, mean of 2 rows, steps 1 to 2"
     assert notes["Held-out loss"] == "1.5 bits/byte, last of 1 evaluation, step 2"
-    shown = [("Model", "rglru", "dim 16, 2 layers"), ("Device", "H100", "2 ranks"), ("Data", "books", "")]
+    shown = [("Model", "rglru", "dim 16, 1 layer"), ("Device", "H100", "2 ranks"), ("Data", "books", "")]
     assert [(row.label, row.value, row.note) for row in ran(run)] == shown
     assert ran(replace(run, config={})) == []
     resumed = replace(record_of({step: {"step_time_sec": step / 10} for step in (110, 120)}), restarts=[Restart(100)])
@@ -118,8 +120,10 @@ def test_runs_that_do_not_compare_are_named(make_run):
     assert list(reservations([made("a", 4), made("b", 4)])) == []
     changed = Restart(1, {"changed": {"data files": {"before": "as saved", "after": "source a: 1 changed"}}})
     runs = [made("a", 4), made("b", 2, "running", batches=4), replace(made("c", 4), restarts=[changed])]
+    runs[0].config["objective"] = {"target": "mine:Focal", "token_types": True}
     assert list(reservations(runs)) == [
         "not done: b (running)",
         "not equally long: the longest ended at step 4, earlier b (2)",
         "held-out losses may be of different data: eval.batches, data files differ",
+        "losses are of different objectives: objective.target differ",
     ]

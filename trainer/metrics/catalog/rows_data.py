@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
 
 from trainer.metrics.catalog.spec import MetricSpec, row_of
+
+EPOCHS: Final = "data/epochs/"
+"""A data set reports what was read since its last report, the tracker the total since the start."""
 
 _MixingRow = partial(row_of, group="Stream mixing", window="last")
 _BlendRow = partial(row_of, group="Blend", window="last")
@@ -74,6 +78,12 @@ ROWS: tuple[MetricSpec, ...] = (
         "Positions that hold a document's token over those of full rows, since the last payload.",
         "0.999 or more with full rows that run on.",
         "Low: the device computes padding, or batches are small.",
+    ),
+    _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
+        "Epochs of a source read since the start, over all ranks: "
+        "the share read of each file's tokens, weighted by file size.",
+        "Below 4: repeated tokens are nearly as good as new ones until then.",
+        "Far above: the model memorizes the source.",
     ),
     _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
         "Largest difference between a source's actual and configured share so far.",

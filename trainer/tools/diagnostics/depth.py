@@ -15,7 +15,13 @@ NEEDED = "needs eval/depth: eval.depth, a model with state and documents longer 
 
 
 def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
-    """(number of evaluations, the curve of each set in the last one)."""
+    """(number of evaluations, the curve of each set in the last one, if its errors are known)."""
+    number, found = all_last_curves(run)
+    return number, {name: curve for name, curve in found.items() if curve.gains}
+
+
+def all_last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
+    """The same, also of too few documents to know any error."""
     columns = [series(run, key) for key in run.keys if "depth/" in key and key.startswith("eval/")]
     last = max((column.steps[-1] for column in columns if column), default=0)
     ends = [column for column in columns if column and column.steps[-1] == last]
@@ -25,7 +31,8 @@ def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
 
 
 def _is_known(curve: DepthCurve) -> bool:
-    return bool(curve.gains) and all(math.isfinite(gain.value) for _, gain in curve.gains)
+    gains = [point.gain.value for point in curve.points if point.gain]
+    return bool(gains) and all(map(math.isfinite, gains))
 
 
 def _evidence(run: RunRecord, name: str, *depths: int) -> list[Evidence]:

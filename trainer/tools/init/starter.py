@@ -38,6 +38,7 @@ class Starter:
     num_ids: int  # vocabulary of the model
     largest_id: tuple[int, int]  # and how often it occurs
     suggests_eod: bool  # whether to suggest the key `eod`, which the sources lack
+    end: tuple[str, int] | None  # the tokenizer's mark of the end of a text, and its id
     sizes: Sizes
     length: str  # of the run, in words
 
@@ -50,6 +51,7 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
     # Lines of the template that begin with one of these and a bar are optional.
     shown = {
         "ids": bool(starter.vocab_size),
+        "end": starter.end is not None,
         "large": starter.num_ids >= TIE_FROM_VOCABULARY,
         "bytes": starter.tokenizer == "bytes",
         "held out": sizes.holdout_fraction > 0,
@@ -67,6 +69,7 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
         largest=largest,
         times=times,
         vocab_size=starter.vocab_size,
+        end=starter.end or ("", 0),
         sources=_sources(starter),
         every=max(sizes.steps // 10, 10),
         warmup=sizes.steps // 20,

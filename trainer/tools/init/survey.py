@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.data.formats import is_import_path, takes_option
 from trainer.data.layout import Discovery, Stream, discover_direct, refuse_unheeded
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import is_url, write_file
 from trainer.lab.cache import Cache
@@ -29,13 +30,15 @@ from trainer.tools.fitted_table import duration_text
 from trainer.tools.init.sizing import Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter
 from trainer.tools.inspection.survey import Guess, describe, guess, look, not_text
-from trainer.wording import counted, few
+from trainer.wording import counted, few, printable
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
 MOST_SOURCES = 32  # modalities that get a source of their own, each with open streams of its own
 TRIED_STEPS = 4  # the first is slower than the others, and is left out
 TIMEOUT_SEC = 60.0
 FEWEST_STEPS = 20
+# Names of the mark that ends a text, for tokenizers without a tokenizer_config.json.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 QUIET = (
     *("eval.every=0", "metrics.log_interval=1", "metrics.stdout=off", "metrics.wandb.mode=disabled"),
     *("checkpoint.every=0", "scheduler.warmup_steps=0"),
@@ -97,6 +100,7 @@ def make_starter(
     keys = {key: value for key, value in given.items() if value is not None}
     name = _run_name(paths[0])
     vocab_size = largest[0] + 1 if named == "ids" else 0
+    ids = load_tokenizer(named, vocab_size=vocab_size)
     return Starter(
         name=name,
         found=_found_lines(at, chosen, lengths, kind),
@@ -104,7 +108,8 @@ def make_starter(
         sources=_sources(at, parts, name, keys, format=format),
         tokenizer=named,
         vocab_size=vocab_size,
-        num_ids=load_tokenizer(named, vocab_size=vocab_size).vocab_size,
+        num_ids=ids.vocab_size,
+        end=_end_mark(ids, Path(named)),
         largest_id=largest,
         suggests_eod=eod is None and any(takes_option(name, "eod") for name in kind.formats),
         sizes=sizes,
@@ -131,6 +136,21 @@ def _tokenizer_near(path: Path) -> str | None:
     folder = next(each for each in (path, *path.parents) if each.is_dir())
     found = (each / "tokenizer.json" for each in (folder, folder.parent))
     return next((str(each) for each in found if each.is_file()), None)
+
+
+def _end_mark(tokenizer: Tokenizer, path: Path) -> tuple[str, int] | None:
+    """The mark of the end of a text and its id, by tokenizer_config.json or by its usual names."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    special = {each["content"]: int(each["id"]) for each in tokenizer.spec["added_tokens"]}
+    named: Any = None
+    with suppress(OSError, ValueError, AttributeError):
+        text = path.with_name("tokenizer_config.json").read_text(encoding="utf-8")
+        named = json.loads(text).get("eos_token")
+    if isinstance(named, dict):
+        named = named.get("content")
+    marks = [mark for mark in (str(named), *ENDS) if mark in special]
+    return (printable(marks[0]), special[marks[0]]) if marks else None
 
 
 def _run_name(path: str) -> str:

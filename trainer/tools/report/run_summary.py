@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.tools.diagnostics.facts import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
@@ -23,12 +24,13 @@ from trainer.wording import counted, few, number_text
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
-_NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
+_NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/", EPOCHS)
 # Settings that decide which documents are held out. A weight only says how often a source is drawn.
 _HELD_OUT_SETTINGS: Final = (
     *("data files", "eval.", "data.source", "data.tokenizer"),
     *("data.seq_len", "data.max_group_cells"),
 )
+_SAME_LOSS: Final = ("objective.token_types", "objective.chunk_tokens")
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,26 @@ def _time(run: RunRecord) -> SummaryRow:
     return SummaryRow(label, seconds, "s", note, digits=3)
 
 
+def _epochs(run: RunRecord) -> SummaryRow:
+    """How often the data were read: the source that was read most, and in the note the others."""
+    columns = {key.removeprefix(EPOCHS): _finite(run, key) for key in run.keys if key.startswith(EPOCHS)}
+    last = {name: list(column.values())[-1] for name, column in columns.items() if column}
+    first, *others = sorted(last, key=last.__getitem__, reverse=True) or [""]
+    note = ""
+    if others:
+        rest = [f"{name} {number_text(last[name], digits=3)}" for name in others]
+        note = f"source {first}; {few(rest)}"
+    return SummaryRow("Data read", last.get(first), "epochs", note, digits=3)
+
+
 def ran(run: RunRecord) -> list[SummaryRow]:
     """The model, the device and the data of a run, as far as they are recorded."""
     model, name, sizes = run.setting("model"), "", ""
     if isinstance(model, Mapping):
         name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
         sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
+        if model.get("num_layers") == 1:
+            sizes = sizes.removesuffix("s")
     parts = [run.setting("train.precision")]
     if run.world_size:
         parts.insert(0, counted(run.world_size, "rank"))
@@ -237,6 +253,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         steps,
         _time(run),
         tokens,
+        _epochs(run),
         SummaryRow("Parameters", size),
         SummaryRow("Tokens per parameter", ratio),
         _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", of_full),
@@ -386,3 +403,7 @@ def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
     differing = [key for key in keys if not key.endswith(".weight")]
     if differing:
         yield f"held-out losses may be of different data: {few(differing)} differ"
+    keys = [key for key, _ in config_differences(runs) if key.startswith("objective.")]
+    differing = [key for key in keys if key not in _SAME_LOSS]
+    if differing:
+        yield f"losses are of different objectives: {few(differing)} differ"

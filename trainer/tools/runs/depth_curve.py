@@ -92,9 +92,10 @@ def in_words(curve: DepthCurve, cell: int) -> str:
     gain, beyond = curve.gain, "beyond a cell"
     if cell:
         beyond = f"beyond {cell:,} tokens"
-    carrying, noise = "carrying", 0.0
-    if math.isfinite(gain.error):
-        carrying, noise = "over documents, carrying", ERRORS_SHOWN * gain.error
+    carrying, noise = "over documents, carrying", ERRORS_SHOWN * gain.error
+    if not math.isfinite(gain.error):
+        carrying, noise = "carrying", 0.0
+        beyond += " (too few documents for its error)"
     loss = gain._replace(value=-gain.value)
     if abs(gain.value) <= noise:
         return f"{carrying} changes the loss by {loss} {beyond}: nothing to tell from 0"

@@ -29,6 +29,7 @@ from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ra
 from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing.checkpoint import data_shards, loading
 from trainer.training.checkpointing.tensor_files import read_rank
@@ -95,6 +96,11 @@ def restore(
         with loading(path, "counts"):
             for index, shard in enumerate(state.shards):
                 position.load_counts(index, parts[shard.number]["unlogged"])
+    elif state.shards[0].number == 0:
+        # Only epochs are totals since the start: the first shard takes over those of all.
+        for part in parts.values():
+            pool = part["unlogged"]["pool"]
+            position.unlogged[0].add({key: pool[key][0] for key in pool if key.startswith(EPOCHS)})
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 
