@@ -363,6 +363,27 @@ def test_a_source_of_whole_batches_shares_by_the_same_claims():
         assert rest == [same(batch) for _, batch in zip(range(99), reader, strict=False)]
 
 
+def test_an_ended_source_of_full_rows_has_no_readers_and_no_gauges():
+    class Own:
+        metric_keys = ("own/level",)
+
+        def __iter__(self):
+            return iter([{"tokens": np.zeros((2, 5), int), "targets": np.full((2, 5), 7)}] * 3)
+
+        def drain_step_metrics(self):
+            return {"own/level": 1.0}
+
+    with corpus({"one": [[9] * 40], "two": [[3]]}) as streams:
+        lanes = blend(streams, rows=2, repeat=False)
+        sources = [*lanes.sources, BlendSource("own", Own(), ConstantWeight(3.0))]
+        reader = LaneBlend(sources, seed=0, rows=2, row_tokens=4, runs_on=True, tokenizer=WideTokens())
+        drained = [reader.drain_step_metrics() for _ in zip(reader, range(20), strict=False)]
+    assert "own/level" in drained[0]
+    assert drained[-1]["blend/ended_sources"] == 2.0
+    assert "own/level" not in drained[-1]
+    assert [value for key, value in drained[-1].items() if "/modalities/" in key] == [1.0]
+
+
 def test_a_file_that_was_cut_is_refused_before_a_group_that_begins_is_read(tmp_path):
     np.save(tmp_path / "a.npy", np.tile([1, 2, 0], 40).astype(np.uint16))
     reader = blend({"one": discover_direct([tmp_path / "a.npy"])}, rows=1, row_tokens=8, runs_on=False, eod=0)

@@ -241,6 +241,7 @@ class BlendDataset:
             batch = self._asks[index](tokens_before)
         except StopIteration:
             self._ended[index] = True
+            self._undrained.add(index)  # its gauges are to go
             return None
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[index].name] * len(batch["tokens"])
