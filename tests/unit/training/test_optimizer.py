@@ -22,6 +22,7 @@ from trainer.training.step.optimizer import build_optimizer, load_named_state, n
 from trainer.training.step.schedule import Length, lr_at, make_schedule, set_lr
 
 NAMES = ["adamw", "muon", "sgd"]
+SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
 
 def test_a_frozen_parameter_is_left_out():
@@ -204,6 +205,10 @@ def test_keys_that_would_have_no_effect_beside_a_target_are_refused():
     with pytest.raises(ValueError, match="betas, name would have no effect beside target"):
         OptimizerTable(target="a:b", name="muon", betas=[0.9, 0.99])
     OptimizerTable(target="a:b", name="adamw", lr=0.1, weight_decay=0.3)
+    with pytest.raises(ValueError, match="min_lr_ratio, warmup_steps would have no effect beside target"):
+        SchedulerTable(target="a:b", warmup_steps=3, min_lr_ratio=0.5)
+    with pytest.raises(ValueError, match="args are those of a target of your own"):
+        SchedulerTable(args={"power": 2})
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ def test_known_points(name, expected):
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(
-    st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    st.sampled_from(SCHEDULES),
     st.integers(1, 60),
     st.integers(0, 60),
     st.floats(0, 1),
@@ -241,16 +246,11 @@ def test_it_rises_to_the_peak_then_never_rises_again_and_stays_above_its_floor(n
         assert rates[-1] == pytest.approx(2.0 * floor, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
-def test_a_run_that_is_shorter_than_its_warmup_ends_on_the_ramp(name):
-    steps = 10
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_that_is_shorter_than_its_warmup_ends_on_the_ramp(tmp_path, name):
     table = SchedulerTable(name=name, warmup_steps=100, min_lr_ratio=0.1, decay_fraction=0.2)
-    rates = [lr_at(step, steps=steps, peak=2.0, table=table) for step in range(1, steps + 1)]
-    assert rates == pytest.approx([2.0 * step / 100 for step in range(1, steps + 1)])
-
-
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
-def test_a_run_in_tokens_that_is_shorter_than_its_warmup_ends_on_the_ramp(tmp_path, name):
+    rates = [lr_at(step, steps=10, peak=2.0, table=table) for step in range(1, 11)]
+    assert rates == pytest.approx([2.0 * step / 100 for step in range(1, 11)])
     sets = ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"]
     config = load_config(write_tiny_config(tmp_path), [*sets, f"scheduler.name={name}", "optimizer.lr=2.0"])
     schedule = make_schedule(config, Length.of(config, 64))
@@ -290,13 +290,6 @@ def test_a_schedule_of_ones_own_is_called_with_its_settings(tmp_path, monkeypatc
 def test_one_that_cannot_be_used_is_refused_before_the_run(tmp_path, monkeypatch, body, text):
     with pytest.raises(UserError, match=text):
         of_target(tmp_path, monkeypatch, body)
-
-
-def test_keys_that_would_have_no_effect_are_refused():
-    with pytest.raises(ValueError, match="min_lr_ratio, warmup_steps would have no effect beside target"):
-        SchedulerTable(target="a:b", warmup_steps=3, min_lr_ratio=0.5)
-    with pytest.raises(ValueError, match="args are those of a target of your own"):
-        SchedulerTable(args={"power": 2})
 
 
 def test_a_resolved_config_with_parts_of_ones_own_is_a_config(tmp_path):
