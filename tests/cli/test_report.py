@@ -15,7 +15,7 @@ from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.records import write_record
 from tests.support.runs import read_rows, write_tiny_config
-from tests.unit.report.test_depth_chart import numbers
+from tests.unit.report.test_charts import numbers
 from trainer.tools.verbs.records import report
 
 STEPS = 20

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.on_device import train_here
-from tests.support.runs import read_rows, run, write_tiny_config
+from tests.support.runs import evaluating, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.metrics.payload_contract import validate_stream
 from trainer.metrics.sinks import display_key
@@ -24,18 +24,13 @@ wandb = { mode = "offline", project = "trainer-test" }
 [objective]
 token_types = true
 z_loss = 1e-4
-
-[eval]
-every = 3
-batches = 2
-holdout_fraction = 0.2
 """
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sinks")
-    config = write_tiny_config(directory, EXTRA)
+    config = write_tiny_config(directory, EXTRA + evaluating(3))
     result = run("--config", config, "--run-dir", directory / "run", "--steps", "8", nproc=2)
     assert result.returncode == 0, result.stderr
     return directory / "run", result

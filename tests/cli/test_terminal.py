@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forks import Forked, wait_as_torchrun
-from tests.support.runs import TIMEOUT_SEC, environment, free_port, rank_environment, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, environment, evaluating, free_port, rank_environment, write_tiny_config
 from tests.support.terminal import Terminal
 from trainer.metrics.payload_contract import PayloadError, parse_line, validate_stream
 
@@ -22,12 +22,7 @@ HUMAN = re.compile(
 )
 EVALUATION = re.compile(r"\[step (\d+)\] eval_\S+=[\d.e+-]+( \| eval_\S+=[\d.e+-]+)*")
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-EVAL = """
-[eval]
-every = 3
-batches = 2
-holdout_fraction = 0.2
-"""
+EVAL = evaluating(3)
 
 
 def train(tmp_path: Path, out: Path, err: Path, *arguments: object) -> None:

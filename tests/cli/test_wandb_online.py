@@ -12,24 +12,13 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forked
-from tests.support.runs import ROOT, TIMEOUT_SEC, environment, losses, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, evaluating, losses, write_tiny_config
 from tests.support.wandb_file import read_history
 from tests.support.wandb_stub import API_KEY, WandbStub
 from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
 from trainer.metrics.sinks import display_key
 
-ONLINE = """
-wandb = { mode = "online", project = "trainer-test" }
-
-[eval]
-every = 3
-batches = 2
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 3
-keep_last = 9
-"""
+ONLINE = '\nwandb = { mode = "online", project = "trainer-test" }\n' + evaluating(3, saves=3, keep_last=9)
 
 
 def train(directory: Path, url: str, *arguments: object, key: str | None = API_KEY) -> str:

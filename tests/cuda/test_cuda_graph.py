@@ -26,7 +26,7 @@ from trainer.training.step.step import TrainStep
 pytestmark = pytest.mark.cuda
 STEPS = 14
 SETS = (FULL_ROWS, f"train.steps={STEPS}", "train.micro_batches=3", "checkpoint.every=0", "data.seq_len=16")
-OWN = ('model.target="tests.support.dropout_model:build"', "model.contract=false")
+OWN = ('model.target="tests.support.models:StatefulDropout"', "model.contract=false")
 RUNS = {
     "rglru": ("eval.every=3", "eval.holdout_fraction=0.2", "sample.every=7"),
     "gated_delta": ('model.family="gated_delta"',),
@@ -90,7 +90,7 @@ def test_what_waits_for_the_device_cannot_be_captured(tmp_path: Path, device: to
     """It is refused where graphs are asked for; otherwise the run continues without them."""
     if device.type == "cpu":
         pytest.skip("nothing waits on a CPU")
-    waits = ('model.target="tests.support.dropout_model:build_waiting"', "model.contract=false")
+    waits = ('model.target="tests.support.models:WaitingModel"', "model.contract=false")
     with pytest.raises(UserError, match="cannot be captured"):
         train_here(tmp_path / "asked", device, *SETS, *waits, "train.cuda_graph=true")
     graphs: list[MicroGraphs] = []

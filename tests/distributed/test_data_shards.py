@@ -11,19 +11,11 @@ import pytest
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
 from tests.support.grouped import run, train
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import evaluating, read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 
-EXTRA = """
-[eval]
-every = 4
-batches = 2
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 4
-"""
+EXTRA = evaluating(4, saves=4)
 SETS = (
     "train.steps=8",
     "distributed.shards=4",

@@ -11,20 +11,11 @@ from tests.support.fault_runs import make_config
 from tests.support.grouped import train
 from tests.support.late import run_differences
 from tests.support.ranks import status
-from tests.support.runs import read_rows
+from tests.support.runs import evaluating, read_rows
 
 pytestmark = pytest.mark.distributed
 
-EXTRA = """
-[eval]
-every = 12
-batches = 2
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 9
-keep_last = 9
-"""
+EXTRA = evaluating(12, saves=9, keep_last=9)
 SETS = ("train.steps=14", "model.target=tests.support.faulty_model:build", "model.contract=false")
 
 

@@ -15,20 +15,21 @@ from tests.support.fault_runs import row_differences
 from tests.support.grouped import train
 from tests.support.launched import children
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged, status
-from tests.support.runs import TIMEOUT_SEC, command, environment, losses, overrides, read_rows, write_tiny_config
+from tests.support.runs import (
+    TIMEOUT_SEC,
+    command,
+    environment,
+    evaluating,
+    losses,
+    overrides,
+    read_rows,
+    write_tiny_config,
+)
 from trainer.metrics.payload_contract import validate_stream
 
 pytestmark = pytest.mark.distributed
 
-RUN = """
-[eval]
-every = 10
-batches = 3
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 10
-"""
+RUN = evaluating(10, batches=3, saves=10)
 SETS = ("train.steps=30", "metrics.per_layer=true")
 
 

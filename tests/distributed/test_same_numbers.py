@@ -12,18 +12,10 @@ from tests.support.fault_runs import MEASURED
 from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, overrides, read_rows, write_tiny_config
+from tests.support.runs import evaluating, losses, overrides, read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
-EXTRA = """
-[eval]
-every = 12
-batches = 1000
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 6
-"""
+EXTRA = evaluating(12, batches=1000, saves=6)
 STILL, MOVING = "optimizer.lr=1e-30", "optimizer.lr=5e-3"
 CELLS, ROWS = ("data.seq_len=16", "train.tbptt_cells=2"), ("data.seq_len=32", "data.max_group_cells=4")
 CHUNKED, BLOCKS = "objective.chunk_tokens=20", "train.activation_checkpointing=block"

@@ -88,20 +88,6 @@ def test_a_history_stays_small_and_loses_nothing() -> None:
     assert state[0] == newest
 
 
-def test_a_restored_history_goes_on_exactly() -> None:
-    whole, cut, rng = History(), History(), np.random.default_rng(1)
-    for step in range(300):
-        x, y = rng.standard_normal(2).tolist()
-        whole.add(3 + x, 1 + y)
-        if step == 150:
-            restored = History()
-            restored.load_state_dict(cut.state_dict())
-            cut = restored
-        cut.add(3 + x, 1 + y)
-        now, also_now = whole.current(), cut.current()
-        assert (now and now.ratio) == (also_now and also_now.ratio)
-
-
 def test_too_few_steps_say_nothing() -> None:
     history = History()
     assert history.current() is None

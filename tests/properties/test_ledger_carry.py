@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainer.lab.gated_delta import build as build_gated_delta
+from trainer.lab.nested_state import carry_flat
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.model import ModelOutput, RecurrentEncoder, build
+from trainer.model import ModelOutput, build
 
 VOCAB = 13
 WEIGHT_SEED = 5
@@ -64,8 +66,13 @@ def make_case(seed: int, *, num_groups: int, cell_lengths: list[int], has_resets
     return Case(tokens, resets, batches)
 
 
+def run(model: nn.Module, case: Case, rows: list[int], span: slice, state: Tensor | None) -> ModelOutput:
+    resets = {} if case.resets is None else {"resets": case.resets[rows, span]}
+    return model(tokens=case.tokens[rows, span], state=state, **resets)
+
+
 def run_through_ledger(
-    case: Case, model: RecurrentEncoder, ledger: Ledger
+    case: Case, model: nn.Module, ledger: Ledger
 ) -> Iterator[tuple[list[Cell], Tensor, ModelOutput]]:
     """Each batch with the states that it went on from and what the model returned."""
     for step, cells in enumerate(case.batches, start=1):
@@ -76,25 +83,23 @@ def run_through_ledger(
         rows = [cell.group for cell in cells]
         ledger.begin_step(step)
         state = ledger.lookup(groups, index).requires_grad_()
-        resets = None if case.resets is None else case.resets[rows, span]
-        output = model(case.tokens[rows, span], state, resets)
+        output = run(model, case, rows, span, state)
         yield cells, state, output
         ledger.store(groups, index, is_last, output.state)
 
 
-def new_model(seed: int, num_layers: int, dtype: torch.dtype) -> RecurrentEncoder:
-    torch.manual_seed(seed)
-    return build(VOCAB, 8, num_layers).to(dtype)
+def gated_delta(*sizes: int) -> nn.Module:
+    return carry_flat(build_gated_delta(*sizes, heads=2))
 
 
-def new_ledger(model: RecurrentEncoder, case: Case, dtype: torch.dtype) -> Ledger:
+def new_ledger(model: nn.Module, case: Case, dtype: torch.dtype) -> Ledger:
     # As many slots as groups in flight: each group that ends makes room for another.
     return Ledger(LedgerOptions(capacity=len(case.tokens)), state_width=model.state_width, dtype=dtype)
 
 
-def check_outputs(case: Case, model: RecurrentEncoder, tolerance: float, dtype: torch.dtype) -> None:
+def check_outputs(case: Case, model: nn.Module, tolerance: float, dtype: torch.dtype) -> None:
     """Logits and states of every cell are those of the uncut run."""
-    whole = model(case.tokens, None, case.resets)
+    whole = run(model, case, list(range(len(case.tokens))), slice(None), None)
     ledger = new_ledger(model, case, dtype)
     for cells, _, output in run_through_ledger(case, model, ledger):
         rows, span = [cell.group for cell in cells], slice(cells[0].start, cells[0].stop)
@@ -105,24 +110,23 @@ def check_outputs(case: Case, model: RecurrentEncoder, tolerance: float, dtype: 
     assert metrics["ledger/cold_starts"] == metrics["ledger/evictions/lru"] == metrics["ledger/live_groups"] == 0
 
 
-def cell_gradients(model: RecurrentEncoder, logits: Tensor, state: Tensor) -> list[Tensor]:
+def cell_gradients(model: nn.Module, logits: Tensor, state: Tensor) -> list[Tensor]:
     """Gradients of a fixed weighing of the logits with respect to the state and every parameter."""
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(WEIGHT_SEED), dtype=torch.float64)
     loss = (logits * weights.to(logits.dtype)).sum()
     return list(torch.autograd.grad(loss, [state, *model.parameters()], allow_unused=True))
 
 
-def check_gradients(case: Case, model: RecurrentEncoder, tolerance: float) -> None:
+def check_gradients(case: Case, model: nn.Module, tolerance: float) -> None:
     """Gradients within a cell are those of the uncut run in which the state before the cell was made a leaf."""
     for cells, state, output in run_through_ledger(case, model, new_ledger(model, case, torch.float64)):
         rows, start, stop = [cell.group for cell in cells], cells[0].start, cells[0].stop
         before = torch.zeros(len(rows), model.state_width, dtype=torch.float64)
-        resets = case.resets
         if start:
-            before = model(case.tokens[rows, :start], None, None if resets is None else resets[rows, :start]).state
+            before = run(model, case, rows, slice(start), None).state
         leaf = before.detach().requires_grad_()
         # The uncut rest of the row, of which only this cell's logits are weighed.
-        rest = model(case.tokens[rows, start:], leaf, None if resets is None else resets[rows, start:])
+        rest = run(model, case, rows, slice(start, None), leaf)
         expected = cell_gradients(model, rest.logits[:, : stop - start], leaf)
         torch.testing.assert_close(
             cell_gradients(model, output.logits, state), expected, rtol=tolerance, atol=tolerance
@@ -132,23 +136,31 @@ def check_gradients(case: Case, model: RecurrentEncoder, tolerance: float) -> No
 CASES = {
     "seed": st.integers(0, 10_000),
     "num_groups": st.integers(1, 5),
-    "cell_lengths": st.lists(st.integers(1, 19), min_size=1, max_size=5),
+    "cell_lengths": st.lists(st.integers(1, 23), min_size=1, max_size=6),
     "has_resets": st.booleans(),
 }
 
 
+@pytest.mark.parametrize("builder", [build, gated_delta], ids=["rglru", "gated_delta"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(num_layers=st.integers(1, 3), **CASES)
 def test_outputs_and_states_through_the_ledger_equal_the_uncut_run(
-    dtype: torch.dtype, tolerance: float, num_layers: int, seed: int, **kinds: object
+    builder: Callable[..., nn.Module],
+    dtype: torch.dtype,
+    tolerance: float,
+    num_layers: int,
+    seed: int,
+    **kinds: object,
 ) -> None:
-    model = new_model(seed, num_layers, dtype)
+    torch.manual_seed(seed)
+    model = builder(VOCAB, 8, num_layers).to(dtype)
     check_outputs(make_case(seed, **kinds), model, tolerance, dtype)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(**CASES)
 def test_gradients_within_a_cell_equal_those_of_the_uncut_run(seed: int, **kinds: object) -> None:
-    model = new_model(seed, 2, torch.float64)
+    torch.manual_seed(seed)
+    model = build(VOCAB, 8, 2).double()
     check_gradients(make_case(seed, **kinds), model, 1e-10)

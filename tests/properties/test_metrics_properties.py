@@ -1,4 +1,4 @@
-"""Properties of the metrics: payloads survive the trip, reductions do not depend on how values are dealt out."""
+"""Properties of the metrics: payloads survive the trip, and reductions over steps and ranks are what they are defined as."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import statistics
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import jsonschema
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.runs import ROOT
 from trainer.files import read_json
-from trainer.metrics.aggregate import Value, _combine, _pack, rank_operations
+from trainer.metrics.aggregate import Recorder, Value, _combine, _pack, rank_operations
 from trainer.metrics.catalog.lookup import CATALOG, lookup
 from trainer.metrics.payload_contract import (
     PayloadError,
@@ -156,3 +158,75 @@ def test_a_reduction_equals_its_definition_in_any_order_of_ranks(ranks: list[dic
     assert combine(shuffled) == near(reduced)  # type: ignore[arg-type]
     assert combine([*ranks, {}]) == reduced, "a rank with nothing changes nothing"  # type: ignore[list-item]
     assert all(lookup(key) for key in reduced), "whatever comes out is in the catalog"
+
+
+GAUGE, LEAST, SUMMED = "eval/score", "stream_mixing/active/remaining_min", "stream_mixing/active/modalities/python"
+COUNTER, POOL_COUNTER = "ledger/cold_starts", "stream_mixing/refill/exhaust_events"
+FLAG, WEIGHTED = "loss_spike", "accuracy"
+KEYS = rank_operations([GAUGE, LEAST, SUMMED, COUNTER, POOL_COUNTER, FLAG, WEIGHTED])
+# What is logged: of which key, how the values of a rank become one, and those of the ranks.
+REDUCTIONS: dict[str, tuple[str, Callable[[list[Any]], float], Callable[[list[Any]], float]]] = {
+    GAUGE: (GAUGE, statistics.fmean, statistics.fmean),
+    LEAST: (LEAST, itemgetter(-1), min),
+    SUMMED: (SUMMED, itemgetter(-1), sum),
+    COUNTER: (COUNTER, sum, sum),
+    f"{COUNTER}_max": (COUNTER, sum, max),
+    POOL_COUNTER: (POOL_COUNTER, sum, sum),
+    FLAG: (FLAG, max, max),
+}
+small, counts = st.floats(-1e3, 1e3), st.integers(0, 9).map(float)
+report = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys((GAUGE, LEAST), small),
+        **dict.fromkeys((SUMMED, COUNTER, POOL_COUNTER), counts),
+        FLAG: st.sampled_from([0.0, 1.0]),
+        # A micro-batch without a token has a sum of nothing.
+        WEIGHTED: st.just((0.0, 0.0)) | st.tuples(small, st.integers(1, 9).map(float)),
+    },
+)
+Report = dict[str, Any]
+micros = st.lists(report, max_size=4)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[list[list[Report]]], list[bool]]:
+    """reports[rank][step] is a list of micro-steps' reports; and which steps are logged."""
+    num_ranks, num_steps = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    reports = [[draw(micros) for _ in range(num_steps)] for _ in range(num_ranks)]
+    return reports, [draw(st.booleans()) for _ in range(num_steps)]
+
+
+def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dict[str, float]:
+    """What the payload of `step` must hold when the one before it was that of the step before `since`."""
+
+    def seen(rank: list[list[Report]], key: str) -> list[Any]:
+        return [micro[key] for micros in rank[since : step + 1] for micro in micros if key in micro]
+
+    window = {key: [values for rank in reports if (values := seen(rank, key))] for key in KEYS}
+    expected = {
+        name: over([within(values) for values in window[key]])
+        for name, (key, within, over) in REDUCTIONS.items()
+        if window[key]
+    }
+    pairs = [pair for values in window[WEIGHTED] for pair in values]
+    if sum(count for _, count in pairs):
+        expected[WEIGHTED] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+    return expected
+
+
+@settings(profile, max_examples=120)
+@given(runs())
+def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[list[Report]]], list[bool]]) -> None:
+    reports, logs = run
+    recorders = [Recorder() for _ in reports]
+    since = 0
+    for step, is_logged in enumerate(logs):
+        for rank, recorder in zip(reports, recorders, strict=True):
+            for micro in rank[step]:
+                recorder.add(micro)
+        if is_logged:
+            packed = [_pack(recorder.drain_metrics(), KEYS, "cpu").numpy() for recorder in recorders]
+            logged = _combine(np.stack(packed), KEYS)
+            assert logged == pytest.approx(brute_force(reports, since, step), rel=1e-9, abs=1e-9)
+            since = step + 1

@@ -11,21 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import Ranks, checkpoint_differences
-from tests.support.runs import ROOT, overrides, read_rows, write_tiny_config
+from tests.support.runs import ROOT, evaluating, overrides, read_rows, write_tiny_config
 
 RECORDS = ROOT / "build" / "faults"
 LOST = "steps since the last checkpoint"
 STEPS = 120
-EXTRA = """
-[eval]
-every = 10
-batches = 3
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 5
-keep_last = 3
-"""
+EXTRA = evaluating(10, batches=3, saves=5, keep_last=3)
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 ARGUMENTS = ("--steps", STEPS, *overrides(*FAULTY))
 # Times are no state.

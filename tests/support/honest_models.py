@@ -52,6 +52,16 @@ class Gru(Language):
         return x, h.transpose(0, 1).flatten(1)
 
 
+def answering(change: Callable[[ModelOutput], ModelOutput]) -> type[Gru]:
+    """A GRU whose answer is another one."""
+
+    class Answering(Gru):
+        def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+            return change(super().forward(tokens, state))
+
+    return Answering
+
+
 class Lstm(nn.LSTM):
     """Without oneDNN, which has no LSTM in bf16 for processors without AVX-512."""
 
@@ -306,18 +316,6 @@ class Losses(Experts):
         return output._replace(losses={**losses, "each": (shares * p).sum(-1)}, metrics={"my/spread": p.std()})
 
 
-class RoundedLogits(Gru):
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        output = super().forward(tokens, state)
-        return output._replace(logits=output.logits.bfloat16())
-
-
-class RoundedState(Gru):
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        output = super().forward(tokens, state)
-        return output._replace(state=output.state.bfloat16())
-
-
 class LogSpaceScan(Language):
     """minGRU in log space: a global log-cumsum-exp, whose rounding is larger than that of a loop."""
 
@@ -449,8 +447,8 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "experts": Experts,
     "experts whose router keeps its loss": RouterLoss,
     "losses that mix rows": Losses,
-    "logits in bf16": RoundedLogits,
-    "state in bf16": RoundedState,
+    "logits in bf16": answering(lambda output: output._replace(logits=output.logits.bfloat16())),
+    "state in bf16": answering(lambda output: output._replace(state=output.state.bfloat16())),
     "scan in log space": LogSpaceScan,
     "vocabulary padded with -inf": PaddedVocabulary,
     "vocabulary padded with -1e9": lambda: PaddedVocabulary(-1e9),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ class DropoutModel(nn.Module):
 
     state_width = 0
 
-    def __init__(self, vocab_size: int, dim: int) -> None:
+    def __init__(self, vocab_size: int, dim: int, num_layers: int = 1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, dim)
         self.dropout = nn.Dropout(0.5)
@@ -23,15 +25,10 @@ class DropoutModel(nn.Module):
         return ModelOutput(self.head(self.dropout(self.embedding(tokens))), None)
 
 
-def dropout(vocab_size: int, dim: int, num_layers: int) -> DropoutModel:
-    """For `[model] target`."""
-    return DropoutModel(vocab_size, dim)
-
-
 class NoHead(DropoutModel):
     """Its output layer has a name that nobody knows."""
 
-    def __init__(self, vocab_size: int, dim: int) -> None:
+    def __init__(self, vocab_size: int, dim: int, num_layers: int = 1) -> None:
         super().__init__(vocab_size, dim)
         self.unembedding = self.head
         del self.head
@@ -40,15 +37,10 @@ class NoHead(DropoutModel):
         return ModelOutput(self.unembedding(self.embedding(tokens)), None)
 
 
-def no_head(vocab_size: int, dim: int, num_layers: int) -> NoHead:
-    """For `[model] target`."""
-    return NoHead(vocab_size, dim)
-
-
 class Scaled(DropoutModel):
     """With a parameter that has no rows."""
 
-    def __init__(self, vocab_size: int, dim: int) -> None:
+    def __init__(self, vocab_size: int, dim: int, num_layers: int = 1) -> None:
         super().__init__(vocab_size, dim)
         self.scale = nn.Parameter(torch.ones(()))
 
@@ -56,15 +48,10 @@ class Scaled(DropoutModel):
         return ModelOutput(self.scale * self.head(self.embedding(tokens)), None)
 
 
-def scaled(vocab_size: int, dim: int, num_layers: int) -> Scaled:
-    """For `[model] target`."""
-    return Scaled(vocab_size, dim)
-
-
 class Float64(nn.Module):
     """A GRU with dropout in float64, so that only the order of sums can differ."""
 
-    def __init__(self, vocab_size: int, dim: int) -> None:
+    def __init__(self, vocab_size: int, dim: int, num_layers: int = 1) -> None:
         super().__init__()
         self.state_width = dim
         self.embedding = nn.Embedding(vocab_size, dim)
@@ -85,6 +72,39 @@ class Float64(nn.Module):
         return ModelOutput(self.head(torch.stack(found, dim=1)), carried)
 
 
-def float64(vocab_size: int, dim: int, num_layers: int) -> Float64:
-    """For `[model] target`."""
-    return Float64(vocab_size, dim)
+class StatefulDropout(nn.Module):
+    """Sums over time, from its state, with dropout, a parameter that nothing uses and one that is used twice."""
+
+    resets_in_one_pass = True
+
+    def __init__(self, vocab_size: int, dim: int, num_layers: int = 1) -> None:
+        super().__init__()
+        self.state_width = dim
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.inner = nn.Linear(dim, dim)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(dim, vocab_size)
+
+    def forward(
+        self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None, words: Any = None
+    ) -> ModelOutput:
+        """A row with a reset starts from nothing; words say nothing."""
+        x = self.dropout(self.inner(self.embedding(tokens)))
+        if state is not None:
+            fresh = 1.0 if resets is None else (~resets.any(1, keepdim=True)).float()
+            x = x + (fresh * state)[:, None]
+        x = self.inner(x.cumsum(1).tanh())
+        return ModelOutput(self.head(x), x[:, -1])
+
+
+class WaitingModel(StatefulDropout):
+    """Waits for its device: asks whether there is a reset at all."""
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:  # type: ignore[override]
+        """As if there were none, if there is none."""
+        return super().forward(tokens, state, resets if resets is not None and bool(resets.any()) else None)
+
+
+# As configs name them.
+dropout, no_head, scaled, float64 = DropoutModel, NoHead, Scaled, Float64

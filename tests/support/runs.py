@@ -62,6 +62,16 @@ def write_tiny_config(directory: Path, extra: str = "") -> Path:
     return path
 
 
+def evaluating(every: int, *, batches: int = 2, saves: int = 0, keep_last: int = 0) -> str:
+    """TOML for the end of a tiny config: evaluations of held-out documents, and checkpoints, every so many steps."""
+    text = f"\n[eval]\nevery = {every}\nbatches = {batches}\nholdout_fraction = 0.2\n"
+    if saves:
+        text += f"\n[checkpoint]\nevery = {saves}\n"
+    if keep_last:
+        text += f"keep_last = {keep_last}\n"
+    return text
+
+
 def held_out_texts(directory: Path, fraction: float) -> list[bytes]:
     """The held-out documents of the corpus below a directory, from its files."""
     from trainer.data.groups import held_out

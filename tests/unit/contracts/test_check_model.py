@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, Parity, RouterLoss
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, Parity, RouterLoss, answering
 from tests.support.mutant_models import MUTANTS, DropState
 from trainer.lab.contracts import CHECKS, ContractError, check_model
 from trainer.lab.contracts.subject import copy_model
@@ -257,25 +258,18 @@ def test_a_dropout_that_is_always_on_hides_no_other_breach():
     assert {"purity", "carry"} <= {verdict.check for verdict in report.breaches}, report
 
 
-class Constant(Gru):
-    def forward(self, tokens, state=None):
-        output = super().forward(tokens, state)
-        return output._replace(logits=output.logits * 0)
-
-
-class Nan(Gru):
-    def forward(self, tokens, state=None):
-        output = super().forward(tokens, state)
-        return output._replace(logits=output.logits * float("nan"))
-
-
 class Needs(Gru):
     def forward(self, tokens, images, state=None):
         return super().forward(tokens, state)
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(Constant, "the same at every position"), (Nan, "not finite"), (Needs, "needs images")]
+    ("make", "why"),
+    [
+        (answering(lambda output: output._replace(logits=output.logits * 0)), "the same at every position"),
+        (answering(lambda output: output._replace(logits=output.logits * math.nan)), "not finite"),
+        (Needs, "needs images"),
+    ],
 )
 def test_what_cannot_be_judged_is_said_to_be_untestable_with_the_reason(make, why):
     report = check_model(made(make), vocab_size=VOCAB)

@@ -214,17 +214,18 @@ def test_the_bounds_are_fiellers() -> None:
 
 
 def test_resume_is_bit_exact() -> None:
+    """Also of a history so long that its oldest windows are kept in blocks."""
     rng = random.Random(4)
-    windows = [window_of(ragged_window(rng, 2, 3), tokens=100.0 + k) for k in range(40)]
+    windows = [window_of(ragged_window(rng, 2, 3), tokens=100.0 + k) for k in range(300)]
     whole, first, second = NoiseScaleAverage(), NoiseScaleAverage(), NoiseScaleAverage()
     for window in windows:
         whole.update(window)
-    for window in [*windows[:17], Absent("x", is_fault=True)]:
+    for window in [*windows[:150], Absent("x", is_fault=True)]:
         first.update(window)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.metrics() == first.metrics()
     assert second.reason == first.reason or first.reason == "x"
-    for window in windows[17:]:
+    for window in windows[150:]:
         second.update(window)
     assert second.metrics() == {**whole.metrics(), "gns/skipped": 1.0}
 

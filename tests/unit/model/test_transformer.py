@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.unit.model.test_cellwise import saved_bytes
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
 from trainer.lab.samples import Draw, GenerationError, draw_token, generate
@@ -79,12 +80,8 @@ def test_kept_bytes_per_token_layer_and_channel(make, length, most):
     """Under bf16; the difference of two batches leaves out the weights' copies."""
 
     def kept(rows: int, layers: int) -> int:
-        found: dict[int, int] = {}
-        model = make(29, 64, layers)
-        save = lambda x: found.update({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}) or x  # noqa: E731
-        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-            model(torch.zeros(rows, length, dtype=torch.int64))
-        return sum(found.values())
+        with torch.autocast("cpu", torch.bfloat16):
+            return saved_bytes(make(29, 64, layers), torch.zeros(rows, length, dtype=torch.int64))
 
     per_layer = [kept(rows, 3) - kept(rows, 1) for rows in (2, 6)]
     assert (per_layer[1] - per_layer[0]) / (2 * 4 * length * 64) < most

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.dropout_model import DropoutModel
+from tests.support.models import StatefulDropout
 from tests.support.replayed import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, write_tiny_config
 from tests.support.steps import make_step
@@ -61,7 +61,7 @@ def window(step: int, micros: int, more: dict[str, Any]) -> list[MicroBatch]:
 def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: int = 7, **more: Any) -> dict[str, Any]:
     """Some steps, of which every third is logged; all that they compute."""
     torch.manual_seed(0)
-    model, seen, found = DropoutModel(VOCABULARY, WIDTH), [], list[Tensor]()
+    model, seen, found = StatefulDropout(VOCABULARY, WIDTH), [], list[Tensor]()
     gns = GradientNoiseScale(model)
     extensions = Extensions(
         {"keeps": Keeps(keeps, found)}, SimpleNamespace(best_effort=_guard), device=CPU, world_size=1

@@ -14,21 +14,20 @@ import torch.nn.functional as F
 
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import held_out_texts, write_tiny_config
+from tests.unit.training.test_evaluation import evaluate, from_zero
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy
 from trainer.lab.depth import bucket_start, depths
 from trainer.metrics import aggregate
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
-from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
-from trainer.training.setup.evaluation import eval_sets, make_evaluator
-from trainer.training.setup.parts import make_model, model_and_loss
+from trainer.training.setup.evaluation import eval_sets
+from trainer.training.setup.parts import make_model
 from trainer.training.setup.plan import Plan, make_plan
 
 CPU, FRACTION, CELL = torch.device("cpu"), 0.5, 16
@@ -54,14 +53,8 @@ def model_of(plan: Plan) -> torch.nn.Module:
     return make_model(plan).double().eval()
 
 
-def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None, sets=()):  # noqa: B008
-    cell_model, loss = model_and_loss(model, plan, None)
-    sets, diagnostics = sets or eval_sets(plan, info, CPU), diagnostics or Diagnostics()
-    found = make_evaluator(
-        plan, model, cell_model, loss, Auxiliary(), info, CPU, diagnostics, sets, strategy=Strategy()
-    ).run(1)
-    assert found
-    return found
+def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), sets=(), **parts):  # noqa: B008
+    return evaluate(plan, model, sets or eval_sets(plan, info, CPU), info, **parts)
 
 
 def by_depth(found: dict[str, float], prefix: str = "eval/depth/") -> dict[str, float]:
@@ -70,14 +63,8 @@ def by_depth(found: dict[str, float], prefix: str = "eval/depth/") -> dict[str, 
 
 def token_losses(plan: Plan, model: torch.nn.Module, text: bytes, size: int) -> np.ndarray:
     """Of each byte of a document, in pieces of so many, each from a zero state."""
-    targets = torch.tensor(list(text))
-    inputs = torch.cat([torch.tensor([plan.tokenizer.bos_id]), targets])[:-1]
-    found = []
-    with torch.no_grad():
-        for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-            state = torch.zeros(1, model.state_width, dtype=torch.float64)
-            found.append(F.cross_entropy(model(tokens[None], state=state).logits[0], wanted, reduction="none"))
-    return torch.cat(found).numpy()
+    pieces = from_zero(plan, model, text, size)
+    return torch.cat([F.cross_entropy(logits, wanted, reduction="none") for logits, wanted in pieces]).numpy()
 
 
 def expected(

@@ -6,8 +6,10 @@ import copy
 import json
 import math
 import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
@@ -127,15 +130,19 @@ def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
     return make_plan(load_config(config, [*HOLDOUT, *overrides]), config, ranks, parts=PARTS)
 
 
-def evaluated(plan: Plan, model: torch.nn.Module, auxiliary: Auxiliary = Auxiliary()) -> tuple[dict[str, float], str]:  # noqa: B008
+def evaluate(plan: Plan, model: torch.nn.Module, sets: Sequence[Any], info: RankInfo = RankInfo(), **parts: Any):  # noqa: B008
+    """The numbers of an evaluation of these sets; `parts`: some of the evaluator's, by name."""
+    own = {"auxiliary": Auxiliary(), "diagnostics": Diagnostics(), "strategy": Strategy(), **parts}
     cell_model, loss = model_and_loss(model, plan, None)
-    sets = eval_sets(plan, RankInfo(), CPU)
-    made = make_evaluator(
-        plan, model, cell_model, loss, auxiliary, RankInfo(), CPU, Diagnostics(), sets, strategy=Strategy()
-    )
-    found = made.run(1)
+    order = own["auxiliary"], info, CPU, own["diagnostics"], sets
+    found = make_evaluator(plan, model, cell_model, loss, *order, strategy=own["strategy"]).run(1)
     assert found
-    return found, sets[0].read
+    return found
+
+
+def evaluated(plan: Plan, model: torch.nn.Module, **parts: Any) -> tuple[dict[str, float], str]:
+    sets = eval_sets(plan, RankInfo(), CPU)
+    return evaluate(plan, model, sets, **parts), sets[0].read
 
 
 def odd(targets: torch.Tensor) -> torch.Tensor:
@@ -148,18 +155,24 @@ def every_document(directory: Path) -> list[str]:
     return [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
 
 
-def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int, float]]:
-    """(tokens, loss) of a document's parts of `max_group_cells` cells, each from a zero state and in one forward."""
-    targets = torch.tensor(list(text))
+def from_zero(plan: Plan, model: torch.nn.Module, ids: Iterable[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and targets of a document in pieces of so many tokens, each from a zero state and in one forward."""
+    targets = torch.tensor(list(ids))
     inputs = torch.cat([torch.tensor([plan.tokenizer.bos_id]), targets])[:-1]
+    state = torch.zeros(1, model.state_width, dtype=next(model.parameters()).dtype)
+    for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+        with torch.no_grad():
+            yield model(tokens[None], state=state).logits[0], wanted
+
+
+def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int, float]]:
+    """(tokens, loss) of a document's parts of `max_group_cells` cells."""
     size = plan.config.data.seq_len * plan.config.data.max_group_cells
     assert model.state_width > 0
     parts = []
-    for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-        with torch.no_grad():
-            logits = model(tokens[None], state=torch.zeros(1, model.state_width)).logits[0]
+    for logits, wanted in from_zero(plan, model, text, size):
         z = plan.config.objective.z_loss * logits.logsumexp(-1).square().sum()
-        parts.append((len(tokens), float(F.cross_entropy(logits, wanted, reduction="sum") + z)))
+        parts.append((len(wanted), float(F.cross_entropy(logits, wanted, reduction="sum") + z)))
     return parts
 
 
@@ -221,18 +234,7 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
             share = sum(int((micro.targets != -100).sum()) for micro in micros) / sum(
                 map(len, held_out_texts(tmp_path, FRACTION))
             )
-            each = make_evaluator(
-                plan,
-                model,
-                *model_and_loss(model, plan, None),
-                Auxiliary(),
-                RankInfo(),
-                CPU,
-                Diagnostics(),
-                [own],
-                strategy=Strategy(),
-            ).run(1)
-            assert each
+            each = evaluate(plan, model, [own])
             for key in each if ranks == 1 else ("eval_loss", "eval_accuracy"):
                 sums[key] = sums.get(key, 0.0) + share * each[key]
         found[f"{align} {ranks}"] = sums
@@ -257,18 +259,18 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
         "by_rows": AuxiliaryLoss("rows", 1.0, lambda *, output, micro: 2 * odd(micro.targets)[:, 0]),
     }
     auxiliary = AuxiliaryLosses(own if has_others else {}, ["my/number"])
-    whole, read = evaluated(plan, model, auxiliary)
+    whole, read = evaluated(plan, model, auxiliary=auxiliary)
     assert read.startswith("all ")
     assert "eval_loss_se" not in whole
     plans = [plan_of(tmp_path, "eval.batches=16", f"run.seed={seed}") for seed in range(16)]
-    rows = [evaluated(plan, model, auxiliary)[0] for plan in plans]
+    rows = [evaluated(plan, model, auxiliary=auxiliary)[0] for plan in plans]
     assert ["eval_my/number" in row for row in (whole, *rows)] == [True] + [False] * 16
     deviations = np.array([row["eval_loss"] - whole["eval_loss"] for row in rows])
     errors = np.array([row["eval_loss_se"] for row in rows])
     assert abs(deviations.mean()) < 3 * deviations.std() / math.sqrt(len(rows))
     assert (np.abs(deviations) <= 2.5 * errors).mean() >= 0.8
     assert deviations.std() == pytest.approx(math.sqrt(np.mean(np.square(errors))), rel=0.5)
-    assert evaluated(plans[0], model, auxiliary)[0] == rows[0]  # the same documents at every start
+    assert evaluated(plans[0], model, auxiliary=auxiliary)[0] == rows[0]  # the same documents at every start
 
 
 def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path):
@@ -352,10 +354,7 @@ def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path)
     nats = num_bytes = 0.0
     size = plan.config.data.seq_len * plan.config.data.max_group_cells
     for each, text in zip(ids, texts, strict=True):
-        inputs, targets = torch.tensor([plan.tokenizer.bos_id, *each[:-1]]), torch.tensor(each)
-        for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-            with torch.no_grad():
-                logits = model(tokens[None], state=torch.zeros(1, model.state_width)).logits[0]
+        for logits, wanted in from_zero(plan, model, each, size):
             nats += float(F.cross_entropy(logits, wanted, reduction="sum"))
         num_bytes += len(text.encode())
     assert found["eval/text/bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
@@ -399,12 +398,8 @@ def test_ranks_that_hold_shards_run_as_many_forwards_however_uneven_the_document
 
         own = copy.deepcopy(model)
         own.register_forward_hook(counted)
-        cell_model, loss = model_and_loss(own, plan, None)
         sets = eval_sets(plan, RankInfo(rank, rank, 3), CPU)
-        evaluator = make_evaluator(
-            plan, own, cell_model, loss, Auxiliary(), RankInfo(), CPU, Diagnostics(), sets, strategy=Lockstep()
-        )
-        assert evaluator.run(1)
+        evaluate(plan, own, sets, strategy=Lockstep())
         return len(list(sets[0].batches(None)))
 
     with ThreadPoolExecutor(3) as pool:

@@ -11,24 +11,13 @@ import torch
 
 from tests.support.in_process import train_here
 from tests.support.late import events, run_differences
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import evaluating, read_rows, write_tiny_config
 from trainer.data.batch import take_apart
 from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo
 from trainer.training import around_step
 
-EXTRA = """
-stdout = "off"
-
-[eval]
-every = 14
-batches = 2
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 11
-keep_last = 9
-"""
+EXTRA = '\nstdout = "off"\n' + evaluating(14, saves=11, keep_last=9)
 STEPS = 16
 # Logged are 1, 8 and 16, saved is 11, evaluated 14: read at once. The others are read after the next step is launched, or,
 # before one that is read at once (7, 10, 13, 15), before it starts.

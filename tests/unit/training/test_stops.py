@@ -16,20 +16,10 @@ from tests.support.fault_runs import MEASURED, row_differences
 from tests.support.in_process import train_here
 from tests.support.launched import wait_for_end
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import ROOT, environment, losses, read_rows, write_tiny_config
+from tests.support.runs import ROOT, environment, evaluating, losses, read_rows, write_tiny_config
 from trainer.ending import PARENT, stop_with_parent
 
-EXTRA = """
-stdout = "off"
-
-[eval]
-every = 4
-batches = 3
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 3
-"""
+EXTRA = '\nstdout = "off"\n' + evaluating(4, batches=3, saves=3)
 STEPS = 8
 
 

@@ -7,20 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import train_here
-from tests.support.runs import FULL_ROWS, losses, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, evaluating, losses, read_rows, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
-EXTRA = """
-stdout = "off"
-
-[eval]
-every = 4
-batches = 2
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 3
-"""
+EXTRA = '\nstdout = "off"\n' + evaluating(4, saves=3)
 
 
 @pytest.fixture(scope="module")
