@@ -31,28 +31,28 @@ AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (23_000, 16_000),
-    "core: files": (113, 75),
-    "trainer: lines": (42_800, 31_000),
+    "core: lines": (21_350, 16_000),
+    "core: files": (107, 75),
+    "trainer: lines": (42_750, 31_000),
     "trainer: files": (210, 210),
-    "tests: lines": (40_440, 30_000),
+    "tests: lines": (40_260, 30_000),
     "launches in make test": (136, 136),  # counted and checked in tests/conftest.py
-    "scripts: lines": (5_020, 5_000),
+    "scripts: lines": (4_760, 4_760),
     "words of documentation, with the CHANGELOG": (28_200, 28_000),
     "functions with more than 10 parameters": (3, 3),
     "places that make a UserError": (245, 245),
-    "config keys": (160, 145),
-    "conditional expressions in 1,000 lines of code": (26, 15),
-    "lines above 100 characters in 1,000": (96, 30),
-    "lines of code for each comment line": (24, 16),
+    "config keys": (145, 145),
+    "conditional expressions in 1,000 lines of code": (14, 14),
+    "lines above 100 characters in 1,000": (29, 29),
+    "lines of code for each comment line": (15, 15),
     "steady step: modules": (24, 15),
     "steady step: classes": (25, 15),
     "steady step: functions": (82, 50),
-    "steady step: switches": (510, 510),
+    "steady step: switches": (500, 500),
     "logged step: modules": (33, 33),
     "logged step: classes": (38, 30),
     "logged step: functions": (165, 130),
-    "logged step: switches": (660, 660),
+    "logged step: switches": (655, 655),
 }
 SETTINGS = """
     train.device=cpu train.compile=false checkpoint.every=0 eval.every=0 scheduler.warmup_steps=1 data.seq_len=64
