@@ -34,7 +34,7 @@ CEILINGS = {
     "core: lines": (21_350, 16_000),
     "core: files": (107, 75),
     "trainer: lines": (42_750, 31_000),
-    "trainer: files": (210, 210),
+    "trainer: files": (214, 210),
     "tests: lines": (40_260, 30_000),
     "launches in make test": (136, 136),  # counted and checked in tests/conftest.py
     "scripts: lines": (4_760, 4_760),
