@@ -89,7 +89,8 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     optimizer, gns = GuardedSgd(model.parameters()), GradientNoiseScale(model)
     sizes = {"capacity": ROWS if wipe_mode == "lru" else 64, "stale_threshold": 2, "wipe_every": 2}
     config = SimpleNamespace(gns=GnsTable(), optimizer=OptimizerTable())
-    parts = {"model": model, "optimizer": optimizer, "gns": gns, "config": config, "info": RankInfo()}
+    state = SimpleNamespace(optimizer=optimizer)
+    parts = {"model": model, "state": state, "gns": gns, "config": config, "info": RankInfo()}
     run: Any = SimpleNamespace(measures_noise=True, logs=lambda step: True, **parts)
     diagnostics = Diagnostics()
     diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
