@@ -210,7 +210,7 @@ def test_after_a_change_every_token_of_the_files_is_read_once(tmp_path_factory, 
     folder = tmp_path_factory.mktemp("corpus")
 
     def part(streams, size, batches, states):
-        """What a run reads that goes on from `states` on a world of this size, and its states then."""
+        """The rows read by a run resumed from `states` on this many ranks, and its states afterwards."""
         ranks, read = world(streams, size, **kwargs), Counter()
         for rank in ranks:
             if states:
@@ -225,7 +225,7 @@ def test_after_a_change_every_token_of_the_files_is_read_once(tmp_path_factory, 
         path.unlink()
     streams = write_tokens(folder, after)
     states = world(streams, 1, **kwargs)[0].restarted(states)
-    three, states = part(streams, worlds[2], stops[2], states)  # and goes on elsewhere, twice
+    three, states = part(streams, worlds[2], stops[2], states)  # and resumes on other numbers of ranks, twice
     four, states = part(streams, worlds[3], 10_000, states)
     sizes = {f"{name}.jsonl": sum(lengths) for name, lengths in after.items()}
     assert three + four == Counter((name, token) for name, size in sizes.items() for token in range(size))

@@ -175,7 +175,7 @@ def same(batch: Mapping[str, Any]) -> str:
 @given(LENGTHS, st.booleans(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), max_size=4))
 @example([[30] * 6], True, [(1, 4, 2), (1, 2, 3)])
 def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, runs_on, changes):
-    """Groups that are begun go on first, from where they were; a second change may come while some still wait."""
+    """Unfinished groups continue first, from where they were; a second change may come while some still wait."""
     states: list[Any] = []
     followers, epochs, key = Follower((0, 4), runs_on), 0.0, "data/epochs/one"
     ends = [*accumulate(map(sum, layout))]

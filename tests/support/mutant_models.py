@@ -30,7 +30,7 @@ Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def given(change: Change, base: type[Language] = Gru) -> Callable[[], nn.Module]:
-    """A model that mixes other inputs, or goes on from another state."""
+    """A model that mixes other inputs, or continues from another state."""
 
     class Given(base):
         def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def _storable(args: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"holds {value}, which JSON has not: write it as a string")
         if not isinstance(value, bool | int | float | str | list | dict):
             raise ValueError(f"holds a {type(value).__name__}, which JSON has not: write it as a string")
-        # The loop goes on with what is appended here: values at any depth.
+        # Appending while iterating visits values at any depth.
         if isinstance(value, dict):
             values += value.values()
         elif isinstance(value, list):

@@ -35,7 +35,7 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
 class Carry:
     """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing.
 
-    `end_ids` and `end_cell_index`, int64 [B]: the group that goes on behind the row, and its cell
+    `end_ids` and `end_cell_index`, int64 [B]: the group that continues after the row, and its cell
     there, where that may be another one. `depth`, int64 [B]: tokens of the row's group before it;
     None: those of whole cells.
     """

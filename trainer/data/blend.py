@@ -310,7 +310,7 @@ class BlendDataset:
 
     @property
     def groups_in_flight(self) -> list[int] | None:
-        """Ids of the groups that are begun and not finished; None: not known."""
+        """Ids of unfinished groups; None if unknown."""
         return None
 
     @property

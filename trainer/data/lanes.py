@@ -57,7 +57,7 @@ class LaneBlend(BlendDataset):
     ) -> None:
         super().__init__(sources, **how)
         self._lanes = [Lane() for _ in range(rows)]
-        # Of a run with more lanes: documents that are begun, and go on before anything new.
+        # Unfinished documents of a run with more lanes; they continue before new ones begin.
         self._waiting: list[Place] = []
         self._collator = Collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
         self._claims = [0.0] * len(sources)
@@ -89,7 +89,7 @@ class LaneBlend(BlendDataset):
 
     @property
     def groups_in_flight(self) -> list[int]:
-        """Ids of the groups that are begun and not finished."""
+        """Ids of unfinished groups."""
         return [place.group_id for place in self.places if place is not None]
 
     @property
@@ -240,7 +240,7 @@ class LaneBlend(BlendDataset):
         """Continue where a run stopped; see `BlendDataset`.
 
         `state` is this shard's, or those of all shards, in order. On another number of lanes or
-        shards, groups that are begun go on first, in the order of shards and lanes.
+        shards, unfinished groups continue first, in the order of shards and lanes.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         if any("lanes" not in each for each in states):

@@ -201,7 +201,7 @@ class StreamMixingDataset(StreamSource):
         sizes, modality = self._mix.batch_size_by_modality, source.stream.modality
         num_lanes = sizes.get(modality, self._mix.batch_size)
         longest = 0
-        if self._is_shared:  # all ranks go on until the longest slice is read
+        if self._is_shared:  # all ranks continue until the longest slice is read
             others = (part._replace(at=at) for at in range(part.num) if at != part.at)
             rows = (num_rows(left[in_order(each, left)], num_lanes) for each in others)
             longest = max(rows, default=0)

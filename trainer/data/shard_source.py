@@ -64,7 +64,7 @@ def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) 
             low, high = max(begin, bounds[shard]), min(end, bounds[shard + 1])
             if low < high:
                 parts[shard].append(Part(stream, low - begin, high - begin, sizes[stream]))
-            if bounds[shard + 1] > end:  # the shard goes on in the next stream
+            if bounds[shard + 1] > end:  # the shard continues in the next stream
                 break
             shard += 1
         begin = end
@@ -314,7 +314,7 @@ class StreamSource(ABC):
                 self._opener.report_cuts()
             elif not self._has_groups or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
-                # Other shards go on, and nobody will count its files without a token again.
+                # Other shards continue, and nobody will count its files without a token again.
                 self.epochs.is_known = not (self._mix.repeat and self.epochs.read)
             elif may_begin_epoch():
                 self._begin(self.epoch + 1, self._points)

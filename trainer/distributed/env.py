@@ -246,10 +246,10 @@ def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
     except UserError as error:
         found, own = error, (error.key, error.problem, error.fix, error.where)
     summaries = gather_from_ranks(own, world_size=world_size)
-    told = [(rank, each) for rank, each in enumerate(summaries) if each]
-    if not told:
+    reported = [(rank, each) for rank, each in enumerate(summaries) if each]
+    if not reported:
         return
-    speaker, first = told[0]
+    speaker, first = reported[0]
     if found is None or own != first:
         key, problem, fix, where = first
         found = UserError(key, problem, fix, where=where)

@@ -199,8 +199,8 @@ class Watchdog:
 
     def _failed_ranks(self) -> dict[int, str]:
         """Reason of each rank that called `tell`."""
-        told = {rank: self._text_of(f"failed_{rank}") for rank in range(self._info.world_size)}
-        return {rank: reason for rank, reason in told.items() if reason}
+        reasons = {rank: self._text_of(f"failed_{rank}") for rank in range(self._info.world_size)}
+        return {rank: reason for rank, reason in reasons.items() if reason}
 
     def _text_of(self, key: str) -> str:
         """The text that a rank has set; empty if none has."""

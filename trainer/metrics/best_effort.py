@@ -100,7 +100,7 @@ class BestEffort:
             return None
 
     def leave_out(self, key: str, problem: str) -> None:
-        """Say, once, that a metric is left out; all others go on."""
+        """Say, once, that a metric is left out; all others continue."""
         if key not in self._left_out:  # it may come with every step
             self._left_out.add(key)
             logger.warning("%s: metric %r is left out: %s", self.name, key, problem)

@@ -249,7 +249,7 @@ class Extensions:
             if num_ranks == self._world_size:
                 each.call("summed", sums, grad_sq=grad_sq, grad_factor=grad_factor, is_taken=is_taken)
             elif each in self._all:
-                # Failed elsewhere: off here too, so that its part of the vector goes on all ranks.
+                # Failed elsewhere: off here too, so that every rank drops its part of the vector.
                 each.guard.enabled = False
                 self._all.remove(each)
                 self._arrange()

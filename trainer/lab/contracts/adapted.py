@@ -137,7 +137,7 @@ class Adapted(nn.Module):
             self._dims.append(next(differing, None))
         if all(dim is None for dim in self._dims):
             return f"{name} holds no tensor with one row for each row of tokens"
-        # The tensors with rows must be all that it needs: in the cache of a longer row, go on from
+        # The tensors with rows must be all that it needs: in the cache of a longer row, continue from
         # them.
         self._blank = with_tensors(longer, [each.detach().clone() for each in of_longer])
         more, placed = self._tokens(2, MORE), self._placed(self._rows_first(held))

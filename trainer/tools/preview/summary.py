@@ -36,7 +36,7 @@ class ModalityView:
     corpus_tokens: int
     corpus_share: float = 0.0  # of the tokens of all countable sources in such a pass
     drawn_share: float | None = None  # of the tokens that the run reads
-    picks: float | None = None  # documents that are begun
+    picks: float | None = None  # documents begun
     exhausts: float | None = None  # streams that end
     tokens: float | None = None
 

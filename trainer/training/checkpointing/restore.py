@@ -113,7 +113,7 @@ def _restore_ledgers(
         raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
     for shard in state.shards:
         if shard.ledger is not None:
-            # Their documents go on, perhaps after a long wait: they must not be swept.
+            # Their documents resume, perhaps after a long wait, and must not be swept.
             shard.ledger.keep(shard.dataset.waiting_groups)
     for number, ledger in state.ledgers.items():
         if _is_own_ledger(parts, number, ledger):
