@@ -106,7 +106,7 @@ BASE ?= HEAD
 golden: setup
 	@$(BIN)/python -m tests.golden.same_bits $(BASE)
 
-# One module against its tests: make mutants MODULE=trainer/lab/spikes.py TESTS=tests/unit/metrics/test_spikes.py
+# One module against its tests: make mutants MODULE=trainer/lab/spikes.py TESTS=tests/unit/training/test_spikes.py
 mutants: setup
 	$(call install,-e '.[mutants]')
 	@$(BIN)/python scripts/mutate.py $(MODULE) $(TESTS)

@@ -1,8 +1,8 @@
 """Reads a run's metrics with the standard library and one module of the trainer that needs nothing
 else, no torch.
 
-python examples/read_payloads.py runs/smoke-.../metrics.jsonl        # or: torchrun ... train ... |
-python ... -
+python examples/read_payloads.py runs/smoke-.../metrics.jsonl
+torchrun ... train ... | python examples/read_payloads.py -
 """
 
 import sys

@@ -1,8 +1,8 @@
 """`MetricsTracker` with wandb in a custom loop: rates, time shares, smoothing and memory are
 included.
 
-python examples/tracker_wandb.py --out runs/tracked     # then: wandb sync
-runs/tracked/wandb/offline-run-*
+python examples/tracker_wandb.py --out runs/tracked
+wandb sync runs/tracked/wandb/offline-run-*   # afterwards
 """
 
 from __future__ import annotations

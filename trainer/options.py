@@ -127,8 +127,10 @@ class LedgerOptions(Options):
     """Type of the kept states."""
     stale_threshold: WholeNumber = 0
     """periodic_stale: evict groups not stored for more than this many steps."""
+    sweep_every: Count = 1
+    """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
-    """full: steps between wipes; periodic_stale: steps between sweeps, 0: sweep in every step."""
+    """full: steps between wipes."""
 
     def check(self) -> None:
         """Refuse a mode without its interval."""

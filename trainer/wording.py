@@ -69,7 +69,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """A number with at most `digits` significant digits after the point: 12,345, 3.2e-05."""
+    """A number with at most `digits` significant digits, more before the decimal point: 12,345, 3.2e-05."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:  # so far every digit counts

@@ -117,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def new_ledger(self, **ranks: int) -> Ledger:
         own, owners = self.oracle, Owners("reader", **ranks)
-        options = LedgerOptions(self.mode, own.capacity, "float32", own.threshold, own.every)
+        options = LedgerOptions(self.mode, own.capacity, "float32", own.threshold, own.every, own.every)
         return Ledger(options, state_width=WIDTH, dtype=self.dtype, owners=owners)
 
     @initialize(capacity=st.integers(1, 8), every=st.integers(1, 4), threshold=st.integers(1, 4))

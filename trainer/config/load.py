@@ -82,8 +82,8 @@ class _Source:
         self._text = _read(path)
         self.raw = _parse(self._text, path)
         self._written = _read_other_names(self.raw, self._path)
-        _drop_settled(self.raw)
         self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
+        _drop_settled(self.raw)
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
@@ -126,7 +126,7 @@ def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
 
 
 def _drop_settled(raw: dict[str, Any]) -> None:
-    """Drop removed keys with the values that always hold, so that older configs stay valid."""
+    """Drop removed keys with the values that always apply, so that older configs stay valid."""
     for name, value in SETTLED.items():
         outer, last = name.split(".")
         table = raw.get(outer)

@@ -79,7 +79,6 @@ SAME_KEYS = {
     "checkpoint.interval": "checkpoint.every",
     "sample.interval": "sample.every",
     "ledger.probe_interval": "ledger.probe_every",
-    "ledger.sweep_every": "ledger.wipe_every",
 }
 _WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
 _ENTITY = "set WANDB_ENTITY in the environment"
@@ -109,7 +108,6 @@ REMOVED = {
     "distributed.backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
     "eval.source.layout": _LAYOUT,
     "gns.ema": "remove it: the moving averages span about 40 steps",
-    "ledger.sweep_every": "set ledger.wipe_every, which is the interval of both periodic modes",
     "metrics.smoothing_alpha": "remove it: smoothed/* give the newest value a weight of 0.1",
     "metrics.wandb.base_url": _BASE_URL,
     "metrics.wandb.entity": _ENTITY,
@@ -118,8 +116,15 @@ REMOVED = {
     "source.layout": _LAYOUT,  # of a dataset file
     "train.max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
 }
-SETTLED = {"gns.ema": 0.95, "metrics.smoothing_alpha": 0.1, "train.max_skips": 10}
-"""The values of removed keys that always hold; a config may still set them."""
+# Removed keys -> the value that always applies; a config may still set it, as each resolved one does.
+SETTLED = {
+    "data.cache_gb": 100.0,
+    "gns.ema": 0.95,
+    "metrics.smoothing_alpha": 0.1,
+    "sample.temperature": 1.0,
+    "sample.top_k": 0,
+    "train.max_skips": 10,
+}
 _RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
 

@@ -215,7 +215,7 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for matrices but embedding and output, adamw for the rest."""
+    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
@@ -284,11 +284,11 @@ class GnsTable(Table):
     enabled: bool = True
     """Measure it in every optimizer step."""
     components_every: WholeNumber = 0
-    """Steps between measurements of the noise's components (docs/gns.md); 0: none."""
+    """Logged steps that are multiples of this measure the noise's components; 0: none."""
 
 
 class WandbTable(Table):
-    """`[metrics] wandb`: Weights & Biases. WANDB_ENTITY and WANDB_BASE_URL are heeded."""
+    """`[metrics] wandb`: Weights & Biases. WANDB_ENTITY and WANDB_BASE_URL are honored."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
     """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""

@@ -94,7 +94,7 @@ class MicroBatch:
         return replace(self, inputs=inputs, targets=self.targets[part], carry=carry, extras=extras)
 
     def masked(self) -> MicroBatch:
-        """The first row with nothing to predict and no group; of full rows all."""
+        """The first row with nothing to predict and no group; all rows if rows are full."""
         # Batches of full rows have one shape.
         first = self if "segment_ids" in self.extras else self.rows(slice(1))
         carry = first.carry and Carry.of_no_group(len(first.targets))

@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from trainer.data.collate import Batch
+from trainer.data.groups import EpochCount
 from trainer.data.pool import STAGES
 from trainer.data.shard_source import StreamSource
 from trainer.data.weights import ConstantWeight, WeightSpec, positions
@@ -32,7 +33,7 @@ SHARE_PREFIX = "blend/share/"
 VERSION = 1
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
 _POOL_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
-SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX, EPOCHS)
+SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
 Drained = Mapping[str, float | None]  # None: a value that could not be measured
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
@@ -46,6 +47,7 @@ class UnreadSource:
 
     def __init__(self) -> None:
         self._state: Any = None
+        self.epochs = EpochCount()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -169,7 +171,7 @@ class BlendDataset:
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
         self._epochs = {}  # what each source has read since the last drain
         for source in self.sources:
-            if isinstance(source.dataset, StreamSource):
+            if isinstance(source.dataset, StreamSource | UnreadSource):
                 self._epochs[EPOCHS + source.name] = source.dataset.epochs
         keys += self._epochs
         # Of the sources that report metrics: all of them as unknown.
@@ -456,7 +458,10 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
     if isinstance(keys, str):
         raise TypeError(f"metric_keys must be a list of names, got {keys!r}")
     found = [key for key in keys if is_name(key, guard.leave_out)]
-    foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS))}
+    rows: tuple[str, ...] = SOURCE_ROWS
+    if isinstance(dataset, BlendDataset):
+        rows += (EPOCHS,)  # of its sources; others would report totals, which are summed
+    foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(rows))}
     for key in sorted(foreign):
         guard.leave_out(key, "the trainer reports a metric of this name itself; give it another one")
     return [key for key in dict.fromkeys(found) if key not in foreign]

@@ -102,7 +102,7 @@ class Lane:
 
 
 Refill = Callable[[Lane, int, int], bool]
-"""Gives a lane its next groups, at this position of a row, of so many tokens; False: none now."""
+"""Gives a lane its next groups, at this position of a row, of at least so many tokens; False: none now."""
 
 
 class Gathered(NamedTuple):

@@ -103,7 +103,8 @@ class Loader:
     def epochs_without_batch(self) -> dict[str, float | None]:
         """The epochs that a dataset without any batch has read: files with no token to train on."""
         drained: Mapping[str, float | None] | None = self._guard.run(self._drain)
-        drained = drained or dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
+        if drained is None:
+            drained = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
         return {key: drained[key] for key in drained if key.startswith(EPOCHS)}
 
     def close(self) -> None:

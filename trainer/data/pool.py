@@ -91,14 +91,12 @@ class ActivePool:
         except with round_robin."""
         left = self._stats[_REMAINING].tolist()
         slots, turn, num_readers = [], self.turn, len(left)
-        # Integers below 2^53 are exact as floats. uniform * total may round up to total, so nobody
-        # looks at the last end.
-        ends, total = list(accumulate(left)), sum(left)
-        behind = [range(slot, num_readers) for slot in range(num_readers)]
+        ends, total = list(accumulate(left)), sum(left)  # exact: integers below 2^53
         for uniform in uniforms:
             if self._pick_mode == "weighted":
+                # uniform * total may round up to total: the bound keeps the slot in range.
                 slot = bisect_right(ends, uniform * total, 0, num_readers - 1)
-                for other in behind[slot]:
+                for other in range(slot, num_readers):
                     ends[other] -= 1
                 total -= 1
             elif self._pick_mode == "uniform":

@@ -61,7 +61,7 @@ def _ended(texts: Sequence[TokenArray], options: ReadOptions) -> list[TokenArray
     """The ids of texts, each but an empty one with the id that ends documents, if there is one."""
     found, eod = list(texts), options.text_eod
     if eod is not None:
-        for number, ids in enumerate(texts):
+        for number, ids in enumerate(found):
             if len(ids) and ids[-1] != eod:
                 found[number] = np.append(ids.astype(np.int64, copy=False), eod)
     return found

@@ -152,7 +152,7 @@ class HuggingFaceTokenizer:
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:
-            text.encode("utf-8")  # raises what the package does not say: an unpaired surrogate
+            text.encode("utf-8")  # names the unpaired surrogate, which the package does not report
             raise
         return np.asarray(ids, dtype=np.int64)
 

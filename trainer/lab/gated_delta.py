@@ -239,9 +239,11 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
         if document is not None:
             earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
         y = y + taps[j].to(x.dtype) * earlier
-    last = whole[:, -before:].clone()  # a view would keep the whole row for as long as the state
-    if document is not None:
-        last = last * (document[:, -before:] == document[:, -1:])
+    # Not a view, which would keep the whole row for as long as the state.
+    if document is None:
+        last = whole[:, -before:].clone()
+    else:
+        last = whole[:, -before:] * (document[:, -before:] == document[:, -1:])
     return y, last
 
 

@@ -5,7 +5,7 @@
 | `none` | nothing |
 | `full` | everything, every `wipe_every` steps |
 | `lru` | the least recently stored groups, when more than `capacity` are live |
-| `periodic_stale` | every `wipe_every` steps, the groups with `last_step < step - stale_threshold` |
+| `periodic_stale` | every `sweep_every` steps, the groups with `last_step < step - stale_threshold` |
 
 Host memory only: groups, slots and steps are integers here, and nothing knows about states.
 """

@@ -164,7 +164,7 @@ class Ledger:
         if options.wipe_mode == "full" and is_due(step, previous, options.wipe_every):
             self._index.wipe()
             self._counts["ledger_wipe_count"] += 1
-        if options.wipe_mode == "periodic_stale" and is_due(step, previous, max(options.wipe_every, 1)):
+        if options.wipe_mode == "periodic_stale" and is_due(step, previous, options.sweep_every):
             self._index.sweep(step - options.stale_threshold, step)
 
     def lookup(self, group_ids: Ints, cell_index: Ints) -> Any:

@@ -18,8 +18,15 @@ if TYPE_CHECKING:
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
 
-# Those that import torch come last.
-_MODULES: Final = "best_effort catalog.lookup catalog.spec logger aggregate noise_scale.hooks tracker"
+_NAMES: Final = {
+    "aggregate": "Recorder Reporter SumCount reduce_loss_metrics reduce_over_ranks",
+    "best_effort": "BestEffort Diagnostics SkipBatch",
+    "catalog.lookup": "CATALOG UnknownMetric lookup register",
+    "catalog.spec": "MetricSpec",
+    "logger": "format_metrics get_logger",
+    "noise_scale.hooks": "GradientNoiseScale",
+    "tracker": "MetricsTracker StepMetrics",
+}
 
 __all__ = [
     "CATALOG",
@@ -44,7 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        modules = (import_module(f"{__name__}.{each}") for each in _MODULES.split())
-        return next(getattr(module, name) for module in modules if hasattr(module, name))
+    for home, names in _NAMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

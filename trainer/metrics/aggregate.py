@@ -379,9 +379,8 @@ def reduce_over_ranks(
 
     Returns:
         The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst
-            rank) for counters or
-        `<key>_se` (the standard error) for means that ask for it. A NaN on any rank makes the
-        result NaN.
+        rank) for counters or `<key>_se` (the standard error) for means that ask for it. A NaN on
+        any rank makes the result NaN.
 
     Raises:
         KeyError, TypeError: without a guard: a key is not among `keys`, or a value is no number.

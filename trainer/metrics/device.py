@@ -69,9 +69,9 @@ def lookup_peak_tflops(device_name: str) -> float | None:
 
 def resolve_peak_tflops(device: torch.device | str, override: float = 0.0) -> float | None:
     """The override if it is positive, else the device's own peak, None where it is unknown."""
-    device = torch.device(device)
     if override > 0.0:
         return override
+    device = torch.device(device)
     if device.type != "cuda":
         return None
     return lookup_peak_tflops(torch.cuda.get_device_name(device))

@@ -25,10 +25,6 @@ class NonFiniteError(Exception):
     """The loss or gradient was not finite, and the config stops the run, or skipping did not help."""
 
 
-class CorruptedError(Exception):
-    """An extension ends the run, see `Extensions.failure`."""
-
-
 def agreed_operations(run: Run) -> Operations:
     """How metrics combine over ranks, the same on each; warns if ranks disagree. Collective.
 
@@ -122,7 +118,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
             position.first_losses.append((step, outcome.loss))
     if outcome.wants_exchange:
         # Before the row, and before a save: an exchange may find that the run is corrupt.
-        exchange_or_raise(run)
+        run.extensions.exchange()
     end_step(run, taken, outcome, operations, is_logged=logs(run, step))
     if outcome.all_saved:  # agreed by all ranks
         run.watchdog.at("checkpoint", step, may_wait=True)
@@ -135,13 +131,6 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
         # Later: the next step may be in flight, and the weights no longer those of this step.
         run.saver.must_save = run.saver.began_at != step
     return None
-
-
-def exchange_or_raise(run: Run) -> None:
-    """Let extensions exchange their data over ranks. A CorruptedError if one of them ends the run."""
-    run.extensions.exchange()
-    if run.extensions.failure:
-        raise CorruptedError(run.extensions.failure)
 
 
 def record_ended(run: Run, step: int, before: Any, after: Any) -> None:
@@ -257,7 +246,7 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         # Weights that differ between ranks must not be saved.
-        exchange_or_raise(run)
+        run.extensions.exchange()
         run.saver.save(position, in_background=table.background)
     return True
 

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from trainer.training.step.step import StepOutcome
 
 
+class CorruptedError(Exception):
+    """An extension ends the run, see `Extensions.failure`."""
+
+
 class Extension:
     """Measures or shows something of a run. Override the moments it needs; all ranks call them.
 
@@ -267,7 +271,10 @@ class Extensions:
         return found
 
     def exchange(self, *, alone: bool = False) -> None:
-        """Exchange the results of `to_exchange`. Collective, unless the run has failed (`alone`)."""
+        """Exchange the results of `to_exchange`. Collective, unless the run has failed (`alone`).
+
+        Raises CorruptedError if an extension ends the run: nothing may be saved then.
+        """
         exchanging, self.asks = self._by_moment["to_exchange"], False
         if not exchanging:
             return
@@ -276,6 +283,8 @@ class Extensions:
         by_rank = gather_from_ranks(own, world_size=world_size)
         for index, each in enumerate(exchanging):
             each.call("exchanged", [values[index] for values in by_rank])
+        if self.failure and not alone:
+            raise CorruptedError(self.failure)
 
     def close(self) -> None:
         """Close and release all of them: they refer to the run."""

@@ -18,7 +18,6 @@ from trainer.metrics.aggregate import Operations
 from trainer.training.around_step import (
     agreed_operations,
     evaluate,
-    exchange_or_raise,
     finish,
     interruptible,
     is_read_at_once,
@@ -47,7 +46,7 @@ def run_loop(run: Run) -> str:
             run.plan.call("slow start", run.moments)
             run.moments.clear()
         run.extensions.call("step_launched", position.step + (in_flight is not None))
-    exchange_or_raise(run)  # weights that differ between ranks are not saved
+    run.extensions.exchange()  # weights that differ between ranks are not saved
     if run.saver.last_saved != position.step and position.step > 0:
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         run.saver.save(position, in_background=False)

@@ -20,8 +20,9 @@ from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
-from trainer.training.around_step import CorruptedError, NonFiniteError, stopped_by
+from trainer.training.around_step import NonFiniteError, stopped_by
 from trainer.training.checkpointing.saver import SaveError
+from trainer.training.extension import CorruptedError
 from trainer.training.loop import run_loop
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir
@@ -68,11 +69,12 @@ def train(config: RunConfig, launch: Launch) -> int:
         timeout = config.distributed.timeout_sec
         group = process_group(info, backend=pick_backend(device), timeout_sec=timeout, device=device)
         try:
-            with group, ExitStack() as of_run:
+            with group:
                 try:
-                    run = open_run(plan, launch, info, device, of_run, last)
-                    return 0 if run is None else _run_to_end(run)
-                except UserError:
+                    with ExitStack() as of_run:
+                        run = open_run(plan, launch, info, device, of_run, last)
+                        return 0 if run is None else _run_to_end(run)
+                except UserError:  # also from closing the run
                     stop.mute()
                     raise
         except RunFailed:

@@ -37,10 +37,9 @@ def say_stopping(name: str) -> None:
 
 
 class StopRequest:
-    """Whether this process was asked to stop: `on_first` is called with the signal's name, in the
-    handler.
+    """A request to stop this process; a second one stops it at once.
 
-    A second request stops it at once.
+    `on_first` is called in the signal handler with the signal's name, and must return quickly.
     """
 
     def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:

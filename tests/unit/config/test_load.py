@@ -232,13 +232,12 @@ def test_a_checkpoint_may_have_keys_that_are_gone():
     assert without_removed(old) == {**kept, "data": {"source": [{"name": "a"}, {"name": "b"}]}}
 
 
-def test_older_configs_may_set_what_always_holds(tmp_path):
+def test_older_configs_may_set_what_always_applies(tmp_path):
     source = '[[data.source]]\nname = "a"\nroot = "data"\nlayout = "{}"\n'
-    tables = "[gns]\nema = {}\n[ledger]\nprobe_cells = 8\nsweep_every = 3\n[train]\nmax_skips = 10\nsteps = 1\n"
-    config = load(tmp_path, source.format("nested") + tables.format(0.95))
-    assert config.ledger.wipe_every == 3
-    assert [table.root for table in config.data.source] == ["data"]
-    refused = "\n".join(refusal(tmp_path, source.format("direct") + tables.format(0.9)))
-    assert "gns.ema" in refused
-    assert "layout" in refused
-    assert "probe_cells" not in refused
+    # As `config.resolved.toml` of the last version has them.
+    tables = "[gns]\nema = {}\n[ledger]\nsweep_every = 3\nwipe_every = 0\n[train]\nmax_skips = 10\nsteps = 1\n"
+    tables += "[sample]\ntemperature = 1.0\ntop_k = 0\n[metrics]\nsmoothing_alpha = 0.1\n"
+    text = "[data]\ncache_gb = 100.0\n" + source.format("nested") + tables.format(0.95)
+    assert load(tmp_path, text, "train.max_skips=10", "data.source.a.layout=nested").ledger.sweep_every == 3
+    refused = "\n".join(refusal(tmp_path, source.format("direct") + tables.format(0.9), "train.max_skips=9"))
+    assert [key in refused for key in ("gns.ema", "layout", "max_skips", "top_k")] == [True, True, True, False]

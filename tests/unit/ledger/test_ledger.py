@@ -239,7 +239,7 @@ def ledger_on(device: torch.device, wipe_mode: str) -> tuple[Ledger, torch.Tenso
     capacity = 4 if wipe_mode == "lru" else 64
     states = torch.ones(4, WIDTH)
     states[1, 0] = float("nan")
-    return new_ledger(wipe_mode, capacity, device=device, wipe_every=2), states.to(device)
+    return new_ledger(wipe_mode, capacity, device=device, sweep_every=2), states.to(device)
 
 
 def run_steps(ledger: Ledger, states: torch.Tensor, steps: range) -> None:

@@ -35,6 +35,7 @@ def test_the_size_of_a_run_comes_from_its_environment_and_rows(make_run):
     sizes = {"world_size": 2, "parameters": 50, "tokens_per_step": 20, "devices": ["H100", "H100"]}
     rows = {"gpu/peak_gb": [2.0, 3.0], "tokens_seen": [50.0, 100.0], "mfu": [0.4, 0.4], "tokens_in_step": [10.0, 20.0]}
     rows |= {"data/epochs/web": [0.2, 0.41], "data/epochs/code": [1.1, 2.3]}
+    rows["data/epochs/lost"] = [5.0, float("nan")]  # not known any more: no total
     evals = {2: {"eval_loss": 2.0, "eval_bits_per_byte": 1.5}}
     run = make_run("a", rows, evals, {**config, "train": {"device": "auto"}}, sizes)
     expected = {"Tokens per parameter": 2.0, "Batch": 15.0, "MFU": 0.4, "Peak memory": 3.0}

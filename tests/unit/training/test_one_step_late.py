@@ -50,7 +50,7 @@ def both(tmp_path, monkeypatch):
     [
         LRU,
         ("ledger.wipe_mode=full", "ledger.wipe_every=3", "metrics.per_source=true"),
-        ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2", "ledger.wipe_every=2"),
+        ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2", "ledger.sweep_every=2"),
         ("train.on_non_finite=skip", "train.micro_batches=1", "gns.enabled=false"),
         ("sample.every=10", "sample.tokens=2", "checkpoint.background=true"),
     ],

@@ -195,7 +195,9 @@ def _time(run: RunRecord) -> SummaryRow:
 def _epochs(run: RunRecord) -> SummaryRow:
     """How often the data were read: the source that was read most, and in the note the others."""
     columns = {key.removeprefix(EPOCHS): _finite(run, key) for key in run.keys if key.startswith(EPOCHS)}
-    last = {name: list(column.values())[-1] for name, column in columns.items() if column}
+    # A count that became unknown during the run is no total.
+    end = max(_finite(run, "tokens_seen"), default=0)
+    last = {name: column[end] for name, column in columns.items() if end in column}
     first, *others = sorted(last, key=last.__getitem__, reverse=True) or [""]
     note = ""
     if others:

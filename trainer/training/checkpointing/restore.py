@@ -92,15 +92,15 @@ def restore(
         position.micro_batches, position.micro_batches_since = saved["micro_batches"]
     else:  # `auto` begins here
         position.micro_batches_since = position.step + 1
-    if is_same:
-        with loading(path, "counts"):
+    with loading(path, "counts"):
+        if is_same:
             for index, shard in enumerate(state.shards):
                 position.load_counts(index, parts[shard.number]["unlogged"])
-    elif state.shards[0].number == 0:
-        # Only epochs are totals since the start: the first shard takes over those of all.
-        for part in parts.values():
-            pool = part["unlogged"]["pool"]
-            position.unlogged[0].add({key: pool[key][0] for key in pool if key.startswith(EPOCHS)})
+        elif state.shards[0].number == 0:
+            # Only epochs are totals since the start: the first shard takes over those of all.
+            for part in parts.values():
+                pool = part["unlogged"]["pool"]
+                position.unlogged[0].add({key: pool[key][0] for key in pool if key.startswith(EPOCHS)})
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 

@@ -45,7 +45,7 @@ from trainer.training.setup.parts import (
     model_and_loss,
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import begin_record, open_record, place_run
+from trainer.training.setup.record import Found, begin_record, open_record, place_run
 from trainer.training.signals import StopRequest, as_exception, say_stopping
 from trainer.training.step.core_extensions import LoggedDetails, ModelMetrics, Replicas
 from trainer.training.step.schedule import Length, make_schedule
@@ -122,7 +122,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     )
     if info.is_main:
         plan.call("first messages", plan, state, device, run_dir)
-    plan.call("mixing weights", plan, info, state, run_dir, found)
+    _restore_mix(plan, info, state, run_dir, found)
     cell_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
@@ -340,6 +340,15 @@ def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
             yield name, key
 
 
+def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir, found: Found | None) -> None:
+    """Continue with changed mixing weights; refused where the part for it is missing."""
+    restore = plan.part("mixing weights")
+    if restore is not None:
+        restore(plan, info, state, run_dir, found)
+    elif found is not None and found[1].get("extensions", {}).get("mix"):
+        plan.parts.need("mixing weights", "checkpoint.resume")
+
+
 def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
     """The extensions of a run, by name. One that is off is not imported."""
     config = run.config
@@ -359,7 +368,9 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
                 found[name] = make(run)
             except UserError:
                 raise
-            except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
+            except Exception as error:  # such as a profile that cannot be written
+                if name == "mix":  # no diagnostic: all ranks must change their weights
+                    raise
                 run.diagnostics.best_effort(name).fail(error)
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
