@@ -98,15 +98,15 @@ test-slow: setup data $(MATRIX_CORPORA)
 # One case at a time: each starts two ranks or more. The rows of docs/reliability.md are written from what happened.
 test-faults: setup
 	@rm -rf build/faults
-	@$(BIN)/python -m pytest -m faults tests/faults
-	@$(BIN)/python -m pytest $(addprefix tests/distributed/test_,cut_data.py run_dir_faults.py data_change.py)
+	@$(BIN)/python -m pytest -m faults tests/core/faults tests/lab/faults
+	@$(BIN)/python -m pytest $(addprefix tests/core/distributed/test_,cut_data.py run_dir_faults.py) tests/lab/distributed/test_data_change.py
 	@$(BIN)/python scripts/make_fault_table.py
 
 BASE ?= HEAD
 golden: setup
 	@$(BIN)/python -m tests.golden.same_bits $(BASE)
 
-# One module against its tests: make mutants MODULE=trainer/lab/spikes.py TESTS=tests/unit/training/test_spikes.py
+# One module against its tests: make mutants MODULE=trainer/lab/spikes.py TESTS=tests/lab/training/test_spikes.py
 mutants: setup
 	$(call install,-e '.[mutants]')
 	@$(BIN)/python scripts/mutate.py $(MODULE) $(TESTS)

@@ -37,9 +37,11 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 # Files go to the workers whole and in this order: one that takes long must not be the last to begin.
 LONGEST_FIRST = (
-    *("golden", "distributed", "cuda", "unit/diagnostics", "unit/training", "examples", "unit/model"),
+    *("golden", "distributed", "cuda", "diagnostics", "training", "examples", "model"),
     *("science", "properties", "cli", "scripts"),
 )
+
+pytest_plugins = ("tests.support.verbs",)
 
 gc.disable()  # while tests are collected, which imports all there is
 
@@ -54,8 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seen[file, name] += item.get_closest_marker("slow") is None
 
     def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(tests).as_posix()
-        return next((at for at, name in enumerate(LONGEST_FIRST) if path.startswith(f"{name}/")), len(LONGEST_FIRST))
+        folder = item.path.parent.name
+        return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=place)
 

@@ -1,6 +1,6 @@
 """Steps that do not log never make the host wait for the device, in real runs of all kinds, and what is copied is pinned.
 
-On the CPU nothing can wait; there these are the same runs, and tests/unit/training/test_no_waiting.py forbids the reading.
+On the CPU nothing can wait; there these are the same runs, and tests/core/training/test_no_waiting.py forbids the reading.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.unit.branching.conftest import make_study  # noqa: F401 - a fixture
+from tests.tools.branching.conftest import make_study  # noqa: F401 - a fixture
 from trainer.tools.branching.answer import make_answer
 from trainer.tools.branching.run_branches import BranchResult
 

@@ -191,8 +191,8 @@ def test_no_row_at_all_is_a_failure(tmp_path: Path) -> None:
 
 def test_every_file_with_a_test_marked_cuda_is_a_check_of_its_own(tmp_path: Path) -> None:
     found = {each.key for each in gpu_checks.checks(ROOT, "cuda", tmp_path)}
-    assert {"tests/cuda/test_late_reading.py", "tests/cli/test_every_key.py", "runs/cuda/test_resume.py"} <= found
-    assert "tests/unit/test_wording.py" not in found
+    assert {"tests/cuda/test_late_reading.py", "tests/core/cli/test_every_key.py", "runs/cuda/test_resume.py"} <= found
+    assert "tests/core/test_wording.py" not in found
 
 
 def test_every_benchmark_exists_and_takes_the_device(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Processes whose signal and noise depend on the step, and what the noise scale's history holds of them, in many runs at once.
 
 The examples' gradients are normal, with mean G and covariance sigma^2 I in `dim` dimensions, m micro-batches to a step: see
-`tests.properties.test_noise_scale_coverage`. The batch has size 1.
+`tests.core.properties.test_noise_scale_coverage`. The batch has size 1.
 """
 
 from __future__ import annotations

@@ -1,0 +1,110 @@
+"""A full disk and a file-size limit: the run stops with the space that it needs, and the older checkpoint still resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_runs import ARGUMENTS, LOST, assert_same, end_with, keep, make_config, whole_run
+from tests.support.ranks import Ranks, status
+from tests.support.runs import train
+from trainer.training.extension import Extension
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+STOP_AT_5 = {"what": "signal", "rank": 0, "step": 5}
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A tmpfs of 4 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(file: Path) -> None:
+    """Let it grow until the disk is full."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
+    with contextlib.suppress(OSError):
+        while os.write(descriptor, b"\0" * 4096):
+            pass
+    os.close(descriptor)
+
+
+class Fills(Extension):
+    """Leaves no byte free from the third step on."""
+
+    def step_launched(self, step):
+        if step == 3:
+            (self.run.run_dir.path.parent / "filler").touch()
+            fill(self.run.run_dir.path.parent / "filler")
+
+
+def test_a_disk_that_stays_full_does_not_keep_the_run_from_saying_how_it_ended(small_disk, tmp_path):
+    config, fills = make_config(tmp_path), "extension=[{target='tests.core.faults.test_full_disk:Fills'}]"
+    train(config, small_disk / "run", fills, "train.steps=1000", code=1)
+    ended = status(small_disk / "run")
+    assert ended["state"] == "failed"
+    assert "No space left on device (0.0 MB are free)" in ended["reason"]
+    keep(2, "full disk: no byte is left, ever, from step 3 on", lost=LOST)
+
+
+@pytest.mark.parametrize(("left", "background"), [(0, False), (40_000, False), (40_000, True)])
+def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp_path, left, background):
+    config = make_config(tmp_path)
+    whole = whole_run(config, tmp_path / "whole", "--steps", 20)
+    run_dir = small_disk / "run"
+    whole_run(config, run_dir, "--steps", 20, fault=STOP_AT_5)
+    filler = small_disk / "filler"
+    filler.write_bytes(b"\0" * max(shutil.disk_usage(small_disk).free - left - 60_000, 0))  # 60 kB for the record
+    if left == 0:
+        fill(filler)
+    more = ("--set", "checkpoint.background=true") if background else ()
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 20)
+    with Ranks((*arguments, *more), logs=tmp_path / "full") as ranks:
+        codes, said = ranks.wait(), ranks.said()
+    assert 0 not in codes
+    assert "Traceback" not in said, said
+    if left:
+        assert codes == [1, 1]
+        assert "the checkpoint could not be written: rank 0: No space left on device" in said
+        assert "it needs 0." in said
+        assert status(run_dir)["state"] == "failed"
+        assert "it needs 0." in status(run_dir)["reason"]
+    else:
+        assert "No space left on device" in said
+    assert [path.name for path in sorted((run_dir / "checkpoints").glob("*step_*"))] == ["step_00000005"]
+    filler.unlink()
+    end_with(0, arguments, tmp_path / "again")
+    assert_same(whole, run_dir, 20)
+    what = "no byte is left" if left == 0 else "less is left than a checkpoint needs"
+    keep(2, f"full disk: {what}{', saving in the background' if background else ''}", lost=LOST)
+
+
+def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpoint(tmp_path):
+    config = make_config(tmp_path)
+    steps = ("--steps", 20, "--set", "metrics.log_interval=5")
+    whole = whole_run(config, tmp_path / "whole", *steps)
+    run_dir = whole_run(config, tmp_path / "run", *steps, fault=STOP_AT_5)
+    model = run_dir / "checkpoints" / "step_00000005" / "model_000.safetensors"
+    limit = model.stat().st_size // 2
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *steps)
+    said = end_with(1, arguments, tmp_path / "limited", max_file_bytes=limit)
+    assert "the checkpoint could not be written: rank 0: File too large" in said, said
+    assert "Traceback" not in said
+    assert not list((run_dir / "checkpoints").glob(".tmp*"))
+    end_with(0, arguments, tmp_path / "again")
+    assert_same(whole, run_dir, 20)
+    keep(2, "a file-size limit in the middle of a checkpoint's file", lost=LOST)

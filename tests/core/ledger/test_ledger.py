@@ -1,0 +1,274 @@
+"""The ledger's meaning, rule by rule, on one rank: what is evicted, what is remembered of it, and rows that are not finite."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.core.training.test_no_waiting import META, NoBlockingCopies
+from tests.support.ranks import differences
+from trainer.errors import UserError
+from trainer.hashing import splitmix64
+from trainer.lab.nested_state import NestLayout
+from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, LedgerOptions, index, owner_of
+from trainer.options import WipeMode
+
+WIDTH = 2
+
+
+def new_ledger(wipe_mode="none", capacity=4, device="cpu", dtype=None, **settings):
+    settings = {"stale_threshold": 2, "wipe_every": 3 if wipe_mode == "full" else 0, **settings}
+    options = LedgerOptions(wipe_mode, capacity, **settings)
+    return Ledger(options, state_width=WIDTH, device=device, dtype=dtype)
+
+
+def store(ledger: Ledger, groups: list[int], value: float = 1.0, *, cell: int = 1, is_last: bool = False) -> None:
+    count = len(groups)
+    ledger.store(
+        np.array(groups, np.int64),
+        np.full(count, cell, np.int64),
+        np.full(count, is_last),
+        torch.full((count, WIDTH), value),
+    )
+
+
+def lookup(ledger: Ledger, groups: list[int], *, cell: int = 1) -> list[float]:
+    rows = ledger.lookup(np.array(groups, np.int64), np.full(len(groups), cell, np.int64))
+    return rows[:, 0].tolist()
+
+
+def test_loaded_states_are_detached_copies() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    states = torch.ones(1, WIDTH, requires_grad=True) * 2
+    ledger.store(np.array([7]), np.array([0]), np.array([False]), states)
+    found = ledger.lookup(np.array([7]), np.array([1]))
+    assert found.is_leaf
+    assert not found.requires_grad
+    found += 1
+    assert lookup(ledger, [7]) == [2.0]
+
+
+def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
+    state = {"h": torch.randn(2, 3, 4), "c": (torch.randn(2, 5).bfloat16(), torch.tensor([[2**40], [-1]]))}
+    ledger = Ledger(LedgerOptions(capacity=4), layout=NestLayout(state))
+    ledger.begin_step(1)
+    groups, cells = np.array([7, 9]), np.array([1, 1])
+    ledger.store(groups, cells - 1, np.array([False, False]), state)
+    found = ledger.lookup(np.array([9, 8, 7]), np.array([1, 1, 1]))
+    for kept, given in zip(tree_leaves(found), tree_leaves(state), strict=True):
+        assert kept.dtype == given.dtype
+        assert torch.equal(kept, torch.stack([given[1], torch.zeros_like(given[0]), given[0]]))
+    with pytest.raises(ValueError, match="another layout"):
+        ledger.store(groups, cells, np.array([False, False]), state["h"])
+    with pytest.raises(TypeError, match="either state_width or layout"):
+        Ledger(LedgerOptions(capacity=4))
+
+
+def test_every_key_is_always_present_as_a_float() -> None:
+    ledger = new_ledger()
+    for metrics in (ledger.drain_metrics(), ledger.last_extra_metrics):
+        assert tuple(metrics) == ledger.metric_keys == (*COUNTER_KEYS, *GAUGE_KEYS)
+        assert all(type(value) is float for value in metrics.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_states_of_any_dtype_come_back_to_the_bit(dtype: torch.dtype) -> None:
+    ledger = new_ledger(dtype=dtype)
+    groups, no = np.array([4, 9]), np.array([False, False])
+    rows = torch.tensor([[0.1, -3.7], [1e-3, 250.3]], dtype=dtype)
+    ledger.begin_step(1)
+    ledger.store(groups, np.array([0, 0]), no, rows)
+    ledger.begin_step(2)
+    ledger.store(groups, np.array([1, 1]), no, rows.t())
+    found = ledger.lookup(groups, np.array([2, 2]))
+    assert found.dtype == torch.promote_types(dtype, torch.float32)  # wide enough for any model
+    assert torch.equal(found.to(dtype), rows.t())
+
+
+def test_duplicate_group_is_an_error_that_names_it() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    with pytest.raises(ValueError, match="group 42 appears twice"):
+        store(ledger, [42, 1, 42])
+    with pytest.raises(ValueError, match="group 42 appears twice"):
+        lookup(ledger, [42, 42])
+    store(ledger, [-1, -1])
+
+
+def test_store_without_a_step_and_steps_that_go_back_are_errors() -> None:
+    ledger = new_ledger()
+    with pytest.raises(RuntimeError, match="call begin_step before store"):
+        store(ledger, [1])
+    ledger.begin_step(5)
+    store(ledger, [1])
+    with pytest.raises(RuntimeError, match="step 4 after a store at step 5"):
+        ledger.begin_step(4)
+    with pytest.raises(RuntimeError, match="step -1 after"):
+        new_ledger().begin_step(-1)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
+    """A run that finds its data exhausted has begun steps without tokens, which a resumed run begins again."""
+    ledger = new_ledger("lru")
+    ledger.begin_step(5)
+    store(ledger, [1])
+    for step in (6, 7):
+        ledger.begin_step(step)
+        store(ledger, [-1])
+    if resumes:
+        saved, ledger = ledger.state_dict(), new_ledger("lru")
+        ledger.load_state_dict([saved])
+    ledger.begin_step(6)
+    assert lookup(ledger, [1]) == [1.0]
+    ledger.begin_step(5)
+    with pytest.raises(RuntimeError, match="step 4 after a store at step 5"):
+        ledger.begin_step(4)
+
+
+@pytest.mark.parametrize(("mode", "key"), [("full", "wipe_every"), ("periodic_stale", "stale_threshold")])
+def test_a_mode_without_its_interval_is_refused(mode: str, key: str) -> None:
+    with pytest.raises(ValueError, match=f'wipe_mode "{mode}" needs {key} >= 1'):
+        new_ledger(mode, **{key: 0})
+
+
+@pytest.mark.parametrize("wrong", [np.array([3, -2]), np.array([3, 2**63 + 5], np.uint64), np.array([3, hash(-7)])])
+def test_an_id_outside_of_63_bits_is_refused_by_both_calls(wrong):
+    ledger = Ledger(LedgerOptions(capacity=4), state_width=2)
+    ledger.begin_step(1)
+    cells, last = np.zeros(2, np.int64), np.zeros(2, np.bool_)
+    with pytest.raises(ValueError, match=r"must be -1 \(no group\) or in \[0, 2\^63\)"):
+        ledger.lookup(wrong, cells)
+    with pytest.raises(ValueError, match="group id"):
+        ledger.store(wrong, cells, last, torch.ones(2, 2))
+    assert ledger.last_extra_metrics["ledger/live_groups"] == 0
+    ledger.store(np.array([-1, 2**63 - 1]), cells, last, torch.ones(2, 2))
+    assert ledger.last_extra_metrics["ledger/live_groups"] == 1
+
+
+def test_hash_is_splitmix64() -> None:
+    # The first three outputs of the reference generator seeded with 0; each call adds the golden gamma to the state.
+    gamma = 0x9E3779B97F4A7C15
+    seeds = np.array([0, gamma, 2 * gamma % 2**64], np.uint64).view(np.int64)
+    assert [hex(x) for x in splitmix64(seeds).tolist()] == [
+        "0xe220a8397b1dcdaf",
+        "0x6e789e6aa1b965f4",
+        "0x6c45d188009454f",
+    ]
+
+
+@pytest.mark.parametrize("stride", [1, 8, 4096])
+def test_owners_are_spread_whatever_the_stride_of_the_ids(stride: int) -> None:
+    shares = Counter(owner_of(np.arange(8000) * stride, 8).tolist())
+    assert len(shares) == 8
+    assert max(shares.values()) < 1150
+
+
+def test_full_wipe_forgets_who_was_evicted() -> None:
+    before = new_ledger("lru", capacity=1)
+    before.begin_step(1)
+    store(before, [1])
+    store(before, [2])
+    ledger = new_ledger("full", capacity=1, wipe_every=3)
+    ledger.load_state_dict([before.state_dict()])
+    assert 1 in ledger._index.evicted
+    ledger.begin_step(3)
+    store(ledger, [1])
+    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
+
+
+REFUSED = {
+    "groups": ([1, 7, 2], [0, 1, 2], [False] * 3, 3),
+    "twice": ([1, 1], [0, 1], [False] * 2, 2),
+    "width": ([1], [1], [False], 2),
+    "cells": ([1, 7], [1], [False] * 2, 2),
+    "ends": ([1, 7], [1, 1], [True], 2),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("mode", ["lru", "none", "periodic_stale", "full"])
+def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) -> None:
+    """Not the step of the last store either, before which no step may begin again."""
+    settings = {"stale_threshold": 3, "wipe_every": 100 if mode == "full" else 0}
+    options = LedgerOptions(capacity=2, wipe_mode=mode, **settings)
+    ledger, other = (Ledger(options, state_width=2) for _ in range(2))
+    groups, cells, is_last, count = REFUSED[kind]
+    for one in (ledger, other):
+        one.begin_step(3)
+        one.store(np.array([5, 9]), np.array([0, 0]), np.array([False, kind == "twice"]), torch.ones(2, 2))
+        one.begin_step(4)
+    with pytest.raises((UserError, ValueError)):
+        ledger.store(np.array(groups), np.array(cells), np.array(is_last), torch.ones(count, 2))
+    assert differences(ledger.state_dict(), other.state_dict()) == []
+    assert ledger.undrained() == other.undrained()
+    for one in (ledger, other):
+        one.begin_step(3)
+        one.store(np.array([5, 9]), np.array([1, 1]), np.array([False, True]), torch.zeros(2, 2))
+    assert differences(ledger.state_dict(), other.state_dict()) == []
+
+
+@pytest.mark.parametrize("queued", [1, 5, 4096])
+def test_the_oldest_slots_are_those_of_a_sort_of_all(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "QUEUED", queued)
+    rng, step = np.random.default_rng(queued), 1
+    ledger, oldest_first = new_ledger("lru", capacity=20), {}
+    for _ in range(1000):
+        step += int(rng.integers(0, 2))
+        groups = rng.permutation(60)[: rng.integers(1, 8)].tolist()
+        ledger.begin_step(step)
+        store(ledger, groups)
+        places = dict(
+            zip(*(ledger.state_dict(with_rows=False)[key].tolist() for key in ("groups", "slots")), strict=True)
+        )
+        others = sorted(oldest_first.keys() - set(groups), key=oldest_first.get)
+        gone = len(others) + len(groups) - len(places)
+        assert places.keys() == {*others[gone:], *groups}
+        oldest_first = {group: oldest_first[group] for group in others[gone:]}
+        oldest_first |= {group: (step, places[group]) for group in groups}
+
+
+def ledger_on(device: torch.device, wipe_mode: str) -> tuple[Ledger, torch.Tensor]:
+    """A ledger, and the states to store: one of four is not finite."""
+    capacity = 4 if wipe_mode == "lru" else 64
+    states = torch.ones(4, WIDTH)
+    states[1, 0] = float("nan")
+    return new_ledger(wipe_mode, capacity, device=device, sweep_every=2), states.to(device)
+
+
+def run_steps(ledger: Ledger, states: torch.Tensor, steps: range) -> None:
+    """Groups begin, continue, end and are evicted; some rows have no group."""
+    for step in steps:
+        groups, cells = np.array([step % 3, 10 + step, 11 + step, -1]), np.array([step, 0, 1, 0])
+        ledger.begin_step(step)
+        ledger.lookup(groups, cells)
+        ledger.store(groups, cells, np.array([step % 3 == 0, False, False, False]), states)
+
+
+@pytest.mark.parametrize("wipe_mode", get_args(WipeMode))
+def test_look_up_and_store_run_on_a_device_that_cannot_be_read(wipe_mode: str) -> None:
+    ledger, states = ledger_on(META, wipe_mode)
+    with NoBlockingCopies():
+        run_steps(ledger, states, range(1, 9))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("wipe_mode", get_args(WipeMode))
+def test_look_up_and_store_do_not_wait_for_cuda_and_count_as_on_the_cpu(wipe_mode: str) -> None:
+    ledger, states = ledger_on(torch.device("cuda"), wipe_mode)
+    run_steps(ledger, states, range(1, 3))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_steps(ledger, states, range(3, 9))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected, states = ledger_on(torch.device("cpu"), wipe_mode)
+    run_steps(expected, states, range(1, 9))
+    assert ledger.drain_metrics() == expected.drain_metrics()

@@ -1,0 +1,171 @@
+"""The seam for what rides on a run: own extensions, the guard around them, and what is imported when they are off."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+import weakref
+
+import pytest
+
+from tests.support.in_process import train_here
+from tests.support.runs import read_rows, run, write_tiny_config
+from trainer.errors import UserError
+from trainer.training import main
+from trainer.training.signals import UnexpectedExit
+
+OWN = '''
+import torch
+from trainer.training.extension import Extension
+
+
+class Counts(Extension):
+    """Reports, sums, exchanges and keeps what it has counted."""
+
+    metric_keys = ("own/micros", "own/sum")
+    num_sums = 1
+
+    def __init__(self, run, *, scale=1.0):
+        super().__init__(run)
+        self.scale, self.steps, self.has_asked = scale, 0, False
+
+    def micro_done(self, micro, result):
+        self.run.record("own/micros", self.scale)
+
+    def updated(self):
+        return torch.full((1,), self.run.info.rank + 1.0, dtype=torch.float64)
+
+    def summed(self, sums, **kwargs):
+        self.run.record("own/sum", sums[0])
+
+    def step_finished(self, taken, outcome):
+        self.steps += 1
+        self.run.extensions.asks = self.steps == 3 and self.run.info.rank == 1
+
+    def to_exchange(self):
+        return self.run.info.rank
+
+    def exchanged(self, by_rank):
+        self.run.event({"event": "ranks", "ranks": by_rank, "steps": self.steps})
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+class NoSums(Counts):
+    num_sums = 0
+
+
+class Exits(Counts):
+    def __init__(self, run):
+        raise SystemExit(3)
+
+
+def make(run):
+    """Forgets to return what it makes."""
+
+
+class Breaks(Extension):
+    """Raises on one rank in one of its moments."""
+
+    num_sums = 1
+    metric_keys = ("own/broken",)
+
+    def __init__(self, run, *, at, rank=0):
+        super().__init__(run)
+        self.at, self.rank = at, rank
+
+    def breaks(self, moment):
+        if moment == self.at and self.run.info.rank == self.rank:
+            raise RuntimeError("broken on purpose")
+
+    def window_read(self, step, window):
+        self.breaks("window_read")
+
+    def updated(self):
+        return torch.zeros(1, dtype=torch.float64)
+
+    def drain_metrics(self):
+        self.breaks("drain_metrics")
+        return {"own/broken": 1.0}
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The tiny config, beside a module with the extensions."""
+    (tmp_path / "own_extensions.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_extensions", raising=False)
+    return write_tiny_config(tmp_path)
+
+
+def table(name: str, **args: object) -> str:
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in args.items())
+    return f'{{target = "own_extensions:{name}", args = {{{given}}}}}'
+
+
+# The moments between the two at which one breaks: tests/core/distributed/test_extensions.py.
+def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank(own, tmp_path):
+    place = tmp_path / "run"
+    tables = [table("Counts", scale=2.5), *(table("Breaks", at=at, rank=1) for at in ("window_read", "drain_metrics"))]
+    words = [f"extension=[{', '.join(tables)}]", "train.steps=6", "checkpoint.every=4"]
+    options = [word for each in words for word in ("--set", each)]
+    ended = run("--config", own, "--run-dir", place, *options, nproc=2, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("failed and is off from now on: RuntimeError: broken on purpose") == 2
+    rows = read_rows(place / "metrics.jsonl")
+    assert rows["train", 6]["own/micros"] == 2.5
+    assert rows["train", 6]["own/sum"] == 3.0  # 1 of rank 0 and 2 of rank 1
+    events = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
+    assert next((each["ranks"], each["steps"]) for each in events if each["event"] == "ranks") == ([0, 1], 4)
+
+    def kept(step: int) -> list[object]:
+        state = json.loads((place / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
+        return [each for each in state["extensions"].values() if "steps" in (each or {})]
+
+    assert kept(6) == [{"steps": 6}]
+    train_here(own, place, f"extension=[{table('Counts')}]", "train.steps=8", "checkpoint.resume=auto")
+    assert kept(8) == [{"steps": 8}]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{target = "own_extensions:Absent"}', "own_extensions"),
+        ('{target = "own_extensions:Counts", args = {other = 1}}', "other"),
+        ('{target = "own_extensions:NoSums"}', "but num_sums = 0"),
+        ('{target = "own_extensions:make"}', "must make an Extension, got None"),
+        ('{target = "own_extensions:Exits"}', r"sys.exit\(3\) was called"),
+    ],
+)
+def test_one_that_cannot_be_made_is_refused_before_the_first_step_and_the_record_says_so(own, given, message):
+    with pytest.raises((UserError, UnexpectedExit), match=message):
+        train_here(own, own.parent / "run", f"extension=[{given}]")
+    ended = json.loads((own.parent / "run" / "status.json").read_text())
+    assert (ended["state"], ended["last_step"]) == ("failed", 0)
+    assert re.search(message, ended["reason"])
+
+
+def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch):
+    # It would keep the process group, whose threads can abort the process at exit or disturb the next group.
+    runs = []
+    run_to_end = main._run_to_end
+
+    def watched(run):
+        runs.append(weakref.ref(run))
+        return run_to_end(run)
+
+    monkeypatch.setattr(main, "_run_to_end", watched)
+    sets = ["train.steps=4", "ledger.probe_every=2", "metrics.per_layer=true", "sample.every=2"]
+    gc.disable()
+    try:
+        train_here(write_tiny_config(tmp_path), tmp_path / "run", *sets)
+        assert runs[0]() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,221 @@
+"""Loss against depth: that of uncut documents, and of cells from zero by brute force, in float64; on two ranks as on one."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.core.training.test_evaluation import evaluate, from_zero
+from tests.support.gloo import run_on_ranks
+from tests.support.runs import held_out_texts, write_tiny_config
+from trainer.cli.parts import PARTS
+from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
+from trainer.lab.depth import bucket_start, depths
+from trainer.metrics import aggregate
+from trainer.metrics.aggregate import Moments
+from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.metrics.noise_scale.estimate import t_quantile
+from trainer.tools import evaluation_sample
+from trainer.tools.evaluation_sample import Sample
+from trainer.training.setup.evaluation import eval_sets
+from trainer.training.setup.parts import make_model
+from trainer.training.setup.plan import Plan, make_plan
+
+CPU, FRACTION, CELL = torch.device("cpu"), 0.5, 16
+SETTINGS = (
+    f"eval.holdout_fraction={FRACTION}",
+    "eval.every=1",
+    "eval.depth=true",
+    "eval.batches=100000",
+    "data.max_group_cells=64",
+    "ledger.capacity=4096",
+)
+
+
+def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
+    config = directory / "tiny.toml"
+    if not config.exists():  # several ranks read it
+        write_tiny_config(directory)
+    return make_plan(load_config(config, [*SETTINGS, *overrides]), config, ranks, parts=PARTS)
+
+
+def model_of(plan: Plan) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return make_model(plan).double().eval()
+
+
+def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), sets=(), **parts):  # noqa: B008
+    return evaluate(plan, model, sets or eval_sets(plan, info, CPU), info, **parts)
+
+
+def by_depth(found: dict[str, float], prefix: str = "eval/depth/") -> dict[str, float]:
+    return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+
+
+def token_losses(plan: Plan, model: torch.nn.Module, text: bytes, size: int) -> np.ndarray:
+    """Of each byte of a document, in pieces of so many, each from a zero state."""
+    pieces = from_zero(plan, model, text, size)
+    return torch.cat([F.cross_entropy(logits, wanted, reduction="none") for logits, wanted in pieces]).numpy()
+
+
+def expected(
+    parts: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray, cell: int, owners: Sequence[int] = ()
+) -> dict[str, float]:
+    """What must come out, from (carried losses, losses by cell) of each part of a document; `owners`: its document."""
+    found = {}
+
+    def put(key: str, low: int, high: float, pick) -> None:
+        units = defaultdict(lambda: np.zeros(2))
+        for each, weight, owner in zip(parts, weights, owners or range(len(parts)), strict=True):
+            if (count := min(high, len(each[0])) - low) > 0:
+                total = pick(*(losses[low : int(min(high, len(losses)))] for losses in each)).sum()
+                units[owner] += (weight * total, weight * count)
+        sums, counts = np.array(list(units.values())).T
+        ratio = sums.sum() / counts.sum()
+        found[key] = ratio
+        num = counts.sum() ** 2 / np.square(counts).sum()
+        if len(units) > 4 and num >= 2:
+            error = math.sqrt(np.square(sums - ratio * counts).sum() * num / (num - 1)) / counts.sum()
+            found[f"{key}_se"] = error * t_quantile(1.96, num - 1) / 1.96
+
+    kinds = {"loss": lambda c, z: c, "loss_from_zero": lambda c, z: z, "carry_gain": lambda c, z: z - c}
+    longest = max(len(carried) for carried, _ in parts)
+    for low, high in ((0, 1), *((2**k, 2 ** (k + 1)) for k in range(20))):
+        for name, pick in kinds.items():
+            if low < longest and (name == "loss" or high > cell):
+                put(f"{low}/{name}", low, high, pick)
+    put("beyond_cell/carry_gain", cell, math.inf, kinds["carry_gain"])
+    return found
+
+
+def parts_of(plan: Plan, model: torch.nn.Module, texts: list[bytes], cell: int, most: int = 10**6):
+    """(carried losses, losses by cell) of the parts of so many tokens, and the document of each."""
+    found, owners = [], []
+    for number, text in enumerate(texts):
+        both = [token_losses(plan, model, text, size) for size in (most, cell)]
+        cuts = range(most, len(text), most)
+        found += zip(*(np.split(losses, cuts) for losses in both), strict=True)
+        owners += [number] * (len(cuts) + 1)
+    return found, owners
+
+
+@pytest.mark.parametrize(
+    ("cell", "overrides"),
+    [
+        (16, ("objective.z_loss=0.1", "objective.chunk_tokens=16")),
+        (24, ("data.seq_len=24",)),
+        (16, ("data.max_group_cells=3",)),
+    ],
+    ids=["chunked_z", "not_a_power", "cut"],
+)
+def test_every_number_is_that_of_uncut_documents_and_of_cells_from_zero(tmp_path, cell, overrides):
+    plan = plan_of(tmp_path, *overrides)
+    model = model_of(plan)
+    found = by_depth(evaluated(plan, model))
+    texts = held_out_texts(tmp_path, FRACTION)
+    assert max(map(len, texts)) > 16 * CELL
+    parts, owners = parts_of(plan, model, texts, cell, cell * plan.config.data.max_group_cells)
+    assert (len(parts) > len(texts)) == ("data.max_group_cells=3" in overrides)
+    wanted = expected(parts, np.ones(len(parts)), cell, owners)
+    assert found == pytest.approx(wanted, abs=1e-6)
+    assert all(is_known(f"eval/depth/{key}") and is_known(f"eval/books/depth/{key}") for key in found)
+    assert lookup("eval/depth/64/loss_se").ranks == "max"
+
+
+def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path, "eval.batches=60", "objective.z_loss=0")
+    model, seen, original = model_of(plan), [], Sample.error
+    monkeypatch.setattr(Sample, "error", lambda self, totals: seen.append((self, totals)) or original(self, totals))
+    found = by_depth(evaluated(plan, model))
+    ((sample, losses),) = seen
+    left, _ = parts_of(plan, model, held_out_texts(tmp_path, FRACTION), CELL)
+    assert 8 < len(sample.tokens) < len(left)
+    assert np.ptp(sample.weights) > 0.5
+    chosen = []
+    for length, loss in zip(sample.tokens.tolist(), losses.tolist(), strict=True):
+        at = min(range(len(left)), key=lambda i: (len(left[i][0]) != length, abs(left[i][0].sum() - loss)))
+        chosen.append(left.pop(at))
+        assert chosen[-1][0].sum() == pytest.approx(loss, abs=1e-5)
+    assert found == pytest.approx(expected(chosen, sample.weights, CELL), abs=1e-6)
+
+
+def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
+    sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
+    monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
+    monkeypatch.setattr(evaluation_sample, "LEAST", 4)
+    monkeypatch.setattr(aggregate, "FEWEST_UNITS", 2)
+    plan = plan_of(tmp_path, "eval.batches=16")
+    one = by_depth(evaluated(plan, model_of(plan)))
+    (drawn,) = eval_sets(plan, RankInfo(), CPU)
+    drawn.sample.files[:] = 0  # all of one file: nothing is known of the error
+    assert one["beyond_cell/carry_gain_se"] > 0
+    wide = by_depth(evaluated(plan, model_of(plan), sets=[drawn]))
+    assert "beyond_cell/carry_gain_se" not in wide
+    assert wide["beyond_cell/carry_gain"] == pytest.approx(one["beyond_cell/carry_gain"], abs=1e-9)
+
+
+@pytest.mark.parametrize("num", [5, 6, 12, 40])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_errors_over_few_documents_of_unequal_length_cover(num, spread):
+    """2,000 draws of `num` documents: 95 % and a margin."""
+    generator = np.random.default_rng(num)
+    tokens = generator.lognormal(0, spread, (2000, num))
+    totals = tokens * generator.standard_normal(tokens.shape)
+    moments = [Moments.of(*map(torch.from_numpy, each)) for each in zip(totals, tokens, strict=True)]
+    errors = np.array([each.wide_error() for each in moments])
+    covers = np.abs(totals.sum(1) / tokens.sum(1)) <= 1.96 * errors
+    assert 0.93 <= covers[np.isfinite(errors)].mean() <= 0.98
+    assert np.isfinite(errors).mean() > 0.9
+    assert math.isnan(Moments.of(torch.randn(4), torch.ones(4)).wide_error())
+
+
+def on_rank(rank: int, world: int, directory: str, overrides: tuple[str, ...]) -> dict[str, float]:
+    plan = plan_of(Path(directory), *overrides, ranks=world)
+    return by_depth(evaluated(plan, model_of(plan), RankInfo(rank, rank, world)), "eval/")
+
+
+@pytest.mark.distributed
+def test_two_ranks_report_what_one_does(tmp_path):
+    source = f'eval.source=[{{name="books",paths=["{tmp_path}/corpus/a/*.jsonl"]}}]'
+    sets = (source, "data.max_group_cells=6")  # parts of a document are on both
+    plan = plan_of(tmp_path, *sets)
+    alone = by_depth(evaluated(plan, model_of(plan)), "eval/")
+    first, second = run_on_ranks(on_rank, 2, str(tmp_path), sets)
+    assert first == second
+    assert first == pytest.approx(alone, abs=1e-9)
+    assert alone["books/depth/beyond_cell/carry_gain"] != pytest.approx(alone["depth/beyond_cell/carry_gain"], abs=1e-6)
+
+
+def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path):
+    short = plan_of(tmp_path, "data.seq_len=1024")
+    assert by_depth(evaluated(short, model_of(short))) == {}
+    off = plan_of(tmp_path, "eval.depth=false")
+    assert by_depth(evaluated(off, model_of(off))) == {}
+    on = plan_of(tmp_path)
+    same = evaluated(on, model_of(on))
+    assert {key: value for key, value in same.items() if "depth" not in key} == evaluated(off, model_of(off))
+
+
+def test_a_failure_costs_the_depth_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.lab.depth.depths", lambda *_: 1 / 0)
+    plan, diagnostics = plan_of(tmp_path), Diagnostics()
+    found = evaluated(plan, model_of(plan), diagnostics=diagnostics)
+    assert by_depth(found) == {}
+    assert found["eval_loss"] > 0
+    assert diagnostics.disabled == ["eval.depth"]
+
+
+def test_depth_counts_from_the_last_reset():
+    resets = torch.tensor([[False, False, True, False], [True, False, False, True]])
+    assert depths(torch.tensor([12, 0]), 4, None).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
+    assert depths(torch.tensor([12, 0]), 4, resets).tolist() == [[12, 13, 0, 1], [0, 1, 2, 0]]
+    assert [bucket_start(index) for index in range(5)] == [0, 1, 2, 4, 8]

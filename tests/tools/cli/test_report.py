@@ -1,0 +1,248 @@
+"""`train report` and `train compare` as their users meet them: real runs, the real program, a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import opened
+from tests.support.grouped import run
+from tests.support.in_process import program
+from tests.support.records import write_record
+from tests.support.runs import read_rows, write_tiny_config
+from tests.tools.report.test_charts import numbers
+from trainer.tools.verbs.records import report
+
+STEPS = 20
+RESTARTED_AT = 12
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    """A real run that was stopped and went on, and what it would be with another learning rate, without the restart."""
+    directory = tmp_path_factory.mktemp("report")
+    config = write_tiny_config(directory, extra="\n[eval]\nevery = 10\nbatches = 1\nholdout_fraction = 0.2\n")
+    first, second = directory / "runs" / "first", directory / "runs" / "second"
+    for arguments in (
+        ["--run-dir", first, "--steps", RESTARTED_AT],
+        ["--run-dir", first, "--steps", STEPS, "--resume", "auto"],
+    ):
+        done = run("--config", config, "--stdout", "off", *arguments)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    shutil.copytree(first, second, symlinks=True)
+    settings = second / "config.resolved.toml"
+    settings.write_text(re.sub(r"(?m)^lr = .*$", "lr = 0.01", settings.read_text()))
+    for rows in (second / "metrics.jsonl", second / "events.jsonl"):
+        rows.write_text("".join(row for row in rows.read_text().splitlines(keepends=True) if '"restart"' not in row))
+    return [first, second]
+
+
+def make_report(out: Path, *runs: Path, assets: bool = False) -> Path:
+    report(list(map(str, runs)), str(out), force=False, assets=assets)
+    return out
+
+
+def card(page, title):
+    return page.locator("article.card").filter(has=page.locator("h3", has_text=title)).first
+
+
+def drawn_points(page, title):
+    """What plotly was given to draw in a chart: y values of its lines that can be hovered."""
+    return (
+        card(page, title)
+        .locator(".plot")
+        .evaluate("plot => plot.data.filter(trace => trace.hovertemplate).map(trace => [...trace.y])")
+    )
+
+
+def number_after(word, text):
+    return float(re.search(rf"{word}\D*?([\d.]+)", text).group(1))
+
+
+def check_hover_and_zoom(page, loss):
+    """The mouse shows the value of step 10, and a drag zooms all charts."""
+    plot = card(page, "Loss").locator(".plot")
+    plot.scroll_into_view_if_needed()
+    where = plot.evaluate("p => { const a = p._fullLayout; return [a._size.l + a.xaxis.d2p(10), a._size.t + 60]; }")
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + where[0], box["y"] + where[1])
+    plot.locator(".hoverlayer text").first.wait_for()
+    assert number_after("train", plot.locator(".hoverlayer").text_content()) == pytest.approx(loss, rel=1e-4)
+    assert page.locator("#reset").is_disabled()
+    page.mouse.down()
+    page.mouse.move(box["x"] + where[0] + 60, box["y"] + where[1], steps=5)
+    page.mouse.up()
+    page.wait_for_function("() => !document.getElementById('reset').disabled")
+    page.locator("html[data-drawn=all]").wait_for()
+    ranges = page.evaluate("[...document.querySelectorAll('.plot')].slice(0, 3).map(p => p.layout.xaxis.range)")
+    assert ranges[0][0] == pytest.approx(10, abs=0.5)
+    assert ranges[0] == ranges[1] == ranges[2]
+    page.click("#reset")
+    assert page.locator("#reset").is_disabled()
+
+
+def check_smoothing(page):
+    """It adds a calmer curve, and keeps the values."""
+    before = drawn_points(page, "Gradient norm")
+    page.get_by_role("button", name="Strong").click()
+    raw, smoothed = card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.map(t => [...t.y])")
+    assert drawn_points(page, "Gradient norm") == before
+    steps = [sum(abs(b - a) for a, b in pairwise(line)) for line in (raw, smoothed)]
+    assert steps[1] < 0.8 * steps[0]
+    page.get_by_role("button", name="Off").click()
+    assert card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.length") == 1
+
+
+PLOTS = """[...document.querySelectorAll('.plot')].map(plot => ({
+    name: plot.getAttribute('aria-labelledby'),
+    paths: plot.querySelectorAll('.scatterlayer .trace path').length,
+    titles: ['.xtitle', '.ytitle'].map(title => plot.querySelector(title).textContent),
+    ink: plot._fullLayout.font.color,
+    card: plot.parentElement.getBoundingClientRect(),
+    box: plot.querySelector('.main-svg').getBoundingClientRect(),
+}))"""
+
+
+def plots_of(page):
+    """All charts, each of which has a line."""
+    plots = page.evaluate(PLOTS)
+    assert [plot["name"] for plot in plots if not plot["paths"]] == []
+    return plots
+
+
+def check_paper(page):
+    """Paper gets every chart and section, in the light theme."""
+    dark = plots_of(page)[0]["ink"]
+    page.emulate_media(media="print", color_scheme="dark")
+    page.set_viewport_size({"width": 700, "height": 1000})
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+    assert page.locator("details:not([open]) dl").first.is_visible()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator(".toolbar").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+    plots = plots_of(page)
+    assert plots[0]["ink"] != dark
+    # A chart as wide as the card, also where the screen's was wider.
+    for plot in plots:
+        assert plot["box"]["left"] >= plot["card"]["left"] - 1
+        assert plot["box"]["right"] <= plot["card"]["right"] + 1
+
+
+def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_request_leaves_the_page(runs, tmp_path):
+    logged = read_rows(runs[0] / "metrics.jsonl")
+    assert "reaches back to the cut, at most 128 tokens" in (runs[0] / "logs" / "rank_000.log").read_text()
+    with opened(make_report(tmp_path / "one.html", runs[0]), scheme="dark") as seen:
+        page = seen.page
+        shown = (
+            "Model rglru dim 16, 2 layers.* cpu 1 rank, fp32 Data first, second .*Parameters 14,032 .* of at most 128"
+        )
+        assert re.search(shown, " ".join(page.locator("#outcome").inner_text().split()))
+        assert page.locator("#verdict").inner_text().strip()
+        train, held_out = drawn_points(page, "Loss")
+        assert train == pytest.approx([logged["train", step]["loss"] for step in range(1, STEPS + 1)], rel=1e-5)
+        evaluated = [row["eval_loss"] for (mode, _), row in sorted(logged.items()) if mode == "eval"]
+        assert held_out == pytest.approx(evaluated, rel=1e-5)
+        assert card(page, "Loss").locator(".scatterlayer .trace path.js-line").count() >= 2
+        assert "restart" in card(page, "Loss").locator(".plot").text_content()
+        assert card(page, "Loss").locator(".shapelayer path").count() >= 1
+        page.locator("html[data-drawn=all]").wait_for()
+        plots = plots_of(page)
+        assert len(plots) > 20
+        for plot in plots:
+            assert plot["titles"][0] == "optimizer step"
+            assert plot["titles"][1] != ""
+        check_hover_and_zoom(page, logged["train", 10]["loss"])
+        check_smoothing(page)
+        check_paper(page)
+        assert seen.complaints == []
+        assert seen.requests == []
+
+
+def test_several_runs_are_overlaid_by_a_script_next_to_the_page_and_a_switch_hides_one(tmp_path):
+    norms = {"first": [1.0, 3.0], "second": [2.0, 4.0]}
+    runs = []
+    for name, values in norms.items():
+        config = {"run": {"name": name}, "optimizer": {"lr": values[0] / 100}}
+        runs.append(write_record(tmp_path / name, {"loss": [2.0, 1.0], "grad_norm": values}, config=config))
+    with opened(make_report(tmp_path / "two.html", *runs, assets=True)) as seen:
+        page = seen.page
+        assert page.locator(".verdict").count() == 2
+        differs = page.locator("#what-differs").inner_text()
+        assert "optimizer.lr" in differs
+        assert "0.02" in differs
+        assert "run.name" not in differs
+        assert drawn_points(page, "Gradient norm") == [*norms.values()]
+        page.locator(".runs button", has_text="second").click()
+        assert drawn_points(page, "Gradient norm") == [norms["first"]]
+        assert seen.complaints == []
+        assert seen.requests == [path.as_uri() for path in tmp_path.glob("plotly-*.js")] != []
+
+
+def test_the_loss_against_depth_is_drawn(tmp_path):
+    values = {"loss": [2.0, 1.0]} | {key: [0.0, value] for key, value in numbers().items()}
+    with opened(make_report(tmp_path / "depth.html", write_record(tmp_path / "run", values))) as seen:
+        plot = card(seen.page, "held out").locator(".plot")
+        plot.locator(".errorbar").first.wait_for(state="attached")
+        assert [plot.locator(css).count() for css in (".trace", ".point", ".errorbar")] == [3, 5 + 3 + 3, 3]
+        assert seen.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "nowhere"], "nowhere: is neither a run directory nor a file"),
+        (["report", "{run}", "--out", "metrics.jsonl"], "--out: must end in .html, got metrics.jsonl"),
+        (["compare", "{run}"], "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    done = program([str(a).format(run=runs[0]) for a in arguments], capsys)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_compare_as_json_agrees_with_the_records(runs, capsys):
+    done = program(["compare", *runs, "--json", "--last", 5], capsys)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["values"][1] for row in found["config"] if row["key"] == "optimizer.lr"] == [0.01]
+    assert found["reservations"] == []
+    records = [read_rows(path / "metrics.jsonl") for path in runs]
+    means = [sum(record["train", step]["loss"] for step in range(STEPS - 4, STEPS + 1)) / 5 for record in records]
+    row = next(row for row in found["metrics"] if row["key"] == "loss")
+    assert row["means"] == pytest.approx(means)
+    assert row["difference"] == pytest.approx(means[1] - means[0])
+    outcome = {row["label"]: row["values"] for row in found["outcome"]}
+    assert outcome["Restarts"] == [1, 0]
+    assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"] for record in records])
+
+
+def test_three_runs_are_compared_side_by_side(runs, tmp_path, capsys):
+    three = [*runs, shutil.copytree(runs[1], tmp_path / "third")]
+    found = json.loads(program(["compare", *three, "--json"], capsys).stdout)
+    assert {len(row["values"]) for row in (*found["config"], *found["outcome"])} == {3}
+    shown = program(["compare", *three], capsys).stdout
+    assert ("Settings that differ" in shown, "third" in shown, "Final mean" in shown) == (True, True, False)
+
+
+def test_two_runs_that_may_not_compare_are_told_apart_in_words(runs, tmp_path, capsys):
+    other = shutil.copytree(runs[1], tmp_path / "other")
+    config = other / "config.resolved.toml"
+    config.write_text(re.sub(r"(?m)^batches = \d+$", "batches = 97", config.read_text()))
+    rows = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(row for row in rows if json.loads(row)["global_step"] < STEPS))
+    done = program(["compare", runs[0], other], capsys)
+    last = max(step for _, step in read_rows(other / "metrics.jsonl"))
+    remarks = [
+        f"not equally long: the longest ended at step {STEPS}, earlier other ({last})",
+        "held-out losses may be of different data: eval.batches differ",
+    ]
+    assert [line for line in done.stdout.splitlines() if line in remarks] == remarks
+    assert json.loads(program(["compare", runs[0], other, "--json"], capsys).stdout)["reservations"] == remarks
