@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -65,20 +65,6 @@ def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
     if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
         return list(parts[0][ALL_RANKS])
     return parts
-
-
-def without_sources(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A blend's state without some of its sources; the others continue where they are."""
-    kept = [index for index, name in enumerate(state["names"]) if name not in names]
-    lists = {"names", "ended", "counts", "expected", "sources", "claims"} & state.keys()
-    cut = {**state, **{key: [state[key][index] for index in kept] for key in lists}}
-    if "lanes" in state:
-        lanes = list(state["lanes"])
-        for number, place in enumerate(lanes):
-            if place and place[0] in names:  # a place begins with its source
-                lanes[number] = None
-        cut["lanes"] = lanes
-    return cut
 
 
 @dataclass(frozen=True)

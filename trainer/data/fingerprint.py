@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -52,12 +51,11 @@ class Fingerprint:
             blocks, tokenizer, sources = state["blocks"], state["tokenizer"], state["sources"]
             marks = [mark for files in sources.values() for mark in files.values()]
             is_whole = type(blocks) is int and {type(tokenizer), *map(type, marks)} == {str}
+            is_whole = is_whole and FEWEST_BLOCKS <= blocks <= MOST_BLOCKS
         except (AttributeError, KeyError, TypeError):
             is_whole = False
         if not is_whole:
             raise ValueError("the fingerprint of the data is damaged")
-        if not FEWEST_BLOCKS <= blocks <= MOST_BLOCKS:
-            raise ValueError(f"the fingerprint of the data has {blocks} blocks per file")
         return cls(blocks, tokenizer, sources)
 
 
@@ -143,7 +141,7 @@ def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
             continue
         common = [path for path in after if path in before]
         change = SourceChange(
-            changed=[path for path in common if not _agree(before[path], after[path])],
+            changed=[path for path in common if not agree(before[path], after[path])],
             missing=[path for path in before if path not in after],
             new=[path for path in after if path not in before],
         )
@@ -151,31 +149,14 @@ def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
             sources[name] = change
     gone = saved.sources.keys() - now.sources.keys()
     removed = sorted(name for name in gone if not name.startswith(EVAL))
-    return DataChange(not _agree(saved.tokenizer, now.tokenizer), sources, removed)
-
-
-def moved(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """New name -> former name of each file whose name changed and whose mark did not."""
-    missing, found = defaultdict[str, list[str]](list), {}
-    for path in sorted(before.keys() - after.keys(), reverse=True):
-        missing[_samples(before[path])].append(path)
-    for path in sorted(after.keys() - before.keys()):
-        former = missing[_samples(after[path])]
-        if former and _agree(before[former[-1]], after[path]):
-            found[path] = former.pop()
-    return found
-
-
-def _samples(mark: str) -> str:
-    """A mark without the hashes of whole contents."""
-    return "+".join(":".join(one.split(":")[:2]) for one in mark.split("+"))
+    return DataChange(not agree(saved.tokenizer, now.tokenizer), sources, removed)
 
 
 def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:
     """`now`, with the hashes of contents that only `saved` has, for later verifications."""
 
     def kept(before: str, after: str) -> str:
-        return before if len(before) > len(after) and _agree(before, after) else after
+        return before if len(before) > len(after) and agree(before, after) else after
 
     sources = {}
     for name, files in now.sources.items():
@@ -190,7 +171,7 @@ def has_contents(fingerprint: Fingerprint) -> bool:
     return all(file.count(":") == 2 for file in files if file)
 
 
-def _agree(one: str, other: str) -> bool:
+def agree(one: str, other: str) -> bool:
     """Whether two marks may be of the same content: as far as both go, they are equal."""
     first, second = one.split("+"), other.split("+")
     if len(first) != len(second):

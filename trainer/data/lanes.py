@@ -269,21 +269,3 @@ class LaneBlend(BlendDataset):
             text = "%s continue once a row is free: %s were read at once, and now there are %s"
             number = len(self._waiting)
             logger.info(text, counted(number, "document"), number + num_lanes, num_lanes)
-
-
-def keep_places(
-    places: Sequence[Sequence[Any] | None], source: ShardSource, before: Sequence[str], changed: Collection[str]
-) -> list[Sequence[Any] | None]:
-    """Saved places, without those of a source's streams that changed or are gone.
-
-    `before`: the paths of its streams when the places were saved.
-    """
-    now = {stream.relative_path: stream.stream_id for stream in source.streams}
-    found = list(places)
-    for number, place in enumerate(places):
-        if place is not None and place[0] == source.name:
-            path = before[place[2]]
-            found[number] = None
-            if path in now and path not in changed:
-                found[number] = [*place[:2], now[path], *place[3:]]
-    return found

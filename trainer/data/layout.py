@@ -199,25 +199,12 @@ def _permanent(directory: str, here: str) -> str:
     return absolute.removeprefix(inside)
 
 
-def renamed(streams: Sequence[Stream], names: Mapping[str, str]) -> list[Stream]:
-    """Streams whose files had other `names`: name -> the permanent one, whose directory labels it."""
-    found = []
-    for stream in streams:
-        name = names.get(stream.relative_path, stream.relative_path)
-        folder = os.path.basename(os.path.dirname(name))
-        label = stream.modality
-        if folder and name != stream.relative_path:
-            label = printable(folder)
-        found.append(replace(stream, relative_path=name, modality=label))
-    return _numbered(found)
-
-
 def _stream(path: str, relative_path: str, modality: str, root: str) -> Stream:
     here = os.getcwd()  # which the user's code may leave before a stream is opened
     return Stream(0, os.path.join(here, path), relative_path, modality, os.path.join(here, root))
 
 
-def _numbered(streams: Iterable[Stream]) -> list[Stream]:
+def numbered(streams: Iterable[Stream]) -> list[Stream]:
     """The streams, sorted by relative path, in the same order on every machine."""
     ordered = sorted(streams, key=lambda stream: stream.relative_path)
     return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
@@ -261,7 +248,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
             fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
         raise _nothing_found(base, [*unread, *(name for name in loose if name not in read)], fix)
     warn_unread(root, unread)
-    return _numbered(streams)
+    return numbered(streams)
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
@@ -302,7 +289,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     warn_unread("paths", {path for path in unread if name_of(path) not in found})
-    return _numbered(found.values())
+    return numbered(found.values())
 
 
 @dataclass(frozen=True)

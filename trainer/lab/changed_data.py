@@ -5,19 +5,20 @@ It could go if every corpus were frozen before a run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
-from trainer.data.fingerprint import EVAL, Fingerprint, SourceChange, moved
-from trainer.data.lanes import keep_places
-from trainer.data.layout import renamed
+from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of
+from trainer.data.fingerprint import EVAL, Fingerprint, SourceChange, agree
+from trainer.data.layout import Stream, numbered
 from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.metrics.logger import get_logger
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
-from trainer.wording import counted
+from trainer.wording import counted, printable
 
 if TYPE_CHECKING:
     from trainer.training.checkpointing.restore import DataCheck
@@ -50,7 +51,7 @@ def restart_changed(
         for state in rewritten:
             state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
             if isinstance(given, ShardSource):
-                state["lanes"] = keep_places(state["lanes"], given, [*before], changed)
+                state["lanes"] = _keep_places(state["lanes"], given, [*before], changed)
         text = f"{OPTION}: source %s: %s; it begins its next epoch, of the files as they are"
         logger.warning(text, source.name, change or SourceChange(changed))
         if changed and holds_out:
@@ -75,13 +76,75 @@ def with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[st
     def kept(source: Source, prefix: str = "") -> Source:
         key, names = prefix + source.name, {}
         if source.table.paths is not None:
-            names = moved(before.sources.get(key, {}), marked[key])
+            names = _moved(before.sources.get(key, {}), marked[key])
         if not names:
             return source
         files = counted(len(names), "file")
         logger.info("source %s: %s moved, by their fingerprints the checkpoint's", key, files)
         marked[key] = dict(sorted((names.get(name, name), mark) for name, mark in marked[key].items()))
-        return replace(source, streams=renamed(source.streams, names))
+        return replace(source, streams=_renamed(source.streams, names))
 
     sources = [kept(source) for source in plan.sources]
     return replace(plan, sources=sources, eval_sources=[kept(source, EVAL) for source in plan.eval_sources])
+
+
+def without_sources(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A blend's state without some of its sources; the others continue where they are."""
+    kept = [index for index, name in enumerate(state["names"]) if name not in names]
+    lists = {"names", "ended", "counts", "expected", "sources", "claims"} & state.keys()
+    cut = {**state, **{key: [state[key][index] for index in kept] for key in lists}}
+    if "lanes" in state:
+        lanes = list(state["lanes"])
+        for number, place in enumerate(lanes):
+            if place and place[0] in names:  # a place begins with its source
+                lanes[number] = None
+        cut["lanes"] = lanes
+    return cut
+
+
+def _keep_places(
+    places: Sequence[Sequence[Any] | None], source: ShardSource, before: Sequence[str], changed: Collection[str]
+) -> list[Sequence[Any] | None]:
+    """Saved places, without those of a source's streams that changed or are gone.
+
+    `before`: the paths of its streams when the places were saved.
+    """
+    now = {stream.relative_path: stream.stream_id for stream in source.streams}
+    found = list(places)
+    for number, place in enumerate(places):
+        if place is not None and place[0] == source.name:
+            path = before[place[2]]
+            found[number] = None
+            if path in now and path not in changed:
+                found[number] = [*place[:2], now[path], *place[3:]]
+    return found
+
+
+def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """New name -> former name of each file whose name changed and whose mark did not."""
+    missing, found = defaultdict[str, list[str]](list), {}
+    for path in sorted(before.keys() - after.keys(), reverse=True):
+        missing[_samples(before[path])].append(path)
+    for path in sorted(after.keys() - before.keys()):
+        former = missing[_samples(after[path])]
+        if former and agree(before[former[-1]], after[path]):
+            found[path] = former.pop()
+    return found
+
+
+def _samples(mark: str) -> str:
+    """A mark without the hashes of whole contents."""
+    return "+".join(":".join(one.split(":")[:2]) for one in mark.split("+"))
+
+
+def _renamed(streams: Sequence[Stream], names: Mapping[str, str]) -> list[Stream]:
+    """Streams whose files had other `names`: name -> the permanent one, whose directory labels it."""
+    found = []
+    for stream in streams:
+        name = names.get(stream.relative_path, stream.relative_path)
+        folder = os.path.basename(os.path.dirname(name))
+        label = stream.modality
+        if folder and name != stream.relative_path:
+            label = printable(folder)
+        found.append(replace(stream, relative_path=name, modality=label))
+    return numbered(found)

@@ -10,10 +10,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from trainer.data.blend import BlendDataset, BlendSource, UnreadSource, without_sources
+from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.pool import EXHAUST_EVENTS
 from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights
 from trainer.errors import UserError
+from trainer.lab.changed_data import without_sources
 
 PREFIX = "stream_mixing/active/"
 LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9], "c": [[100], [5, 6, 7]]}
