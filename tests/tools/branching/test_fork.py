@@ -13,7 +13,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import discover_nested
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
-from trainer.tools.branching.run_branches import reordered
+from trainer.tools.branching.study import reordered
 
 
 @pytest.fixture(scope="module")

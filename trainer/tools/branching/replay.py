@@ -27,13 +27,10 @@ from trainer.distributed.shards import own_part
 from trainer.errors import UserError
 from trainer.files import parse_json, read_lines, write_file
 from trainer.lab.digests import BITS, KINDS
-from trainer.lab.mix import changes_of
-from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.micro_batches import MOST_MICRO_BATCHES
-from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
-from trainer.tools.branching.study import config_path_of
-from trainer.tools.mix_weights import mix_events
+from trainer.tools.branching.study import BranchFailed, config_path_of, run_program, with_tables
+from trainer.tools.mix_weights import changes_of, mix_events
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
@@ -125,30 +122,6 @@ def _state(path: Path) -> dict[str, Any]:
     return checkpoint.named(str(path), checkpoint.read_state)
 
 
-def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mapping[str, Any], str]:
-    """Config and environment of a run before some launches, the newest of which is first: their
-    changes, undone. And a note, if that cannot be: a key was not set."""
-    before: dict[str, Any] = {}
-    for each in later:
-        changed = each.details.get("changed")
-        if isinstance(changed, Mapping):
-            # The newest is first, so of a key the pair of the first launch stays.
-            before |= {key: pair.get("before") for key, pair in changed.items() if isinstance(pair, Mapping)}
-    before.pop("data files", None)
-    sets, environment = [], dict(run.environment)
-    for key, value in before.items():
-        if key.startswith("env."):
-            environment[key.removeprefix("env.")] = value
-        else:
-            sets.append(f"{key}={json.dumps(value)}")
-    path = RunDir(run.path).resolved_config
-    try:
-        return load_config(path, sets), usable(environment), ""
-    except UserError:
-        note = LATER.format(f"the launch after step {later[0].global_step}")
-        return load_config(path), run.environment, note
-
-
 def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
     """Where to begin, before the step `before`, so as to repeat `step`.
     Raises UserError: there is no such step, its data changed, or its config names code."""
@@ -160,14 +133,16 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     since = len(run.restarts)
     while since and resumed[since - 1] >= step:
         since -= 1
-    until, note = min(resumed[since:], default=0), ""
+    until, later, note = min(resumed[since:], default=0), run.restarts[since:], ""
     path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
     environment: Mapping[str, Any]
     if path is not None:
         saved = _state(path)
         config, environment = config_of(saved, path), usable(saved.get("environment", {}))
     else:
-        config, environment, note = _before(run, run.restarts[since:][::-1])
+        config, environment = load_config(RunDir(run_dir).resolved_config), run.environment
+        if any(each.details.get("changed") for each in later):
+            note = LATER.format(f"the launch after step {later[-1].global_step}")
     refuse_code(config, run_dir, trusted=trust_code)
     trunk = Path(config.checkpoint.resume).resolve()
     if checkpoint.step_of(trunk) >= 0 and (trunk / checkpoint.MARKER).is_file():
@@ -180,22 +155,14 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     if step > config.train.steps and not config.train.tokens:
         problem = f"has {config.train.steps} steps, not {step}"
         raise UserError(str(run_dir), problem, "name one of them")
-    size = environment.get("world_size")
-    shards = data_shards(config, size or 1)
+    size = environment.get("world_size") or 1
+    shards = data_shards(config, size)
     if shards > MOST_MICRO_BATCHES:
         problem = f"says that it had {counted(shards, 'data shard')}: what env.json says cannot be"
         raise UserError(str(run_dir), problem, "correct it there")
     if any(start < at < step for at in resumed):
         note = LATER.format(f"step {step}")
-    # Included files are relative to the run's first config.
-    base, sources = config_path_of(environment, run_dir).absolute().parent, []
-    for each in config.data.source:
-        include = each.include and str(base / each.include)
-        sources.append(each.model_copy(update={"include": include}))
-    data = config.data.model_copy(update={"source": sources})
-    config = config.model_copy(update={"data": data})
-    if not isinstance(size, int) or size < 1:
-        size = 1
+    config = _with_absolute_includes(config, config_path_of(environment, run_dir).absolute().parent)
     plan = make_plan(config, Path(), size, parts=PARTS, logs_doubts=False)
     state: Mapping[str, Any] = _state(kept[start]) if start else {}
     # A run's beginning has no record of its data: that of its first checkpoint says what they were.
@@ -206,6 +173,16 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
         error.key, error.fix = str(run_dir), error.fix.partition(", or add")[0]
         raise
     return Origin(run, config, environment, plan, kept.get(start), state, note)
+
+
+def _with_absolute_includes(config: RunConfig, base: Path) -> RunConfig:
+    """The config with included files, which are relative to its own file in `base`, by absolute paths."""
+    sources = []
+    for each in config.data.source:
+        include = each.include and str(base / each.include)
+        sources.append(each.model_copy(update={"include": include}))
+    data = config.data.model_copy(update={"source": sources})
+    return config.model_copy(update={"data": data})
 
 
 def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: bool) -> list[dict[str, Any]]:
@@ -296,14 +273,6 @@ class Replay:
     values: Values  # of the logged steps until then
     micros: list[dict[str, Any]]  # as `Replayed` notes them
     failure: str  # why it ended, if not by itself
-
-    def parts(self) -> dict[str, float]:
-        """The components of the step's loss, per token."""
-        sums, tokens = Counter[str](), 0
-        for micro in self.micros:
-            sums.update(micro.get("parts", {}))
-            tokens += sum(micro["tokens"])
-        return {name: total / max(tokens, 1) for name, total in sums.items()}
 
 
 def replay(
@@ -396,11 +365,10 @@ class Replayed(Extension):
         self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Note each row's loss, in nats, the trained sums, and whether gradients are finite."""
+        """Note each row's loss, in nats, and whether gradients are finite."""
         if not self._micros:
             return
         noted = self._micros[self._num_done]
-        noted["parts"] = {name: term.sum.item() for name, term in result.parts.items()}
         noted["faults"] = {}
         if result.token_loss is not None:
             noted["losses"] = result.token_loss.double().sum(1).tolist()
