@@ -9,21 +9,10 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_LIMIT_SEC = 1200
-
-
-class Named(Protocol):
-    """What a run depends on, apart from its seed."""
-
-    @property
-    def name(self) -> str:
-        """In the file of results."""
-
-
-NamedT = TypeVar("NamedT", bound=Named)
 
 
 def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.CompletedProcess[str]:
@@ -37,7 +26,7 @@ def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.Com
 
 
 class Results:
-    """What runs gave, by setting and seed, kept in a file."""
+    """What runs gave, by setting (which has a `name`) and seed, kept in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,9 +34,7 @@ class Results:
         if path.exists():
             self._found = json.loads(path.read_text(encoding="utf-8"))
 
-    def complete(
-        self, settings: Sequence[NamedT], seeds: int, run: Callable[[NamedT, int], dict[str, Any]], jobs: int
-    ) -> None:
+    def complete(self, settings: Sequence[Any], seeds: int, run: Callable[..., dict[str, Any]], jobs: int) -> None:
         """Run what is missing: all settings of one seed before the next seed."""
         missing = [
             (setting, seed)
@@ -64,7 +51,7 @@ class Results:
                 said = ", ".join(f"{key} {value:.4g}" for key, value in each.items() if isinstance(value, float))
                 print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {said}", file=sys.stderr, flush=True)
 
-    def of(self, setting: Named, seed: int) -> dict[str, Any]:
+    def of(self, setting: Any, seed: int) -> dict[str, Any]:
         return self._found[setting.name][str(seed)]
 
 

@@ -6,14 +6,13 @@ noise that a constant learning rate leaves in the weights nor a wrong learning r
 and for each batch size the learning rate and the span of the average are the best on two seeds; the other seeds reuse them.
 B is measured by the hooks, in all runs, until they reach the target.
 
-    python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json
+    python scripts/gns_batch_sizes.py
 
-Runs that are in the file are reused, so the script can be interrupted and started again.
+Runs that are in build/gns_batch_sizes.json are reused, so the script can be interrupted and started again.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -38,6 +37,7 @@ CORPUS = Path("data/pytext")
 SIZES = ((48, 1), (64, 2))  # width and layers of each model
 BATCHES = (16, 32, 64, 128, 256)
 SEQUENCES = 49_152  # per run
+SEEDS = 5
 SEQ_LEN = 64
 HELD_OUT_SEQUENCES = 192
 NUM_EVALUATIONS = 48
@@ -272,14 +272,10 @@ def report(size: str, target: float, rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))
-    parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results(args.out)
+    results = Results(Path("build/gns_batch_sizes.json"))
     for dim, num_layers in SIZES:
-        report(f"{dim}x{num_layers}", *measure(results, CORPUS, (dim, num_layers), BATCHES, SEQUENCES, args.seeds))
+        report(f"{dim}x{num_layers}", *measure(results, CORPUS, (dim, num_layers), BATCHES, SEQUENCES, SEEDS))
     print(f"{platform.platform()}, torch {torch.__version__}")
 
 
