@@ -18,7 +18,7 @@ VERBS = {
     "preview": "trainer.tools.verbs.before_run:preview",
     "ls": "trainer.tools.verbs.records:ls",
     "mix": "trainer.tools.verbs.data:mix",
-    "doctor": "trainer.tools.verbs.before_run:doctor",
+    "doctor": "trainer.tools.verbs.models:doctor",
     "diagnose": "trainer.tools.verbs.records:diagnose",
     "report": "trainer.tools.verbs.records:report",
     "compare": "trainer.tools.verbs.compare:compare",

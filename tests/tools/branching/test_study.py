@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.records import record_of
 from trainer.errors import UserError
 from trainer.files import write_json
-from trainer.tools.branching.answer import cost_line, decide, error_bar_of, make_answer
+from trainer.tools.branching.answer import decide, error_bar_of, make_answer
 from trainer.tools.branching.study import (
     STEPS_UNIT,
     STUDY_FILE,
@@ -145,13 +145,6 @@ def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study):
     )
     found = answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0)["sentence"]
     assert found.endswith("The noise scale (gns/b_simple at step 90) is 20 (15 to 30) sequences.")
-
-
-def test_the_cost_is_that_of_what_is_left(make_study):
-    assert cost_line(make_study(), 6) == (
-        "18 branches (3 batches x 3 learning rates x 2 seeds, 6 done) of 64,000 tokens (16 to 256 steps) from step 100: "
-        "768,000 tokens to train; the run has trained 100,000"
-    )
 
 
 def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter():

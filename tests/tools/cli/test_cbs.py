@@ -143,19 +143,12 @@ def test_seeds_read_other_data_and_are_evaluated_on_the_same(whole):
         assert losses["0"] == pytest.approx(losses["1"], rel=0.1)
 
 
-def test_the_answer_is_a_table_and_a_sentence(whole):
-    run_dir, _, done = whole
-    assert "critical batch is" in " ".join(done.stdout.split())
-    assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
-    assert "noise scale" in answer(run_dir)["sentence"]
-    assert not list(run_dir.glob("cbs/*/*/checkpoints"))
-
-
 def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
     run_dir, _, _ = whole
     before = answer(run_dir)["batches"][0]["losses"]
+    assert not list(run_dir.glob("cbs/*/*/checkpoints"))
     again = program(["cbs", run_dir, *OPTIONS, "--tolerance", "5"], capsys)
-    assert again.returncode == 0
+    assert (again.returncode, "critical batch is" in " ".join(again.stdout.split())) == (0, True)
     assert "4 done" in again.stderr
     assert answer(run_dir)["critical"]["factor"] == "2"
     assert answer(run_dir)["batches"][0]["losses"] == before
@@ -164,18 +157,10 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
     assert "their losses do not compare" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--at", "9"], "--at: RUN has no checkpoint after step 9; use one of 4, 8, 12"),
-        (["--factors", "1/16,1"], "--factors: 1/16 of 2 micro-batches; name two or more that give whole ones"),
-    ],
-)
-def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, capsys):
-    refused = program(["cbs", trained, *options], capsys)
-    assert refused.returncode == 2
-    assert message.replace("RUN", str(trained)) in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+def test_a_mistake_is_one_line_and_trains_nothing(trained, capsys):
+    refused = program(["cbs", trained, "--at", "9"], capsys)
+    message = f"--at: {trained} has no checkpoint after step 9; use one of 4, 8, 12\n"
+    assert (refused.returncode, refused.stderr) == (2, message)
     assert not list(trained.glob("cbs/*/*"))
 
 

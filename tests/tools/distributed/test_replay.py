@@ -214,14 +214,10 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path, verb):
     changed.write_text(changed.read_text().replace("that", "tHat"))
     text = config.read_text()
     (tmp_path / "data.toml").write_text(text.replace(str(tmp_path / "corpus"), str(other)))
-    head, first, rest = text.split("[[data.source]]")
-    second, model = rest.split("[model]")
-    (tmp_path / "order.toml").write_text(f"{head}[[data.source]]{second}[[data.source]]{first}[model]{model}")
     runs = {
         "a": (config, ()),
         "same": (config, ("metrics.log_interval=2",)),
         "data": (tmp_path / "data.toml", ()),
-        "order": (tmp_path / "order.toml", ()),
         "seed": (config, ("run.seed=8",)),
         "lr": (config, ("scheduler.warmup_steps=4",)),
         "flip": (config, ('extension=[{target="flips:Flip"}]', "metrics.log_interval=3")),
@@ -241,7 +237,6 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path, verb):
     assert first["seed"]["first_different_step"] == first["lr"]["first_different_step"] == 1
     assert kinds["lr"][:2] == ["config", "weights"]
     assert kinds["seed"][1:3] == ["initial_weights", "batch"]
-    assert kinds["order"][1] == "batch"
     assert "\ninitial weights: they differ" in verb("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
     assert kinds["data"][:3] == ["config", "data", "batch"]
     assert "a/stream2.jsonl" in first["data"]["data"]

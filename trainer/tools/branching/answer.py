@@ -200,9 +200,11 @@ def print_answer(answer: Answer, console: Console) -> None:
     rows = answer["batches"]
     lowest = min((abs(row["loss"]) for row in rows if row["losses"]), default=1.0)
 
+    def cell(value: float | None, form: str, scale: float) -> str:
+        return "-" if value is None else format(value / scale, form)
+
     def column(title: str, key: str, form: str, scale: float = 1.0) -> Column:
-        cells = ["-" if row[key] is None else format(row[key] / scale, form) for row in rows]
-        return Column(title, cells, "right")
+        return Column(title, [cell(row[key], form, scale) for row in rows], "right")
 
     columns = [
         Column("batch", [f"{row['factor']} x" for row in rows], "right"),
@@ -211,7 +213,7 @@ def print_answer(answer: Answer, console: Console) -> None:
         column(f"{answer['loss']} loss", "loss", ".4f"),
         column("above\nthe best", "excess", "+.2%", lowest),
         column("+-", "error_bar", ".2%", lowest),
-        Column("within", ["yes" if row["is_within"] else "no" for row in rows]),
+        Column("within", [("no", "yes")[row["is_within"]] for row in rows]),
     ]
     title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}"
     console.print(fitted_table(columns, width=console.width, title=title))

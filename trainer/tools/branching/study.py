@@ -198,7 +198,7 @@ class Study:
         found = {}
         for branch in self.branches:
             result = read_kept(self.directory / branch.name / RESULT_FILE)
-            if result is not None:
+            if result is not None and "loss" in result:
                 found[branch] = result["loss"]
         return found
 

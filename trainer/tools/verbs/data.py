@@ -60,7 +60,7 @@ def text(
     modality: Annotated[list[str], Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
     force: ForceOption = False,
 ) -> None:
-    """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
+    """Build a corpus of your own text: one document per file."""
     from trainer.tools.corpus.builders import build_text
 
     globs: dict[str, list[str]] = {}
@@ -76,12 +76,9 @@ def text(
 
 
 def _summarise(out: str, manifest: Manifest) -> None:
-    from trainer.tools.corpus.documents import SAME_TEXT
-
     if manifest.skipped:
-        lost_first = sorted(manifest.skipped, key=lambda each: each.reason.startswith(SAME_TEXT))
-        examples = few([f"{each.source} ({each.reason})" for each in lost_first])
-        echo(f"skipped {counted(len(lost_first), 'file')}: {examples}; the manifest lists them all", err=True)
+        examples = few([f"{each.source} ({each.reason})" for each in manifest.skipped])
+        echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
@@ -166,8 +163,8 @@ def verify(
     from trainer.data.tokenizer import load_tokenizer
     from trainer.metrics.logger import get_logger
     from trainer.tools.corpus.documents import discover
-    from trainer.tools.inspection.survey import describe
-    from trainer.tools.inspection.survey import verify as read_everything
+    from trainer.tools.corpus.survey import describe
+    from trainer.tools.corpus.survey import verify as read_everything
 
     at = discover(paths, format=format)
     given: dict[str, Any] = {"dtype": dtype, "eod": eod, "text_split": text_split, "column": column}
