@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
+import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_LIMIT_SEC = 1200
+# Of every run, unless the study or the setting says otherwise.
+SETS: Mapping[str, object] = {
+    "train.device": '"cpu"',
+    "ledger.probe_every": 0,
+    "gns.enabled": "false",
+    "metrics.log_interval": 10,
+    "metrics.stdout": '"off"',
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A config by name, with some keys changed."""
+
+    corpus: str
+    overrides: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """In the file of results."""
+        return "; ".join([self.corpus, *(f"{key}={value}" for key, value in self.overrides)])
+
+
+def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=Path("data/pytext"), help="made by `make data`")
+    parser.add_argument("--out", type=Path, default=Path(f"build/{name}.json"), help="the results, kept")
+    parser.add_argument("--work", type=Path, default=Path(f"build/{name}"), help="directory of the runs")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
+    return parser
 
 
 def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.CompletedProcess[str]:
@@ -23,6 +62,40 @@ def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.Com
     if done.returncode not in codes:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return done
+
+
+def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> float | None:
+    """Steps until the loss first is at most `target`, interpolated; None if it never is."""
+    if losses[0] <= target:
+        return float(steps[0])
+    for (before, high), (after, low) in pairwise(zip(steps, losses, strict=True)):
+        if low <= target:
+            return before + (high - target) / (high - low) * (after - before)
+    return None
+
+
+def train(
+    setting: Setting, seed: int, config: str, work: Path, sets: Mapping[str, object] | None = None
+) -> tuple[Path, float]:
+    """Train once in a directory of `work`, with `sets` and what the setting changes: the run's directory,
+    and its seconds. Raises RuntimeError: the run failed."""
+    folder = f"{zlib.crc32(f'{setting.name}, seed {seed}'.encode()):08x}"
+    sets = {"run.seed": seed, **SETS, **(sets or {}), **dict(setting.overrides)}
+    path, run_dir = work / f"{folder}.toml", work / folder
+    shutil.rmtree(run_dir, ignore_errors=True)  # of a call that was cut short
+    work.mkdir(parents=True, exist_ok=True)
+    path.write_text(config, encoding="utf-8")
+    overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    began = time.perf_counter()
+    program("--config", str(path), "--run-dir", str(run_dir), *overrides)
+    return run_dir, time.perf_counter() - began
+
+
+def rows_of(run_dir: Path, mode: str) -> list[dict[str, Any]]:
+    """The metrics of the rows of a mode, with their step as `global_step`."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{**row["metrics"], "global_step": row["global_step"]} for row in rows if row.get("mode") == mode]
 
 
 class Results:
@@ -53,6 +126,16 @@ class Results:
 
     def of(self, setting: Any, seed: int) -> dict[str, Any]:
         return self._found[setting.name][str(seed)]
+
+    def mean(self, setting: Any, key: str) -> tuple[float, float] | None:
+        """(mean, standard error over the seeds); None if no run has the key."""
+        values = [found[key] for found in self._found.get(setting.name, {}).values() if key in found]
+        return mean_of(values) if values else None
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
 
 
 def markdown(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

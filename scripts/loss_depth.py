@@ -11,27 +11,24 @@ All 12 runs take about seven minutes of two cores.
 from __future__ import annotations
 
 import json
-import math
-import shutil
 import statistics
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import Results, markdown, program
+from experiments import Results, Setting, markdown, mean_of, rows_of, study_parser, train
 
 BYTES, LEAST, READ = 65_536, 4_096, 6
 FAMILIES = ("rglru", "gated_delta")
 # A state that is wiped before each step is a state that is reset at each cell.
-TRAINED = {"reset at each cell": "full", "carried": "lru"}
+TRAINED = {
+    "reset at each cell": (("ledger.wipe_mode", "full"),),
+    "carried": (("ledger.wipe_mode", "lru"),),
+}
 RESET = next(iter(TRAINED))
-SEEDS, JOBS, WORK = 3, 2, Path("build/loss_depth")
 DEPTHS = {"8,192 to 16,383": 8_192, "32,768 to 65,535": 32_768}
 CONFIG = """
 [train]
-device = "cpu"
 steps = 200
 micro_batches = 1
 [data]
@@ -47,12 +44,7 @@ paths = ["{folder}/train.jsonl"]
 dim = 48
 num_layers = 2
 [ledger]
-probe_every = 0
 wipe_every = 1
-[gns]
-enabled = false
-[metrics]
-stdout = "off"
 [optimizer]
 lr = 5e-3
 [scheduler]
@@ -81,44 +73,25 @@ def write_corpus(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A family, and how it is trained."""
-
-    family: str
-    how: str
-
-    @property
-    def name(self) -> str:
-        """In the file of results."""
-        return f"{self.family}, {self.how}"
-
-
-def run(setting: Setting, seed: int) -> dict[str, Any]:
+def run(setting: Setting, seed: int, work: Path) -> dict[str, Any]:
     """Train once, and return the numbers by depth of the evaluation after the last step."""
-    run_dir = WORK / f"{setting.family}-{TRAINED[setting.how]}-{seed}"
-    shutil.rmtree(run_dir, ignore_errors=True)  # of a call that was cut short
-    sets = (f"run.seed={seed}", f"model.family={setting.family}", f"ledger.wipe_mode={TRAINED[setting.how]}")
-    words = [word for each in sets for word in ("--set", each)]
-    program("--config", WORK / "config.toml", "--run-dir", run_dir, *words)
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    (found,) = (row["metrics"] for row in rows if row.get("mode") == "eval")
+    run_dir, _ = train(setting, seed, CONFIG.format(folder=work / "corpus"), work)
+    (row,) = rows_of(run_dir, "eval")
     prefix = "eval/long/depth/"
-    return {"depth": {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}}
+    return {"depth": {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}}
 
 
-def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, standard error)."""
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+def setting_of(family: str, how: str) -> Setting:
+    return Setting("stdlib", (("model.family", family), *TRAINED[how]))
 
 
-def table(results: Results) -> str:
+def table(results: Results, seeds: int) -> str:
     columns = ["family, trained", *(name for words in DEPTHS for name in (f"loss, {words}", "gain", "against resets"))]
     rows = []
     for family in FAMILIES:
-        of_resets = [results.of(Setting(family, RESET), seed)["depth"] for seed in range(SEEDS)]
+        of_resets = [results.of(setting_of(family, RESET), seed)["depth"] for seed in range(seeds)]
         for how in TRAINED:
-            runs = [results.of(Setting(family, how), seed)["depth"] for seed in range(SEEDS)]
+            runs = [results.of(setting_of(family, how), seed)["depth"] for seed in range(seeds)]
             cells = [f"{family}, {how}"]
             for start in DEPTHS.values():
                 losses, gains = ([each[f"{start}/{name}"] for each in runs] for name in ("loss", "carry_gain"))
@@ -130,11 +103,11 @@ def table(results: Results) -> str:
 
 
 def main() -> None:
-    write_corpus(WORK / "corpus")
-    (WORK / "config.toml").write_text(CONFIG.format(folder=WORK / "corpus"), encoding="utf-8")
-    settings, results = [Setting(family, how) for family in FAMILIES for how in TRAINED], Results(WORK / "results.json")
-    results.complete(settings, SEEDS, run, JOBS)
-    print(table(results))
+    args = study_parser(__doc__, "loss_depth").parse_args()
+    write_corpus(args.work / "corpus")
+    settings, results = [setting_of(family, how) for family in FAMILIES for how in TRAINED], Results(args.out)
+    results.complete(settings, args.seeds, lambda setting, seed: run(setting, seed, args.work), args.jobs)
+    print(table(results, args.seeds))
 
 
 if __name__ == "__main__":
