@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 import shutil
 
 import pytest
@@ -133,11 +132,9 @@ def test_the_verbs_list_verify_and_push_a_store(server, tmp_path, capsys):
     pushed = program(["checkpoint", "push", run_dir, "--to", "s3://bucket/pushed"], capsys)
     assert pushed.returncode == 0, pushed.stderr
     assert complete(server, "pushed") == ["step_00000004", "step_00000006"]
-    listed = program(["checkpoint", "list", "s3://bucket/pushed"], capsys).stdout
-    assert re.findall(r"(\d+) \S \d+\.\d \S +(\d+) \S (\w+)", listed) == [
-        ("6", "1", "complete"),
-        ("4", "1", "complete"),
-    ]
+    listed = program(["checkpoint", "list", "s3://bucket/pushed", "--json"], capsys)
+    found = json.loads(listed.stdout)["checkpoints"]
+    assert [(each["step"], each["world_size"], each["problem"]) for each in found] == [(6, 1, None), (4, 1, None)]
     object_ = server.bucket / "pushed" / "step_00000004" / "model_000.safetensors"
     data = bytearray(object_.read_bytes())
     data[100] ^= 1

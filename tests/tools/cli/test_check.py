@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -102,8 +103,20 @@ def test_what_cannot_be_a_directory_or_a_url_is_refused_in_one_line(config, caps
     assert line.startswith(f"--set {key}={value}: ")
 
 
-def test_full_rows_are_checked_by_their_alignment(config, capsys):
-    assert "#   align = stream: documents begin within rows" in checked(config, capsys, *FULL_ROWS).stdout
+def test_full_rows_are_checked_by_their_fill_their_shares_and_their_alignment(config, capsys):
+    assert "#   fill = forecast of full rows only" in checked(config, capsys).stdout
+    full = checked(config, capsys, *FULL_ROWS)
+    assert "#   align = stream: documents begin within rows" in full.stdout
+    assert "#   fill = 1.0 " in full.stdout
+    shares = re.findall(r"^#     \w+: ([\d.]+)% of the corpus, ([\d.]+)% of what is drawn$", full.stdout, re.MULTILINE)
+    assert [sum(map(float, column)) for column in zip(*shares, strict=True)] == pytest.approx([100, 100], abs=0.2)
+    assert "without rows" not in full.stdout
+    assert "of the corpus and" not in full.stderr
+    skewed = checked(config, capsys, *FULL_ROWS, BY_BATCH, "data.source.second.weight=9")
+    assert "of the corpus and" in skewed.stderr
+    cut = checked(config, capsys, *FULL_ROWS, "data.max_group_cells=3").stdout
+    assert "follow a cut of their document: their state reaches back to the cut, at most 48 tokens (data.max" in cut
     own = ("model.target=tests.support.models:dropout", "data.seq_len=128", "model.contract=false")
     padded = checked(config, capsys, *FULL_ROWS, *own)
     assert "document: each begins a row, since DropoutModel does not declare resets_in_one_pass" in padded.stdout
+    assert "data.seq_len: 128 pads documents, each of which begins a row, by 33%" in padded.stderr

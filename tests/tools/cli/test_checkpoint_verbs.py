@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -36,6 +37,10 @@ def test_list_shows_the_newest_first_and_what_has_no_marker(run_dir, tmp_path, c
     assert [state.split(" (")[0] for *_, state in found] == ["complete", "is not complete", "complete"]
     size = sum(path.stat().st_size for path in (copied / "checkpoints" / "step_00000006").iterdir())
     assert found[0][1] == f"{size / 1e6:.1f}"
+    found = json.loads(program(["checkpoint", "list", copied, "--json"], capsys).stdout)["checkpoints"]
+    assert [(each["step"], each["world_size"]) for each in found] == [(6, 1), (4, None), (2, 1)]
+    assert [each["problem"] is None for each in found] == [True, False, True]
+    assert found[0]["num_bytes"] == size
 
 
 def test_verify_reads_every_file_and_fails_for_one_flipped_byte(run_dir, tmp_path, capsys):
@@ -48,11 +53,13 @@ def test_verify_reads_every_file_and_fails_for_one_flipped_byte(run_dir, tmp_pat
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     assert program(["checkpoint", "list", copied], capsys).returncode == 0  # reads no tensors
-    result = program(["checkpoint", "verify", copied], capsys)
+    result = program(["checkpoint", "verify", copied, "--json"], capsys)
     assert result.returncode == 2
     assert f"{damaged}: is damaged" in result.stderr
     assert result.stderr.count("\n") == 1
-    assert [state == "verified" for *_, state in rows(result.stdout)] == [True, True, False]
+    assert [each["problem"] is None for each in json.loads(result.stdout)["checkpoints"]] == [True, True, False]
+    shown = rows(program(["checkpoint", "verify", copied], capsys).stdout)
+    assert [state == "verified" for *_, state in shown] == [True, True, False]
 
 
 def test_what_has_no_checkpoint_is_refused_with_one_line(tmp_path, capsys):

@@ -141,6 +141,10 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
     assert "with other files than an export" in foreign.stderr
     assert (folder / "run").is_dir()
     assert program(["export", folder / "run", "--out", out, "--force"], capsys).returncode == 0
+    (out / "notes.md").write_text("weeks of work")
+    foreign = program(["export", folder / "run", "--out", out, "--force"], capsys)
+    assert (foreign.returncode, "with other files than an export" in foreign.stderr) == (2, True)
+    assert (out / "notes.md").exists()
 
 
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):

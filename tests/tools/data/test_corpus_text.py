@@ -106,7 +106,28 @@ def test_streams_get_names_that_runs_read_and_none_is_lost(tmp_path):
     assert "m/posts.jsonl" in {stream.relative_path for stream in streams}
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".CSV"])
+@pytest.mark.parametrize("name", ["../x", "", ".hidden"])
+def test_a_modality_that_is_no_plain_name_is_refused(name, files, tmp_path):
+    with pytest.raises(UserError, match="is not a plain name"):
+        build_text(tmp_path / "out", {name: [f"{files}/**/*.txt"]})
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
+    lines = [f'{{"text": "number {n} é", "other": {n}}}' for n in range(11)]
+    (tmp_path / "x.jsonl").write_text("\n\n".join([*lines, lines[0], '{"text": " "}']), encoding="utf-8")
+    (tmp_path / "y.txt").write_text("plain")
+    manifest = build_text(tmp_path / "out", {"m": [f"{tmp_path}/*"]}, max_file_bytes=60)
+    rows = rows_of(tmp_path / "out", "m/misc.jsonl")
+    assert [row["text"] for row in rows] == [*(f"number {n} é" for n in range(11)), "plain"]
+    assert rows[10]["source"] == "x.jsonl:21"
+    assert {item.source: item.reason for item in manifest.skipped} == {
+        "m/x.jsonl:23": "the same text as x.jsonl:01",
+        "m/x.jsonl:25": "empty",
+    }
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl.gz", ".CSV"])
 def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix, tmp_path):
     (tmp_path / f"x{suffix}").write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"nothing in 1 file can be used: m/x.*(no plain text|compressed): "):
@@ -117,11 +138,13 @@ def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix, tmp_pa
     assert [item.source for item in manifest.skipped] == [f"m/x{suffix}"]
 
 
-def test_a_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_lost(files, tmp_path):
+def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_lost(files, tmp_path):
     out = tmp_path / "out"
-    build_text(out, {"notes": [f"{files}/**/*.txt"]})
-    before = tree(out)
-    with pytest.raises(UserError, match="holds a corpus"):
+    first = build_text(out, {"notes": [f"{files}/**/*.txt"]})
+    inode, before = os.stat(out).st_ino, tree(out)
+    assert build_text(out, {"notes": [f"{files}/**/*.txt"]}) == first
+    assert os.stat(out).st_ino == inode  # the same inputs again leave it alone
+    with pytest.raises(UserError, match="holds another corpus"):
         build_text(out, {"other": [f"{files}/a/*.txt"]})
     (out / "run").mkdir()
     (out / "run" / "model.pt").write_text("weeks of work")
@@ -135,7 +158,7 @@ def test_a_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_lost(f
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-@pytest.mark.parametrize("content", [None, '{"format_version": 99}', '{"format_version": 1}'])
+@pytest.mark.parametrize("content", [None, "not json", '{"format_version": 99}', '{"format_version": 1}'])
 def test_a_directory_that_is_no_corpus_is_never_replaced(content, files, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -173,13 +196,9 @@ def test_a_file_that_changes_during_the_build_is_an_error(files, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_in_place_of_a_glob_and_a_name_that_is_no_name_are_refused(files, tmp_path):
-    for name, pattern, problem in (
-        ("notes", f"{files}/a", r"/a/\*\*/\*'"),
-        ("../x", f"{files}/**/*", "not a plain name"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            build_text(tmp_path / "out", {name: [pattern]})
+def test_a_directory_in_place_of_a_glob_is_refused_with_the_glob(files, tmp_path):
+    with pytest.raises(UserError, match=r"/a/\*\*/\*'"):
+        build_text(tmp_path / "out", {"notes": [f"{files}/a"]})
 
 
 CAPS = {"python": 6_000_000, "cpp": 8_000_000, "prose": 3_000_000}
@@ -200,6 +219,7 @@ def test_documents_are_whole_files_that_appear_once_below_the_caps(built):
     for name, entries in manifest.modalities.items():
         assert 0.5 * CAPS[name] < manifest.totals(name)["text_bytes"] <= CAPS[name]
         assert len(entries) >= 4
+        assert min(entry.text_bytes for entry in entries) > 32_000
         rows = [json.loads(line) for path in (out / name).glob("*.jsonl") for line in path.open(encoding="utf-8")]
         assert len({row["text"] for row in rows}) == len(rows) == manifest.totals(name)["documents"]
         assert {tuple(row) for row in rows} == {("text", "source")}
@@ -235,6 +255,13 @@ def test_a_small_directory_joins_its_parent():
     }
 
 
+def test_what_a_small_stream_leaves_goes_to_the_others():
+    streams = {"s": [document("s/0", 10)], "b": [document(f"b/{k}", 10) for k in range(20)]}
+    capped = cap_evenly(streams, 100, min_bytes=0)
+    assert len(capped["s"]) == 1
+    assert len(capped["b"]) == 9
+
+
 PATHS = st.lists(st.sampled_from(["a", "b", "c"]), min_size=0, max_size=3)
 
 
@@ -248,6 +275,6 @@ def test_nothing_is_lost_or_doubled_and_the_cap_holds(found, cap):
     total = sum(d.num_bytes for d in documents)
     if total >= 50:
         assert all(sum(d.num_bytes for d in members) >= 50 for members in streams.values())
-    capped = cap_evenly(streams, cap)
+    capped = cap_evenly(streams, cap, min_bytes=50)
     assert sum(d.num_bytes for members in capped.values() for d in members) <= cap
-    assert cap_evenly(streams, total) == streams  # what a small stream leaves goes to the others
+    assert cap_evenly(streams, total * (len(streams) + 1), min_bytes=50) == streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from trainer.distributed.shards import own_part
 from trainer.errors import UserError
 from trainer.files import parse_json, read_lines, write_file
 from trainer.lab.digests import BITS, KINDS
+from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.micro_batches import MOST_MICRO_BATCHES
 from trainer.tools.branching.study import BranchFailed, config_path_of, run_program, with_tables
@@ -52,8 +54,10 @@ if TYPE_CHECKING:
 
 # Metrics of a step that repeating it must give again.
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_in_step", "tokens_seen")
+# What does not follow from sums over ranks, which other numbers of ranks round otherwise.
+UNROUNDED = ("batch", "lr", "tokens_in_step", "tokens_seen")
 Values = dict[int, dict[str, Any]]  # step -> its digests and `NUMBERS`, as far as they were logged
-MOST_THREADS = 1024
+MOST_THREADS, TINY = 1024, 1e-300
 LATER = "another launch of the run lies in between: the settings used here are those of {}"
 
 
@@ -76,6 +80,15 @@ def recorded(run: RunRecord) -> Values:
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """The names of both that differ; NaN equals itself."""
     return [name for name in first if name in second and repr(first[name]) != repr(second[name])]
+
+
+def relative_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+    """How far loss and gradient norm are apart at most, relative to the second's, as far as finite."""
+    worst = 0.0
+    for name in ("loss", "grad_norm"):
+        if name in first and isinstance(second.get(name), float) and math.isfinite(first[name] - second[name]):
+            worst = max(worst, abs(first[name] - second[name]) / max(abs(second[name]), TINY))
+    return worst
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,30 @@ def _state(path: Path) -> dict[str, Any]:
     return checkpoint.named(str(path), checkpoint.read_state)
 
 
+def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mapping[str, Any], str]:
+    """Config and environment of a run before some launches, the newest of which is first: their
+    changes, undone. And a note, if that cannot be: a key was not set."""
+    before: dict[str, Any] = {}
+    for each in later:
+        changed = each.details.get("changed")
+        if isinstance(changed, Mapping):
+            # The newest is first, so of a key the pair of the first launch stays.
+            before |= {key: pair.get("before") for key, pair in changed.items() if isinstance(pair, Mapping)}
+    before.pop("data files", None)
+    sets, environment = [], dict(run.environment)
+    for key, value in before.items():
+        if key.startswith("env."):
+            environment[key.removeprefix("env.")] = value
+        else:
+            sets.append(f"{key}={json.dumps(value)}")
+    path = RunDir(run.path).resolved_config
+    try:
+        return load_config(path, sets), usable(environment), ""
+    except UserError:
+        note = LATER.format(f"the launch after step {later[0].global_step}")
+        return load_config(path), run.environment, note
+
+
 def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
     """Where to begin, before the step `before`, so as to repeat `step`.
     Raises UserError: there is no such step, its data changed, or its config names code."""
@@ -133,16 +170,14 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     since = len(run.restarts)
     while since and resumed[since - 1] >= step:
         since -= 1
-    until, later, note = min(resumed[since:], default=0), run.restarts[since:], ""
+    until, note = min(resumed[since:], default=0), ""
     path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
     environment: Mapping[str, Any]
     if path is not None:
         saved = _state(path)
         config, environment = config_of(saved, path), usable(saved.get("environment", {}))
     else:
-        config, environment = load_config(RunDir(run_dir).resolved_config), run.environment
-        if any(each.details.get("changed") for each in later):
-            note = LATER.format(f"the launch after step {later[-1].global_step}")
+        config, environment, note = _before(run, run.restarts[since:][::-1])
     refuse_code(config, run_dir, trusted=trust_code)
     trunk = Path(config.checkpoint.resume).resolve()
     if checkpoint.step_of(trunk) >= 0 and (trunk / checkpoint.MARKER).is_file():

@@ -30,6 +30,7 @@ from trainer.tools.corpus.documents import (
     document,
     group_by_directory,
     of_file,
+    of_lines,
     of_text,
 )
 from trainer.tools.corpus.writer import Manifest, write_corpus
@@ -62,16 +63,17 @@ def build_text(
     force: bool = False,
     progress: Report = silent,
 ) -> Manifest:
-    """Build a corpus of text, a document per file, at `out/<modality>/<stream>.jsonl`.
+    """Build a corpus of text, a document per file or line, at `out/<modality>/<stream>.jsonl`.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         modalities: modality -> globs (with `**` and `~`). Hidden files are skipped.
         min_stream_bytes: a directory becomes a stream; one with less text joins its parent.
-        max_file_bytes: larger files are skipped.
+        max_file_bytes: larger files, and larger lines of a `.jsonl` file, are skipped.
 
     Raises:
-        UserError: a glob matches nothing usable.
+        UserError: a glob matches nothing usable, or a line of a `.jsonl` file is damaged.
+        OSError: a `.jsonl` file cannot be read.
     """
     chosen: dict[str, Streams] = {}
     skipped: list[Skipped] = []
@@ -86,6 +88,8 @@ def build_text(
             why = _why_no_text(path)
             if why:
                 refused.append(Skipped(f"{name}/{source}", why))
+            elif path.suffix.lower() in FORMATS["jsonl"].suffixes:
+                candidates += of_lines(source, path)
             else:
                 candidates.append(of_file(source, path))
         documents, unusable = check_all(candidates, what=name, max_bytes=max_file_bytes, progress=progress)
@@ -93,11 +97,11 @@ def build_text(
         if not documents:
             examples = "; ".join(f"{each.source}: {each.reason}" for each in refused[:EXAMPLES])
             problem = f"nothing in {counted(len(files), 'file')} can be used: {examples}"
-            raise UserError(f"--modality {name}", problem, "name files of UTF-8 text")
+            raise UserError(f"--modality {name}", problem, "name files of UTF-8 text, or .jsonl files")
         chosen[name] = group_by_directory(documents, min_bytes=min_stream_bytes)
         skipped.extend(refused)
     rules = _rules(min_stream_bytes, max_file_bytes)
-    return write_corpus(out, chosen, rules=rules, skipped=skipped, force=force, progress=progress)
+    return write_corpus(out, chosen, builder="text", rules=rules, skipped=skipped, force=force, progress=progress)
 
 
 def _rules(min_stream_bytes: int, max_file_bytes: int) -> dict[str, str]:
@@ -125,13 +129,14 @@ def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
 
 
 def _why_no_text(path: Path) -> str:
-    """Why a file is no text, as its name says; empty if it is."""
+    """Why a file is no text and no JSON lines, as its name says; empty if it is."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED:
         return "compressed: unpack it"
     if suffix in RECORDS:
         return f'{suffix} is no plain text: write a .jsonl file with {{"text": ...}} on each line'
-    if suffix in (*suffixes(), *index_suffixes()) and suffix not in FORMATS["text"].suffixes:
+    of_text = (*FORMATS["text"].suffixes, *FORMATS["jsonl"].suffixes)
+    if suffix in (*suffixes(), *index_suffixes()) and suffix not in of_text:
         return f"{suffix} is no plain text: a run reads the file as it is"
     return ""
 
@@ -165,12 +170,12 @@ def build_pytext(
             candidates, what=name, max_bytes=_PYTEXT_FILE_BYTES, forbidden=forbidden, progress=progress
         )
         streams = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
-        modalities[name] = cap_evenly(streams, max_bytes[name])
+        modalities[name] = cap_evenly(streams, max_bytes[name], min_bytes=MIN_STREAM_BYTES)
         skipped.extend(refused)
     caps = ", ".join(f"{name} {max_bytes[name]}" for name in sources)
-    cap = f"bytes of text: {caps}; even shares per stream, in the order of the SHA-256 of the source"
-    rules = {**_rules(MIN_STREAM_BYTES, _PYTEXT_FILE_BYTES), "cap": cap}
-    return write_corpus(out, modalities, rules=rules, skipped=skipped, force=force, progress=progress)
+    even = "even shares per stream, within one by the order of the SHA-256 of the source"
+    rules = {**_rules(MIN_STREAM_BYTES, _PYTEXT_FILE_BYTES), "cap": f"bytes of text: {caps}; {even}"}
+    return write_corpus(out, modalities, builder="pytext", rules=rules, skipped=skipped, force=force, progress=progress)
 
 
 def _package(name: str) -> Path:
@@ -266,4 +271,4 @@ def build_key_recall(
         "answers": f"the digits; {nats:.4f} nats each without carried state, 0 with it",
         "floor": f"{floor:.4f} nats a byte with carried state: the two revealed symbols",
     }
-    return write_corpus(out, {"recall": documents}, rules=rules, skipped=[], force=force)
+    return write_corpus(out, {"recall": documents}, builder="key-recall", rules=rules, skipped=[], force=force)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path, PurePosixPath
 
+from trainer.data.documents import damaged
 from trainer.data.layout import (
     Discovery,
     Stream,
@@ -20,6 +21,7 @@ from trainer.data.layout import (
     refuse_empty_files,
     sort_of,
 )
+from trainer.data.text_formats import document_of
 from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report, silent
 
@@ -48,6 +50,43 @@ def of_file(source: str, path: Path) -> Candidate:
 
 def of_text(source: str, text: str) -> Candidate:
     return Candidate(source, lambda: len(text), lambda: text.encode("utf-8", "surrogatepass"))
+
+
+def of_lines(source: str, path: Path) -> list[Candidate]:
+    """The lines of a JSON lines file, left on disk: it may be larger than memory.
+
+    Reading one raises UserError if it is damaged or holds token ids.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    places, start = [], 0
+    with path.open("rb") as lines:
+        for number, text in enumerate(lines, start=1):
+            if text.strip():
+                places.append((number, start, len(text)))
+            start += len(text)
+    width = len(str(places[-1][0])) if places else 0  # sources sort as the lines
+
+    def line(number: int, start: int, num_bytes: int) -> Candidate:
+        def read() -> bytes:
+            with path.open("rb") as file:
+                file.seek(start)
+                text = _text_of(file.read(num_bytes), f"{path}: line {number}")
+                return text.encode("utf-8", "surrogatepass")
+
+        return Candidate(f"{source}:{number:0{width}d}", lambda: num_bytes, read)
+
+    return [line(*place) for place in places]
+
+
+def _text_of(line: bytes, where: str) -> str:
+    """The text of one line."""
+    text = document_of(line, where)
+    if not isinstance(text, str):
+        fix = "leave the file out: a run reads it as it is"
+        raise damaged(where, "holds token ids, not text", fix)
+    return text
 
 
 @dataclass(frozen=True)
@@ -87,7 +126,7 @@ def why_not_text(content: bytes | mmap) -> str:
 
 
 def _checked(candidate: Candidate, max_bytes: int, forbidden: Iterable[str]) -> Document | str:
-    """The document, or why it is none."""
+    """The document, or why it is none. Raises UserError: a line of a JSON lines file is damaged."""
     try:
         size = candidate.size()
         if size > max_bytes:
@@ -115,7 +154,7 @@ def check_all(
     progress: Report = silent,
 ) -> tuple[list[Document], list[Skipped]]:
     """The candidates of the modality `what` that are text, by source, each once; and the others.
-    `max_bytes`: a larger file is skipped unread. `forbidden`: strings that must not enter
+    `max_bytes`: a larger file or line is skipped unread. `forbidden`: strings that must not enter
     the corpus, such as absolute paths of this machine."""
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
     skipped: list[Skipped] = []
@@ -168,24 +207,41 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
     return {name: sorted(streams[name], key=lambda each: each.source) for name in sorted(streams)}
 
 
-def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int) -> Streams:
+def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
     """At most `max_bytes` of text, in even shares; what small streams leave goes to the others.
 
-    Of a stream those that fit are taken, in the order of the SHA-256 of their source.
+    Within a stream documents are considered in the order of the SHA-256 of their source, and those
+    that fit are taken. A stream that stays below `min_bytes` because its documents are larger than
+    its share takes its smallest ones too; if it still stays below (one small document and a huge
+    one), it is dropped.
     """
     chosen: Streams = {}
+    left = max_bytes
     # The smallest first: what they leave is shared by those that come later.
     by_size = sorted(streams, key=lambda name: (_size(streams[name]), name))
     for position, name in enumerate(by_size):
-        room, taken = max_bytes // (len(by_size) - position), []
-        for document in sorted(streams[name], key=lambda each: hashlib.sha256(each.source.encode()).digest()):
-            if document.num_bytes <= room:
+        room = left // (len(by_size) - position)
+        taken: list[Document] = []
+        rest: list[Document] = []
+        size = 0
+        for document in sorted(streams[name], key=_shuffled):
+            if size + document.num_bytes > room:
+                rest.append(document)
+                continue
+            taken.append(document)
+            size += document.num_bytes
+        for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
+            if size < min_bytes and size + document.num_bytes <= left:
                 taken.append(document)
-                room -= document.num_bytes
-        max_bytes -= _size(taken)
-        if taken:
-            chosen[name] = sorted(taken, key=lambda each: each.source)
+                size += document.num_bytes
+        if taken and size >= min(min_bytes, _size(streams[name])):
+            left -= size
+            chosen[name] = sorted(taken, key=lambda document: document.source)
     return {name: chosen[name] for name in sorted(chosen)}
+
+
+def _shuffled(document: Document) -> bytes:
+    return hashlib.sha256(document.source.encode()).digest()
 
 
 def _size(documents: Sequence[Document]) -> int:

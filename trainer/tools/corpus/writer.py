@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class StreamEntry:
 class Manifest:
     """A whole corpus, without times or paths of the machine: equal inputs give equal manifests."""
 
+    builder: str
+    inputs_sha256: str  # of the options and of every document: position and content
     rules: Mapping[str, str]  # how documents were chosen, in words, with the numbers used
     modalities: Mapping[str, tuple[StreamEntry, ...]]
     skipped: tuple[Skipped, ...] = ()
@@ -54,6 +56,8 @@ class Manifest:
     def to_json(self) -> str:
         content = {
             "format_version": self.format_version,
+            "builder": self.builder,
+            "inputs_sha256": self.inputs_sha256,
             "rules": dict(self.rules),
             "totals": self.totals(),
             "modalities": {
@@ -74,6 +78,8 @@ def read_manifest(directory: Path) -> Manifest:
         if content["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format_version is {content['format_version']}")
         return Manifest(
+            builder=content["builder"],
+            inputs_sha256=content["inputs_sha256"],
             rules=content["rules"],
             modalities={
                 name: tuple(StreamEntry(**entry) for entry in modality["streams"])
@@ -90,6 +96,7 @@ def write_corpus(
     out: Path,
     modalities: Mapping[str, Streams],
     *,
+    builder: str,
     rules: Mapping[str, str],
     skipped: Sequence[Skipped],
     force: bool,
@@ -97,15 +104,21 @@ def write_corpus(
 ) -> Manifest:
     """Write `out/<modality>/<stream>.jsonl`, one document per line, and the manifest.
 
+    An `out` that is complete and was built from the same inputs is left untouched, unless `force`.
+
     Raises:
-        UserError: `out` holds a corpus and `force` is not given, or it holds files that no builder
-            wrote; or a file changed meanwhile.
+        UserError: `out` holds something else and `force` is not given, or it holds files that no
+            builder wrote; or a file changed meanwhile.
     """
+    digest = _inputs_digest(modalities, builder, rules)
     if out.exists() and any(out.iterdir()):
-        _refuse_other(out)
+        existing = _existing(out)
         if not force:
+            if existing.inputs_sha256 == digest and _is_whole(out, existing):
+                return existing
             fix = "use another directory, or --force to replace it"
-            raise UserError(str(out), "holds a corpus", fix)
+            raise UserError(str(out), "holds another corpus", fix)
+        _refuse_others(out, {MANIFEST_NAME, *existing.entries})
     total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
     with _replaced(out) as directory:
         done = 0
@@ -118,24 +131,43 @@ def write_corpus(
                 written.append(_write_stream(directory, f"{modality}/{stream}.jsonl", documents))
                 done += len(documents)
             entries[modality] = tuple(written)
-        manifest = Manifest(dict(rules), entries, tuple(skipped))
+        manifest = Manifest(builder, digest, dict(rules), entries, tuple(skipped))
         write_file(directory / MANIFEST_NAME, manifest.to_json())
     progress(total, total, "done")
     return manifest
 
 
-def _refuse_other(out: Path) -> None:
-    """Refuse a directory that is no corpus, or has files that would be lost with the corpus."""
+def _inputs_digest(modalities: Mapping[str, Streams], builder: str, rules: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps([builder, dict(rules)], sort_keys=True).encode())
+    for modality, streams in modalities.items():
+        for stream, documents in streams.items():
+            for document in documents:
+                line = json.dumps([modality, stream, document.source, document.digest])
+                digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _existing(out: Path) -> Manifest:
     try:
-        ours = {MANIFEST_NAME, *read_manifest(out).entries}
+        return read_manifest(out)
     except UserError:
         fix = "name a new directory for the corpus"
         raise UserError(str(out), "is not empty and holds no corpus", fix) from None
+
+
+def _refuse_others(out: Path, ours: Collection[str]) -> None:
+    """Refuse a directory with files that would be lost with the corpus."""
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
         if not (path.is_dir() or name in ours or path.name.startswith(".")):
             problem = f"holds {name}, which is no part of the corpus"
             raise UserError(str(out), problem, "move it away, or name another directory")
+
+
+def _is_whole(out: Path, manifest: Manifest) -> bool:
+    """Whether every stream has its size; contents are not checked."""
+    entries = manifest.entries.values()
+    return all((out / e.path).is_file() and (out / e.path).stat().st_size == e.file_bytes for e in entries)
 
 
 def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> StreamEntry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config.schema import RunConfig
+    from trainer.tools.preview.summary import SourceView
     from trainer.training.setup.plan import Plan
     from trainer.training.setup.sources import Source
 
 WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, help="World size to assume.")]
+MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
+COUNTED = 20_000  # rows over all data shards
 SCHEMA_NAME = "config.schema.json"
 MEANINGS = {
     "precision": "on this machine",
@@ -36,6 +39,7 @@ MEANINGS = {
     "tokens_per_step": "at most, over all ranks",
     "tokens_in_run": "at most, with full batches; train preview forecasts them",
     "tokens_per_micro": "tokens of a micro-batch over all ranks",
+    "fill": "share of tokens_per_step that the run will have, as forecast",
     "groups_in_flight": "documents whose states a data shard keeps at once, at most",
     "capacity_to_change_ranks": "the same after a resume with another number of data shards",
     "ledger_capacity": "states that a data shard has room for",
@@ -72,6 +76,7 @@ def check(
         for unmet in plan.unmet_needs(device):
             get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
         facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan, device)}
+        views, facts["fill"] = _forecast(plan)
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -85,6 +90,8 @@ def check(
             facts["forward_pass"] = "ran"
         facts["contract"] = report.to_json() if as_json else report.summary()
     facts["sources"] = {source.name: _source(source) for source in plan.sources}
+    for view in views:
+        facts["sources"][view.name].update(_drawn(plan, view))
     facts["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
@@ -103,6 +110,30 @@ def _source(source: Source) -> dict[str, Any]:
     modalities = sorted({stream.modality for stream in source.streams})
     size = sum(os.path.getsize(stream.path) for stream in source.streams)
     return {"streams": len(source.streams), "modalities": modalities, "bytes": size}
+
+
+def _forecast(plan: Plan) -> tuple[Sequence[SourceView], float | str]:
+    """What the sources will give, and how full the rows will be, or why that is not known. Logs warnings."""
+    from trainer.metrics.logger import get_logger
+    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings
+    from trainer.tools.preview.summary import make_preview
+
+    size = sum(os.path.getsize(stream.path) for source in plan.sources for stream in source.streams)
+    if plan.facts.data_shards == 1 and size > MOST_BYTES:  # which opening may tokenize
+        return (), "not forecast of so much data; train preview does"
+    preview = make_preview(plan, most=COUNTED)
+    for warning in (*mix_warnings(plan, preview), *fill_warnings(plan, preview)):
+        get_logger("check").warning("%s", warning.message)
+    if preview.fill is None:
+        return preview.sources, 'forecast of full rows only (data.mixing.batching_mode = "per_row"), of files'
+    return preview.sources, round(preview.fill.mean, 4)
+
+
+def _drawn(plan: Plan, view: SourceView) -> dict[str, Any]:
+    """Shares of a source's modalities, and how much of it is read behind a cut."""
+    shares = {each.name: {"corpus": each.corpus_share, "drawn": each.drawn_share} for each in view.modalities}
+    reach = plan.config.max_group_rows * plan.config.row_tokens
+    return {"shares": shares, "behind_cuts_share": view.behind_cuts_share, "state_reach_tokens": reach}
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
@@ -242,6 +273,19 @@ def _print_facts(facts: dict[str, Any]) -> None:
                 what = f"{counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB"
                 what += f", modalities {', '.join(found['modalities'])}"
             echo(f"#   {kind} {name}: {what}")
+            _print_drawn(found)
+
+
+def _print_drawn(found: dict[str, Any]) -> None:
+    for modality, share in found.get("shares", {}).items():
+        said = f"{share['corpus']:.1%} of the corpus"
+        if share["drawn"] is not None:
+            said += f", {share['drawn']:.1%} of what is drawn"
+        echo(f"#     {modality}: {said}")
+    if found.get("behind_cuts_share"):
+        reach = f"at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
+        what = f"{found['behind_cuts_share']:.1%} of the tokens follow a cut of their document"
+        echo(f"#     {what}: their state reaches back to the cut, {reach}")
 
 
 def preview(

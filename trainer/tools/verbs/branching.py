@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_DIFFERENT = 1, 3
 SHOWN_ROWS = 8
+# Settings that change how sums are rounded, and not what a step computes.
+ROUNDING = frozenset({"env.world_size", "distributed.strategy"})
+ROUNDED = "sums are rounded otherwise: relative difference up to {:.1e}"
 UNASKED_RANKS = 8  # that a machine with fewer CPUs starts too, if the record says so
 REASONS = {
     "batch": "they read other data",
@@ -125,23 +128,28 @@ def replay(
     shards = origin.plan.facts.data_shards
     if shards % (nproc or 1):
         refuse(f"--nproc {nproc}: the run's data are in {counted(shards, 'shard')}; choose a divisor")
-    from trainer.tools.branching.replay import NUMBERS, differing, recorded, rows_of
+    from trainer.tools.branching.replay import NUMBERS, UNROUNDED, differing, recorded, rows_of
 
     found, record = _replay(origin, step, num_ranks=nproc), recorded(origin.run)
     compared, differences = [], []
     for at, values in found.values.items():
         then = record.get(at, {})
-        # Sums over another number of ranks are rounded otherwise.
-        if found.is_exact and values.keys() & then.keys():
+        names = differing(values, then)
+        if not found.is_exact:
+            names = [name for name in names if name in UNROUNDED]
+        elif values.keys() & then.keys():
             compared.append(at)
-            names = differing(values, then)
-            if names:
-                differences.append([at, names])
-    # Digests are sums over ranks, and of no use without the record's.
+        if names:
+            differences.append([at, names])
+    # Digests are of no use without the record's, and most of them follow from sums over ranks.
     then, now = record.get(step, {}), found.values.get(step, {})
-    shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
+    comparable = set(then)
+    if not found.is_exact:
+        comparable.intersection_update(UNROUNDED)
+    shown = [name for name in now if name in NUMBERS or name in comparable]
+    is_equal = not differences if compared or differences else None
     content: dict[str, Any] = {"run": run_dir, "step": step, "from_step": origin.step, "ranks": found.num_ranks}
-    content |= {"note": origin.note, "is_equal": not differences if compared else None, "compared_steps": compared}
+    content |= {"note": origin.note, "is_equal": is_equal, "compared_steps": compared}
     content |= {"first_different": next(iter(differences), None), "failure": found.failure}
     content["values"] = {name: [now[name], then.get(name)] for name in shown}
     content["rows"] = rows_of(origin, found.micros, with_text=text)
@@ -217,16 +225,22 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
 
 
 def _comparison(content: Mapping[str, Any]) -> str:
-    compared = content["compared_steps"]
+    from trainer.tools.branching.replay import relative_difference
+
+    values, compared = content["values"], content["compared_steps"]
     if content["first_different"]:
         step, names = content["first_different"]
         return coloured("error", f"differs from the record, first at step {step}: {', '.join(names)}")
     if compared:
         steps = f"{counted(len(compared), 'logged step')} up to step {compared[-1]}"
         return coloured("healthy", f"equal to the record, bit for bit, in {steps}")
-    if all(then is None for _, then in content["values"].values()):
+    if all(then is None for _, then in values.values()):
         return f"nothing to compare: step {content['step']} was not logged"
-    return "on another number of ranks sums are rounded otherwise: not compared"
+    now, then = ({name: pair[at] for name, pair in values.items()} for at in (0, 1))
+    said = "on another number of ranks " + ROUNDED.format(relative_difference(now, then))
+    if "batch" in values:
+        said = f"the same batches; {said}"
+    return said
 
 
 def _place(row: Mapping[str, Any]) -> str:
@@ -271,21 +285,19 @@ def bisect(
     """Find the first step at which two runs differ, and in what: data, states, gradient or weights; exit code 3 if they do."""
     paths = [require_run(first), require_run(second)]
     with uncollected():
-        from trainer.tools.branching.replay import differing, recorded
+        from trainer.tools.branching.replay import differing, recorded, relative_difference
         from trainer.tools.report.run_summary import config_differences
         from trainer.tools.runs.load import load_run
     runs = list(map(load_run, paths))
     config = [{"key": key, "values": values} for key, values in config_differences(runs)]
     keys = {each["key"] for each in config}
-    for key in ("env.world_size", "distributed.strategy"):
-        if key in keys:
-            refuse(f"{first}, {second}: differ in {key}, and so in every step: sums are rounded otherwise")
+    rounds = not ROUNDING.isdisjoint(keys)
     marks, note = [recorded(run) for run in runs], ""
     common = [at for at in marks[0] if at in marks[1]]
     if not common:
         refuse(f"{first}, {second}: have logged no step in common; repeat the steps of one with train replay")
     has_digests = all("weights" in mark[at] for mark in marks for at in common)
-    equal, step, kinds = _first_difference(*marks)
+    equal, step, kinds = _first_difference(*marks, rounds=rounds)
     is_exact = step is not None and has_digests and equal == step - 1
     # Runs log every n-th step: repeated with every step logged, they show the first that differs.
     if replays and step is not None and not is_exact:
@@ -295,7 +307,7 @@ def bisect(
             if step not in own or differing(own[step], mark[step]):
                 note = f"{path}: repeated here, step {step} is not as recorded: machine, versions or data differ"
         if not note:
-            before, step, kinds = _first_difference(*found)
+            before, step, kinds = _first_difference(*found, rounds=rounds)
             assert step is not None
             equal = before or min(equal, step - 1)
             is_exact = equal == step - 1 and (equal == before or has_digests)
@@ -303,6 +315,7 @@ def bisect(
         "runs": [first, second],
         "data": _data_difference(paths),
         "is_exact": is_exact,
+        "relative_difference": max(relative_difference(marks[0][at], marks[1][at]) for at in common),
         "config": config,
         "note": note,
         "initial_weights": "run.seed" in keys and not all(run.setting("model.weights") for run in runs),
@@ -318,6 +331,8 @@ def bisect(
             steps += ", by loss and norm"
         if step is not None:
             steps = _where(equal, step, kinds, is_exact=is_exact)
+            if rounds and {*kinds} <= {"loss", "grad_norm"}:
+                steps += "\nbatches and learning rates are equal; " + ROUNDED.format(content["relative_difference"])
         echo("\n".join(filter(None, [*_around(content), steps, note])))
     if step is not None:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -344,8 +359,9 @@ def _where(equal: int, step: int, kinds: Sequence[str], *, is_exact: bool) -> st
     return text
 
 
-def _first_difference(first: Values, second: Values) -> tuple[int, int | None, list[str]]:
-    """The last equal step (0: none), the first different one (None: none), and in what it differs."""
+def _first_difference(first: Values, second: Values, *, rounds: bool) -> tuple[int, int | None, list[str]]:
+    """The last equal step (0: none), the first different one (None: none), and in what it differs.
+    Where `rounds`, digests of what follows from sums over ranks do not compare."""
     from trainer.tools.branching.replay import differing
 
     equal = 0
@@ -353,6 +369,8 @@ def _first_difference(first: Values, second: Values) -> tuple[int, int | None, l
         if step not in second:
             continue
         kinds = differing(first[step], second[step])
+        if rounds:
+            kinds = [kind for kind in kinds if kind not in ("states", "gradient", "weights")]
         if kinds:
             return equal, step, kinds
         equal = step

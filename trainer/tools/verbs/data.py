@@ -60,7 +60,7 @@ def text(
     modality: Annotated[list[str], Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
     force: ForceOption = False,
 ) -> None:
-    """Build a corpus of your own text: one document per file."""
+    """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
     from trainer.tools.corpus.builders import build_text
 
     globs: dict[str, list[str]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from typer import Argument, Option
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
 from trainer.files import is_url, read_lines
-from trainer.tools.verbs.shared import RunDirArgument, output, put_text, writing
+from trainer.tools.verbs.shared import JsonOption, RunDirArgument, output, print_json, put_text, writing
 
 EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
 OutOption = Annotated[str | None, Option(help="File to write; default: stdout.", metavar="FILE")]
@@ -105,16 +105,16 @@ class CheckpointEntry:
 
 
 @checkpoint.command("list")
-def list_(run_dir: PlaceArgument) -> None:
+def list_(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """List the checkpoints a run can resume from, newest first, without reading their tensors."""
-    _print(run_dir, _entries(run_dir, is_deep=False), "complete")
+    _print(run_dir, _entries(run_dir, is_deep=False), "complete", as_json=as_json)
 
 
 @checkpoint.command()
-def verify(run_dir: PlaceArgument) -> None:
+def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
     entries = _entries(run_dir, is_deep=True)
-    _print(run_dir, entries, "verified")
+    _print(run_dir, entries, "verified", as_json=as_json)
     fix = "resume from an older one: --resume auto does so by itself"
     problems = [entry.problem for entry in entries if entry.problem is not None]
     if problems:
@@ -231,7 +231,10 @@ def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
     return CheckpointEntry(step_of(path), str(path), num_bytes, world_size, problem)
 
 
-def _print(run_dir: str, entries: list[CheckpointEntry], good: str) -> None:
+def _print(run_dir: str, entries: list[CheckpointEntry], good: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]})
+        return
     table = Table(title=escape(f"checkpoints of {run_dir}"), title_justify="left")
     for name in ("step", "MB", "ranks"):
         table.add_column(name, justify="right")

@@ -169,9 +169,7 @@ def export(
     """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
     target = Path(out)
     refuse_existing(out, force=force)
-    card = target / "README.md"
-    is_export = card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
-    if target.is_dir() and not is_export and any(target.iterdir()):
+    if target.is_dir() and any(target.iterdir()) and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
     from trainer.tools.trained.saved_model import export_model
 
@@ -179,6 +177,17 @@ def export(
         how: dict[str, bool] = {"as_hugging_face": format == "hf", "trust_code": trust_code}
         made = export_model(Path(run_dir), target, step=step, **how)
     echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
+
+
+def _is_export(directory: Path) -> bool:
+    """Whether the directory holds nothing but an export, which may be replaced."""
+    from trainer.tools.trained.saved_model import TOKENIZER_PARTS
+
+    own = {"model.safetensors", "config.toml", "README.md", "tokenizer.json", "config.json", "generation_config.json"}
+    if not {path.name for path in directory.iterdir()} <= own.union(TOKENIZER_PARTS):
+        return False
+    card = directory / "README.md"  # a folder of someone else's model may have the same files
+    return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
 
 
 def doctor(

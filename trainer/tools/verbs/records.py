@@ -42,8 +42,10 @@ class RunEntry:
     state: str
     step: int | None = None  # the last one, which may be later than the last logged one
     steps: int | None = None  # the configured number
-    loss: float | None = None  # the last logged value
+    loss: float | None = None  # the last logged value, as the three below
     eval_loss: float | None = None
+    tokens_in_step: float | None = None
+    fill: float | None = None
     age_sec: float = math.inf  # since the run last logged, or wrote its state if it has logged nothing
     # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
     verdict: str | None = None
@@ -108,8 +110,8 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     if not run.keys:
         return entry
     values: dict[str, Any] = {"verdict": diagnose(run).brief}
-    for key in ("loss", "eval_loss"):
-        values[key] = next(reversed(run.column(key)[1]), None)
+    for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
+        values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
     if isinstance(run.setting("train.steps"), int):
         values["steps"] = run.setting("train.steps")
     step = max([*run.steps[-1:], *reached], default=None)  # rows are some steps apart
@@ -125,6 +127,8 @@ def _columns(entries: Sequence[RunEntry]) -> list[Column]:
     numbers: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (
         ("loss", "loss", 2, "{:.4f}".format),
         ("eval_loss", "eval", 4, "{:.4f}".format),
+        ("tokens_in_step", "tokens/step", 5, "{:,.0f}".format),
+        ("fill", "fill", 5, "{:.1%}".format),
         ("age_sec", "age", 3, duration_text),
     )
     for name, heading, leave_out, form in numbers:
@@ -132,7 +136,8 @@ def _columns(entries: Sequence[RunEntry]) -> list[Column]:
         for entry in entries:
             value = getattr(entry, name)
             cells.append("-" if value is None else form(value))
-        columns.append(Column(heading, cells, "right", leave_out))
+        if leave_out < 5 or {*cells} != {"-"}:  # the least important ones need a value
+            columns.append(Column(heading, cells, "right", leave_out))
     columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
     return columns
 
