@@ -112,7 +112,7 @@ def test_full_rows_are_checked_by_their_fill_their_shares_and_their_alignment(co
     assert [sum(map(float, column)) for column in zip(*shares, strict=True)] == pytest.approx([100, 100], abs=0.2)
     assert "without rows" not in full.stdout
     assert "of the corpus and" not in full.stderr
-    skewed = checked(config, capsys, *FULL_ROWS, BY_BATCH, "data.source.second.weight=9")
+    skewed = checked(config, capsys, *FULL_ROWS, BY_BATCH, "data.source.second.weight=9", "train.steps=60")
     assert "of the corpus and" in skewed.stderr
     cut = checked(config, capsys, *FULL_ROWS, "data.max_group_cells=3").stdout
     assert "follow a cut of their document: their state reaches back to the cut, at most 48 tokens (data.max" in cut
