@@ -4,12 +4,11 @@ The runs are those of `tests/support/metric_streams.py` (real data, ledger and n
 real runs of the trainer. The results go to docs/diagnosis_calibration.json, from which `make docs` generates the tables of
 docs/diagnosis.md. Takes some ten minutes.
 
-    python scripts/calibrate_diagnosis.py [--only short]
+    python scripts/calibrate_diagnosis.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from tests.support.smoke_matrix import SPEED_RULES  # noqa: E402
 from trainer.tools.diagnostics.diagnose import diagnose  # noqa: E402
 from trainer.tools.runs.load import load_run  # noqa: E402
 
+HEALTHY_RUNS, RUNS_OF_A_FAULT = 40, 10  # of each kind
 RESULT = ROOT / "docs" / "diagnosis_calibration.json"
 
 
@@ -79,31 +79,16 @@ def measure_fault(fault: Fault, count: int, directory: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Measure everything and write the results; returns 1 if a promise does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--healthy", type=int, default=40)
-    parser.add_argument("--faults", type=int, default=10)
-    every = ("synthetic", "short", "real", "faults")
-    parser.add_argument("--only", choices=every, nargs="+", help="keep the other results")
-    parser.add_argument("--rules", nargs="+", metavar="RULE", help="of the faults, only those of these rules")
-    options = parser.parse_args()
-    parts = options.only or every
-    result: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    result: dict[str, Any] = {"synthetic": {}, "short": {}, "real": {}, "faults": []}
     with tempfile.TemporaryDirectory() as name:
         for part, measure in (("synthetic", measure_synthetic), ("short", measure_short)):
-            for world_size in WORLD_SIZES if part in parts else ():
-                found = measure(options.healthy, world_size, Path(name))
-                result.setdefault(part, {})[str(world_size)] = found
-                print(part, world_size, found, flush=True)
-        if "real" in parts:
-            result["real"] = measure_real(Path(name))
-        if "faults" in parts:
-            before = {(row["rule"], row["what"]): row for row in result["faults"]}
-            result["faults"] = []
-            for fault in FAULTS:
-                is_kept = options.rules and fault.rule not in options.rules
-                row = before[fault.rule, fault.what] if is_kept else measure_fault(fault, options.faults, Path(name))
-                result["faults"].append(row)
-                print(row, flush=True)
+            for world_size in WORLD_SIZES:
+                result[part][str(world_size)] = measure(HEALTHY_RUNS, world_size, Path(name))
+                print(part, world_size, result[part][str(world_size)], flush=True)
+        result["real"] = measure_real(Path(name))
+        for fault in FAULTS:
+            result["faults"].append(measure_fault(fault, RUNS_OF_A_FAULT, Path(name)))
+            print(result["faults"][-1], flush=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     healthy = [*result["synthetic"].values(), *result["short"].values()]
     alarms = sum(len(run["false_alarms"]) for run in result["real"]["runs"])

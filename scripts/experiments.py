@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_LIMIT_SEC = 1200
@@ -29,17 +29,6 @@ SETS: Mapping[str, object] = {
     "metrics.log_interval": 10,
     "metrics.stdout": '"off"',
 }
-
-
-class Named(Protocol):
-    """What a run depends on, apart from its seed."""
-
-    @property
-    def name(self) -> str:
-        """In the file of results."""
-
-
-NamedT = TypeVar("NamedT", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -110,7 +99,7 @@ def rows_of(run_dir: Path, mode: str) -> list[dict[str, Any]]:
 
 
 class Results:
-    """What runs gave, by setting and seed, kept in a file."""
+    """What runs gave, by setting (which has a `name`) and seed, kept in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,9 +107,7 @@ class Results:
         if path.exists():
             self._found = json.loads(path.read_text(encoding="utf-8"))
 
-    def complete(
-        self, settings: Sequence[NamedT], seeds: int, run: Callable[[NamedT, int], dict[str, Any]], jobs: int
-    ) -> None:
+    def complete(self, settings: Sequence[Any], seeds: int, run: Callable[..., dict[str, Any]], jobs: int) -> None:
         """Run what is missing: all settings of one seed before the next seed."""
         missing = [
             (setting, seed)
@@ -137,10 +124,10 @@ class Results:
                 said = ", ".join(f"{key} {value:.4g}" for key, value in each.items() if isinstance(value, float))
                 print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {said}", file=sys.stderr, flush=True)
 
-    def of(self, setting: Named, seed: int) -> dict[str, Any]:
+    def of(self, setting: Any, seed: int) -> dict[str, Any]:
         return self._found[setting.name][str(seed)]
 
-    def mean(self, setting: Named, key: str) -> tuple[float, float] | None:
+    def mean(self, setting: Any, key: str) -> tuple[float, float] | None:
         """(mean, standard error over the seeds); None if no run has the key."""
         values = [found[key] for found in self._found.get(setting.name, {}).values() if key in found]
         return mean_of(values) if values else None

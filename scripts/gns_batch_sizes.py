@@ -6,14 +6,13 @@ noise that a constant learning rate leaves in the weights nor a wrong learning r
 and for each batch size the learning rate and the span of the average are the best on two seeds; the other seeds reuse them.
 B is measured by the hooks, in all runs, until they reach the target.
 
-    python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json
+    python scripts/gns_batch_sizes.py
 
-Runs that are in the file are reused, so the script can be interrupted and started again.
+Runs that are in build/gns_batch_sizes.json are reused, so the script can be interrupted and started again.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -27,13 +26,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from experiments import Results, markdown, steps_to
+from experiments import Results, markdown
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 
+CORPUS = Path("data/pytext")
+SIZES = ((48, 1), (64, 2))  # width and layers of each model
+BATCHES = (16, 32, 64, 128, 256)
+SEQUENCES = 49_152  # per run
+SEEDS = 5
 SEQ_LEN = 64
 HELD_OUT_SEQUENCES = 192
 NUM_EVALUATIONS = 48
@@ -73,7 +77,14 @@ class Curve:
 
     def steps_to(self, target: float, span: int) -> float:
         """Steps until the held-out loss first reaches `target`, interpolated; infinite if it never does."""
-        return steps_to(target, self.steps, [losses[span] for losses in self.held_out]) or math.inf
+        losses = [each[span] for each in self.held_out]
+        for at, low in enumerate(losses):
+            if low <= target:
+                if at == 0:
+                    return float(self.steps[0])
+                share = (losses[at - 1] - target) / (losses[at - 1] - low)
+                return self.steps[at - 1] + share * (self.steps[at] - self.steps[at - 1])
+        return math.inf
 
     def b_on_the_way(self, until: float, batch: int) -> tuple[float, float]:
         """B averaged up to a step, with each step's progress, 1 / (1 + B/batch), as weight; and B at that step."""
@@ -208,7 +219,7 @@ def measure(
         span = min(range(len(SPANS)), key=cost)
         steps = [curve.steps_to(target, span) for curve in found]
         if math.inf in steps:
-            raise SystemExit(f"batch {batch}: a run does not reach {target:.3f}; raise --sequences")
+            raise SystemExit(f"batch {batch}: a run does not reach {target:.3f}; it needs more sequences")
         means, ends = zip(*(c.b_on_the_way(s, batch) for c, s in zip(found, steps, strict=True)), strict=True)
         return Row(batch, RATES[rate], SPANS[span], steps, list(means), list(ends))
 
@@ -261,19 +272,10 @@ def report(size: str, target: float, rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
-    parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))
-    parser.add_argument("--sizes", default="48x1,64x2", help="width x layers, of each model")
-    parser.add_argument("--batches", default="16,32,64,128,256")
-    parser.add_argument("--sequences", type=int, default=49_152, help="sequences per run")
-    parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    results, batches = Results(args.out), [int(batch) for batch in args.batches.split(",")]
-    for size in args.sizes.split(","):
-        dim, num_layers = map(int, size.split("x"))
-        report(size, *measure(results, args.corpus, (dim, num_layers), batches, args.sequences, args.seeds))
+    results = Results(Path("build/gns_batch_sizes.json"))
+    for dim, num_layers in SIZES:
+        report(f"{dim}x{num_layers}", *measure(results, CORPUS, (dim, num_layers), BATCHES, SEQUENCES, SEEDS))
     print(f"{platform.platform()}, torch {torch.__version__}")
 
 

@@ -32,6 +32,7 @@ from trainer.metrics.catalog.lookup import lookup  # noqa: E402
 from trainer.tools.runs.load import load_run  # noqa: E402
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"
+OUT = Path("runs/smoke_matrix")  # which is replaced
 HEALTHY_OR_FINDINGS = (0, 3)
 WIDTH = 140  # if stdout is not a terminal
 # The key that shows each fault.
@@ -45,45 +46,41 @@ LEFT, TOP, RIGHT, BOTTOM = 50, 44, 440, 170  # of the plot in a picture of 450 x
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    replaced = "directory of the runs, which is replaced"
-    parser.add_argument("--out", type=Path, default=Path("runs/smoke_matrix"), help=replaced)
     parser.add_argument("--pictures", type=Path, help="directory of the pictures; default: that of the runs")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks")
     options = parser.parse_args()
     begin = time.monotonic()
-    if options.out.exists():
-        shutil.rmtree(options.out)
-    options.out.mkdir(parents=True)
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
     for case in CASES:
-        train(case, options.out / case.name, nproc=options.nproc)
+        train(case, OUT / case.name)
     diagnoses = {}
     for case in CASES:
-        said = program("diagnose", options.out / case.name, "--json", codes=HEALTHY_OR_FINDINGS)
+        said = program("diagnose", OUT / case.name, "--json", codes=HEALTHY_OR_FINDINGS)
         diagnoses[case.name] = json.loads(said.stdout)
-    (options.out / "diagnoses.json").write_text(json.dumps(diagnoses, indent=2) + "\n", encoding="utf-8")
+    (OUT / "diagnoses.json").write_text(json.dumps(diagnoses, indent=2) + "\n", encoding="utf-8")
     steps = load_config(CONFIGS / "healthy.toml").train.steps
     judgements = matrix.judge_all(CASES, diagnoses, steps=steps)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(verdict_table(judgements, damages(options.out)))
-    program("report", *(options.out / case.name for case in CASES), "--out", options.out / "report.html", "--force")
+    console.print(verdict_table(judgements, damages(OUT)))
+    program("report", *(OUT / case.name for case in CASES), "--out", OUT / "report.html", "--force")
     for name, key in SIGNALS.items():
-        path = (options.pictures or options.out) / f"smoke_matrix_{name}.svg"
-        path.write_text(picture(key, *(options.out / each for each in ("healthy", name))), encoding="utf-8")
-    print(f"the report is in {options.out / 'report.html'}", file=sys.stderr)
-    print(f"to wandb: wandb sync {options.out}/*/wandb/offline-run-*", file=sys.stderr)
+        path = (options.pictures or OUT) / f"smoke_matrix_{name}.svg"
+        path.write_text(picture(key, *(OUT / each for each in ("healthy", name))), encoding="utf-8")
+    print(f"the report is in {OUT / 'report.html'}", file=sys.stderr)
+    print(f"to wandb: wandb sync {OUT}/*/wandb/offline-run-*", file=sys.stderr)
     is_green, seconds = matrix.is_green(judgements), time.monotonic() - begin
     color = "green" if is_green else "RED"
     console.print(f"{color}: {len(CASES)} runs in {seconds:.0f} s", highlight=False)
     return 0 if is_green else 1
 
 
-def train(case: Case, run_dir: Path, *, nproc: int) -> None:
+def train(case: Case, run_dir: Path) -> None:
     """Train one case; its console output goes to a file next to the run."""
     print(f"training {case.name}", file=sys.stderr, flush=True)
     overrides = [argument for override in case.overrides for argument in ("--set", override)]
     config = CONFIGS / f"{case.config_name}.toml"
     recorded = ("--set", "metrics.wandb.mode=offline")
-    done = program("--nproc", nproc, "--config", config, "--run-dir", run_dir, *recorded, *overrides)
+    done = program("--nproc", 2, "--config", config, "--run-dir", run_dir, *recorded, *overrides)
     run_dir.with_suffix(".log").write_text(done.stderr, encoding="utf-8")
 
 

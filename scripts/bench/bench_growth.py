@@ -112,8 +112,5 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
 
 if __name__ == "__main__":
     parser = bench_parser(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--streams", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000])
-    parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
+    parser.set_defaults(ranks=[2, 4, 8], streams=[10, 100, 1000, 10_000, 100_000], keys=[10, 100, 1000], batches=300)
     run_bench("growth", parser, measure)

@@ -277,7 +277,6 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
 
 if __name__ == "__main__":
     parser = bench_parser(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[20, 200, 2000, 20_000], help="of documents")
-    parser.add_argument("--batches", type=int, default=100, help="batches a turn, fewer of short documents")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each, after one that warms up")
+    # Lengths of documents, batches a turn (fewer of short documents), and turns after one that warms up.
+    parser.set_defaults(lengths=[20, 200, 2000, 20_000], batches=100, rounds=7)
     run_bench("rows", parser, measure)

@@ -6,7 +6,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -131,7 +130,6 @@ def bench_parser(doc: str | None, *, device: str | None = None, sets: bool = Fal
     """The options that benchmarks share; `--device` with this default and `--set` where asked for."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     if device:
         parser.add_argument("--device", default=device, choices=["cpu", "cuda"])
     if sets:
@@ -143,7 +141,7 @@ def bench_parser(doc: str | None, *, device: str | None = None, sets: bool = Fal
 def run_bench(
     bench: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Sequence[Figure | Table]]
 ) -> None:
-    """Measure, on the CPU in one thread, and print; with `--check`, exit with 1 if a goal is missed."""
+    """Measure, on the CPU in one thread, and print."""
     args = parser.parse_args()
     if getattr(args, "device", "cpu") == "cpu":
         torch.set_num_threads(1)
@@ -161,8 +159,6 @@ def run_bench(
             print(f"{figure.name:{width}}  {as_text(figure):>28}  {figure.goal:15} {verdict(figure)}".rstrip())
         for table in tables:
             print(f"{table.title}: {', '.join(table.columns)}", *("  ".join(map(str, r)) for r in table.rows), sep="\n")
-    if args.check and any(figure.is_met is False for figure in figures):
-        sys.exit(1)
 
 
 def as_text(figure: Figure) -> str:

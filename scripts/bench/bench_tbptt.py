@@ -78,10 +78,6 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cpu")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=4, help="rows per micro-batch")
-    parser.add_argument("--cell", type=int, default=128, help="tokens per cell")
-    parser.add_argument("--cells", type=int, default=8, help="cells per row, k")
-    parser.add_argument("--rounds", type=int, default=5)
+    # Rows per micro-batch, tokens per cell, cells per row, and rounds.
+    parser.set_defaults(dim=128, layers=4, rows=4, cell=128, cells=8, rounds=5)
     run_bench("tbptt", parser, measure)

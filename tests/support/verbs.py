@@ -15,7 +15,7 @@ from tests.support.grouped import run
 from tests.support.in_process import Ended, program
 from trainer.ending import PARENT
 from trainer.import_path import PROGRAM
-from trainer.tools.branching import run_branches
+from trainer.tools.branching import study
 
 
 class _Finished:
@@ -33,7 +33,7 @@ class _Finished:
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
     """`train <arguments>` here, in a working directory `cwd`; the group takes the runs that it starts (replay, bisect)."""
-    monkeypatch.setattr(run_branches, "subprocess", SimpleNamespace(Popen=_Finished, DEVNULL=None))
+    monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=_Finished, DEVNULL=None))
 
     def call(*arguments: object, cwd: Path | None = None) -> Ended:
         with monkeypatch.context() as patch:

@@ -19,9 +19,9 @@ def test_ranks_sum_over_all_of_them():
 
 @pytest.mark.parametrize(("does", "said"), [("False", "cpu is wrong"), ("time.sleep(600)", "no answer within 2 s")])
 def test_a_device_that_multiplies_wrongly_or_never_answers_is_reported(does, said):
-    code = "import time; from trainer.tools import limits; from trainer.tools.inspection import node\n"
-    code += "from trainer.tools.verbs import before_run\n"
-    code += f"node.torch.equal = lambda *_: {does}\nlimits.NODE_SECONDS = 2.0\nbefore_run._check_node()"
+    code = "import time; from trainer.tools import limits; from trainer.tools import doctor\n"
+    code += "from trainer.tools.verbs import models\n"
+    code += f"doctor.torch.equal = lambda *_: {does}\nlimits.NODE_SECONDS = 2.0\nmodels._check_node()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert said in ended.stdout + ended.stderr
     assert ended.returncode != 0

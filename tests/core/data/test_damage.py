@@ -16,7 +16,7 @@ from trainer.data.formats import load_documents
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
-from trainer.tools.inspection.survey import token_chunks, verify
+from trainer.tools.corpus.survey import token_chunks, verify
 
 SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes
 

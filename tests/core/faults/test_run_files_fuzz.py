@@ -46,7 +46,7 @@ checkpoint list {0}
 checkpoint verify {0}
 config diff {0} {1}
 payload validate {0}/metrics.jsonl
-mix {0} --no-wait --set data.source.first.weight=2
+mix {0} --set data.source.first.weight=2
 check --config {0}/config.resolved.toml
 replay {0} --step 10
 cbs {0} --at 3""".splitlines()
@@ -130,6 +130,7 @@ def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_
     victim = tmp_path / "victim"
     victim.write_text("precious\n")
     monkeypatch.setenv("VICTIM", str(victim))
+    monkeypatch.setattr("trainer.tools.verbs.data.MOST_WAIT_SEC", 0.1)
     chance, found = random.Random(SEED), []
     names = sorted(
         str(path.relative_to(original)) for path in original.rglob("*") if path.is_file() and not path.is_symlink()

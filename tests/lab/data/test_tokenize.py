@@ -170,12 +170,12 @@ def test_a_lost_process_is_an_error_that_says_so(source, monkeypatch):
 
 def test_what_would_mix_tokens_of_two_kinds_is_refused(source, in_threads):
     run(source, "out")
-    with pytest.raises(UserError, match="holds tokens made with another text_split"):
+    with pytest.raises(UserError, match=r"holds tokens of other files or settings \(text_split\)"):
         run(source, "out", text_split="file")
-    with pytest.raises(UserError, match="holds tokens made with another tokenizer"):
+    with pytest.raises(UserError, match=r"other files or settings \(tokenizer\)"):
         run(source, "out", tokenizer="bytes")
     (source / "text" / "code" / "a.md").unlink()
-    with pytest.raises(UserError, match=r"holds tokens of other files \(code/a.md.bin\)"):
+    with pytest.raises(UserError, match=r"other files or settings \(code/a.md.bin\)"):
         run(source, "out")
     for end in ("bin", "idx"):
         (source / "out" / "code" / f"a.md.{end}").unlink()

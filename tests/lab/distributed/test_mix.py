@@ -111,8 +111,6 @@ def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, v
 
 REFUSED = {
     f"{FIRST}=-1": "must be 0 or a number within",
-    f"{FIRST}=inf": "must be 0 or a number within",
-    f"{FIRST}=two": "must be 0 or a number within",
     "data.source.third.weight=1": "where NAME is first or second",
     "data.seq_len=8": "is not the weight of a source",
     f"{SECOND}=0": "all weights would be zero",
@@ -141,9 +139,6 @@ def test_the_verb_asks_a_live_run_and_refuses_what_cannot_be(tmp_path, capsys):
             done = program(["mix", run_dir, "--set", setting], capsys)
             assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
             assert problem in done.stderr
-        done = program(["mix", run_dir, "--no-wait", "--set", f"{FIRST}=1"], capsys)
-        assert (done.returncode, len(done.stdout.splitlines())) == (0, 1)
-        assert ranks.until(lambda: len(changes(run_dir)) == 2)
         ranks.signal(signal.SIGKILL)
         ranks.wait()
     done = program(["mix", run_dir, "--set", f"{FIRST}=1"], capsys)

@@ -15,13 +15,13 @@ from trainer.tools.branching.study import make_study as study_of
 
 
 @pytest.fixture
-def make_study():
+def make_study(tmp_path):
     """Makes a study at step 100 of 1/4, 1 and 4 times a batch of 4 micro-batches, 1,000 tokens and 10 sequences.
 
     The learning rate is 1e-3. `changes` are of the config, and `fields` of the origin.
     """
 
-    def make(changes=None, *, fields=None, **options):
+    def make(changes=None, *, fields=None, directory=tmp_path, **options):
         tables = {
             "train": {"steps": 400, "micro_batches": 4},
             "data": {"source": [{"name": "one", "root": "nowhere"}], "mixing": {"batch_size": 8}},
@@ -47,8 +47,7 @@ def make_study():
             "lr_grid": [0.5, 1.0, 2.0],
             "num_seeds": 2,
             "tokens": None,
-            "before": None,
         }
-        return study_of(replace(origin, **(fields or {})), Path("cbs"), **{**given, **options})
+        return study_of(replace(origin, **(fields or {})), directory, **{**given, **options})
 
     return make

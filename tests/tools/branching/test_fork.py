@@ -13,7 +13,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import discover_nested
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
-from trainer.tools.branching.run_branches import reordered
+from trainer.tools.branching.study import reordered
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def test_each_order_differs_and_repeats_itself(corpus):
     for number, saved in enumerate(state["sources"]):
         epochs = [reordered(state, order)["sources"][number]["epoch"] for order in (1, 2)]
         assert len({saved["epoch"], *epochs}) == 3  # other streams first, not only other picks
+        assert min(epochs) > 10**6  # which the run itself never reads
 
 
 def test_an_order_begins_every_group_it_reads(corpus):

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from tests.support.records import record_of
 from trainer.errors import UserError
-from trainer.tools.branching.answer import cost_lines, decide, error_and_bar, make_answer
-from trainer.tools.branching.run_branches import BranchResult, last_training_loss, training_config
-from trainer.tools.branching.study import STEPS_UNIT, base_steps_for, parse_numbers
+from trainer.files import write_json
+from trainer.tools.branching.answer import decide, error_bar_of, make_answer
+from trainer.tools.branching.study import (
+    STEPS_UNIT,
+    STUDY_FILE,
+    base_steps_for,
+    last_training_loss,
+    parse_numbers,
+    training_config,
+)
 
 
 @pytest.mark.parametrize(("optimizer", "power"), [({}, 0.5), ({"name": "muon"}, 0.5), ({"name": "sgd"}, 1)])
@@ -34,15 +41,6 @@ def test_the_tokens_are_a_share_of_the_run_so_far_or_enough_steps_of_the_largest
     assert (asked.tokens, {branch.steps for branch in asked.branches}) == (16_000, {64, 16, 4})
 
 
-def test_tokens_of_branches_that_are_done_stay_unless_a_new_factor_does_not_divide_them(make_study):
-    def before(steps):
-        return {**make_study().common, "base_steps": steps, "tokens": 1000 * steps}
-
-    assert make_study(before=before(32)).base_steps == 32
-    with pytest.raises(UserError, match=r"base_steps 20 \(now 64\); their losses do not compare"):
-        make_study(before=before(20))
-
-
 def test_data_of_ones_own_have_one_order(make_study):
     data = {"data": {"source": [{"name": "mine", "target": "my:data"}]}}
     with pytest.raises(UserError, match="--seeds: source mine is a target of your own"):
@@ -51,9 +49,11 @@ def test_data_of_ones_own_have_one_order(make_study):
 
 
 def test_a_batch_is_a_whole_number_of_micro_batches(make_study):
-    study = make_study(fields={"micro_batches": 2})
-    assert [line.split()[0] for line in study.impossible] == ["1/4"]
-    assert {branch.micro_batches for branch in study.branches} == {2, 8}
+    study = make_study(fields={"micro_batches": 2}, factors=None)
+    assert {branch.micro_batches for branch in study.branches} == {1, 2, 4, 8}
+    for factors, said in (("1/4,1", "1/4 of 2"), ("2", "2 of 2")):
+        with pytest.raises(UserError, match=f"--factors: {said} micro-batches; name two or more"):
+            make_study(fields={"micro_batches": 2}, factors=parse_numbers("--factors", factors))
 
 
 def test_the_config_of_a_branch_differs_in_batch_rate_and_length_alone(make_study):
@@ -82,7 +82,6 @@ def test_without_held_out_documents_every_training_loss_is_logged(make_study):
     assert not study.is_held_out
     configs = [training_config(study, branch) for branch in study.branches]
     assert {(config.metrics.log_interval, config.eval.every) for config in configs} == {(1, 0)}
-    assert make_study({"eval": {"every": 0, "holdout_fraction": 0.1}}).is_held_out
 
 
 def test_numbers_are_read_exactly():
@@ -109,24 +108,21 @@ def test_every_factor_trains_the_same_tokens_in_whole_steps(factors, tokens, per
         assert steps % STEPS_UNIT == 0
 
 
-def results_of(study, loss_of):
-    return {b: BranchResult(loss_of(b.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
-
-
-def answered(study, loss_of, **options):
-    return make_answer(study, results_of(study, loss_of), **{"tolerance": 0.01, **options})
+def answered(study, loss_of):
+    results = {branch: loss_of(branch.factor, branch.lr_scale, branch.seed) for branch in study.branches}
+    return make_answer(study, results, tolerance=0.01)
 
 
 def test_the_rate_with_the_best_mean_over_seeds_counts(make_study):
     losses = {0.5: [1.0, 3.0], 1.0: [1.8, 1.8], 2.0: [2.0, 2.0]}
     answer = answered(make_study(), lambda factor, scale, seed: losses[scale][seed])
     for row in answer["batches"]:
-        assert (row["lr_scale"], row["is_edge"], row["loss"]) == (1.0, False, 1.8)
+        assert (row["is_edge"], row["loss"]) == (False, 1.8)
 
 
 def test_a_rate_that_diverged_with_one_seed_does_not_count(make_study):
     answer = answered(make_study(), lambda factor, scale, seed: None if scale == 0.5 and seed else 1.0 + scale)
-    assert [row["lr_scale"] for row in answer["batches"]] == [1.0] * 3
+    assert [row["lr"] for row in answer["batches"]] == [0.5e-3, 1e-3, 2e-3]
     nothing = answered(make_study(), lambda factor, scale, seed: None)
     assert nothing["critical"] is None
     assert "no branch ended with a finite loss" in nothing["sentence"]
@@ -151,15 +147,6 @@ def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study):
     assert found.endswith("The noise scale (gns/b_simple at step 90) is 20 (15 to 30) sequences.")
 
 
-def test_the_cost_is_that_of_what_is_left(make_study):
-    rows = record_of({step: {"tokens_per_sec": 100.0 * step} for step in (80, 90, 100, 110)})
-    study = make_study(fields={"run": rows})
-    lines = cost_lines(study, 6)
-    assert lines[0] == ("18 branches from step 100 of run: 3 batches x 3 learning rates x 2 seeds, of which 6 are done")
-    # 12 branches of 64,000 tokens at 9,000 tokens/s, the median until the checkpoint.
-    assert lines[-1] == "cost: 12 branches, 768,000 tokens, about 1 min at the run's 9,000 tokens/s"
-
-
 def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter():
     rows = {step: {"loss": float(step), "tokens_in_step": 10.0 * step} for step in range(1, 9)}
     assert last_training_loss(record_of(rows), last=8, num_steps=8) == pytest.approx((7 * 70 + 8 * 80) / 150)
@@ -167,11 +154,13 @@ def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter():
     assert last_training_loss(record_of(rows), last=8, num_steps=8) is None
 
 
-def test_results_of_other_settings_are_refused(make_study):
-    before = make_study(tokens=1).common
-    make_study(tokens=1, before=before)
+def test_results_of_other_settings_are_refused(make_study, tmp_path):
+    write_json(tmp_path / STUDY_FILE, make_study(tokens=1).common)
+    make_study(tokens=1, num_seeds=5)
     with pytest.raises(UserError, match="their losses do not compare"):
-        make_study(tokens=1, before=before, fields={"tokens_per_step": 999.0})
+        make_study(tokens=1, fields={"tokens_per_step": 999.0})
+    with pytest.raises(UserError, match="their losses do not compare"):
+        make_study(tokens=1, fields={"marker": "1"})
 
 
 FACTORS = [Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4)]
@@ -186,11 +175,10 @@ def measured(*losses):
 def test_the_largest_batch_within_the_tolerance_of_the_best_is_critical():
     verdict = decide(measured(2.0, 2.0, 2.01, 2.1, 2.4), tolerance=0.01)
     assert (verdict.reference, verdict.largest, verdict.next_larger) == (Fraction(1, 4), 1, 2)
-    assert (verdict.lowest, verdict.highest, verdict.compared[1].excess) == (1, 1, pytest.approx(0.01))
-    assert [each.is_within for each in verdict.compared.values()] == [True, True, True, False, False]
+    assert (verdict.lowest, verdict.highest, verdict.excess[1]) == (1, 1, pytest.approx(0.01))
     # A batch without a loss is outside.
     verdict = decide(measured(2.0, 2.0, [], 2.0), tolerance=0.01)
-    assert (verdict.largest, verdict.next_larger, len(verdict.compared)) == (Fraction(1, 2), 1, 3)
+    assert (verdict.largest, verdict.next_larger, len(verdict.excess)) == (Fraction(1, 2), 1, 3)
 
 
 def test_batches_that_the_error_bars_leave_open_are_named(make_study):
@@ -202,7 +190,7 @@ def test_batches_that_the_error_bars_leave_open_are_named(make_study):
     losses = {Fraction(1, 4): [1.98, 2.02], Fraction(1): [2.03, 2.05], Fraction(4): [2.5, 2.5]}
     found = answered(make_study(), lambda factor, scale, seed: losses[factor][seed] + abs(scale - 1))
     assert "; the error bars leave 1/4 x to 1 x open: add seeds or tokens" in found["sentence"]
-    assert [row["is_open"] for row in found["batches"]] == [False, True, False]
+    assert [row["is_within"] for row in found["batches"]] == [True, False, False]
     single = answered(make_study(num_seeds=1), lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1))
     assert "; a single seed has no error bars" in single["sentence"]
 
@@ -213,16 +201,16 @@ def test_the_variance_is_pooled_over_batches_without_what_seeds_share():
     seeds, batches = np.eye(3)[np.tile(range(3), 4)], np.eye(4)[np.repeat(range(4), 3)]
     design = np.hstack([seeds, batches])
     residuals = losses.ravel() - design @ np.linalg.lstsq(design, losses.ravel(), rcond=None)[0]
-    error, bar = error_and_bar(measured(*losses.tolist()))
-    assert error == pytest.approx((2 * residuals @ residuals / 6 / 3) ** 0.5)
+    error = (2 * residuals @ residuals / 6 / 3) ** 0.5
+    bar = error_bar_of(measured(*losses.tolist()))
     assert bar / error == pytest.approx(2.699, rel=0.005)  # Student's t at 6 degrees, 98.2 %
 
 
 def test_what_seeds_have_in_common_is_no_error():
     """Branches of one seed read the same data: the spread between seeds cancels in their difference."""
     verdict = decide(measured([2.0, 2.5, 3.0], [2.1, 2.6, 3.1]), tolerance=0.01)
-    assert verdict.compared[FACTORS[1]].excess == pytest.approx(0.1)
-    assert verdict.compared[FACTORS[1]].error == pytest.approx(0.0, abs=1e-12)
+    assert verdict.excess[FACTORS[1]] == pytest.approx(0.1)
+    assert verdict.error_bar == pytest.approx(0.0, abs=1e-12)
     assert verdict.largest == Fraction(1, 4)
 
 

@@ -24,7 +24,7 @@ from tests.support.in_process import Ended, exit_code, program
 from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, write_tiny_config
 from trainer.ending import PARENT
-from trainer.tools.branching import run_branches
+from trainer.tools.branching import study
 
 STEP = 8
 OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500)
@@ -50,7 +50,7 @@ def contents(run_dir) -> dict[str, object]:
     return {
         str(path.relative_to(run_dir)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
         for path in sorted(run_dir.rglob("*"))
-        if path.is_file() and "cbs" not in path.relative_to(run_dir).parts
+        if path.is_file() and path.name != ".lock" and "cbs" not in path.relative_to(run_dir).parts
     }
 
 
@@ -89,12 +89,12 @@ class Branch(Forked):
 
 @pytest.fixture(scope="module")
 def whole(trained):
-    """Branches that were interrupted in their midst and went on; and the files before."""
+    """Branches, the first of which was interrupted in its midst and began again; and the files before."""
     run_dir = copied(trained, "whole")
     before = contents(run_dir)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_branches, "subprocess", SimpleNamespace(Popen=Branch, DEVNULL=None))
-        patch.setattr(run_branches, "POLL_SEC", 0.002)
+        patch.setattr(study, "subprocess", SimpleNamespace(Popen=Branch, DEVNULL=None))
+        patch.setattr(study, "POLL_SEC", 0.002)
         ended = here("cbs", run_dir, *OPTIONS)
         assert (ended.returncode, "the same command continues" in ended.stderr) == (0, True), ended.stderr
         assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
@@ -115,10 +115,7 @@ def test_the_branches_train_equal_tokens_with_the_stated_batch_and_rate(whole):
     found = answer(run_dir)
     lr = read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]
     small, large = found["batches"]
-    assert (small["micro_batches"], large["micro_batches"]) == (1, 4)
     assert small["steps"] == 4 * large["steps"]
-    assert small["trained_tokens"] == pytest.approx(large["trained_tokens"], rel=0.1)
-    assert large["trained_tokens"] == pytest.approx(found["tokens"], rel=0.2)
     assert (small["lr"], large["lr"]) == pytest.approx((lr * 0.5**0.5, lr * 2**0.5))
     for batch, name in ((small, "1_of_2"), (large, "2")):
         (branch,) = run_dir.glob(f"cbs/{STEP}/batch_{name}-*-seed_0")
@@ -126,6 +123,7 @@ def test_the_branches_train_equal_tokens_with_the_stated_batch_and_rate(whole):
         logged = {step: row for (mode, step), row in rows.items() if mode == "train"}
         assert all(row["lr"] == pytest.approx(batch["lr"]) for row in logged.values())
         assert max(logged) == STEP + batch["steps"]
+        assert sum(row["tokens_in_step"] for row in logged.values()) == pytest.approx(found["tokens"], rel=0.2)
         # 3 to 1 over 20 steps, and the next is step 9.
         assert "weight = 2.1\n" in (branch / "branch.toml").read_text()
 
@@ -143,42 +141,26 @@ def test_seeds_read_other_data_and_are_evaluated_on_the_same(whole):
         losses = batch["losses"]
         assert losses["0"] != losses["1"]
         assert losses["0"] == pytest.approx(losses["1"], rel=0.1)
-        assert batch["error"] == pytest.approx(abs(losses["0"] - losses["1"]) / 2)
-
-
-def test_the_answer_is_a_table_and_a_sentence(whole):
-    run_dir, _, done = whole
-    assert "critical batch is" in " ".join(done.stdout.split())
-    assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
-    assert "noise scale" in answer(run_dir)["sentence"]
-    assert not list(run_dir.glob("cbs/*/*/checkpoints"))
 
 
 def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
     run_dir, _, _ = whole
-    again = program(["cbs", run_dir, *OPTIONS, "--tolerance", "5", "--json"], capsys)
-    assert again.returncode == 0
-    assert "of which 4 are done" in again.stderr
-    found = json.loads(again.stdout)
-    assert found["critical"]["factor"] == "2"
-    assert found["batches"][0]["losses"] == answer(run_dir)["batches"][0]["losses"]
+    before = answer(run_dir)["batches"][0]["losses"]
+    assert not list(run_dir.glob("cbs/*/*/checkpoints"))
+    again = program(["cbs", run_dir, *OPTIONS, "--tolerance", "5"], capsys)
+    assert (again.returncode, "critical batch is" in " ".join(again.stdout.split())) == (0, True)
+    assert "4 done" in again.stderr
+    assert answer(run_dir)["critical"]["factor"] == "2"
+    assert answer(run_dir)["batches"][0]["losses"] == before
     refused = program(["cbs", run_dir, *OPTIONS, "--tokens", "99999"], capsys)
     assert refused.returncode == 2
     assert "their losses do not compare" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--at", "9"], "--at: RUN has no checkpoint after step 9; use one of 4, 8, 12"),
-        (["--factors", "1/16,1"], "fewer than two batches to compare; 1/16 of today's batch is impossible"),
-    ],
-)
-def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, capsys):
-    refused = program(["cbs", trained, *options], capsys)
-    assert refused.returncode == 2
-    assert message.replace("RUN", str(trained)) in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+def test_a_mistake_is_one_line_and_trains_nothing(trained, capsys):
+    refused = program(["cbs", trained, "--at", "9"], capsys)
+    message = f"--at: {trained} has no checkpoint after step 9; use one of 4, 8, 12\n"
+    assert (refused.returncode, refused.stderr) == (2, message)
     assert not list(trained.glob("cbs/*/*"))
 
 
@@ -189,7 +171,7 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
         # Another mistake, so that nothing would be trained if this one were not seen.
         refused = program(["cbs", run_dir, "--factors", "0"], capsys)
     assert refused.returncode == 2
-    assert "is still being trained" in refused.stderr
+    assert "is in use by another run" in refused.stderr
 
 
 def test_a_branch_that_fails_is_named_and_the_others_are_kept(whole, tmp_path):

@@ -140,9 +140,11 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
     assert foreign.returncode == 2
     assert "with other files than an export" in foreign.stderr
     assert (folder / "run").is_dir()
-    for name in ("x.parquet", "y.safetensors", "z.csv"):
-        done = program(["export", folder / "run", "--out", tmp_path / name], capsys)
-        assert (done.returncode, " would be " in done.stderr, (tmp_path / name).exists()) == (2, True, False)
+    assert program(["export", folder / "run", "--out", out, "--force"], capsys).returncode == 0
+    (out / "notes.md").write_text("weeks of work")
+    foreign = program(["export", folder / "run", "--out", out, "--force"], capsys)
+    assert (foreign.returncode, "with other files than an export" in foreign.stderr) == (2, True)
+    assert (out / "notes.md").exists()
 
 
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):

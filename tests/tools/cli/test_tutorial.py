@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import PROGRAM, ROOT, environment, make_corpus, read_rows
+from tests.support.runs import PROGRAM, ROOT, environment, read_rows
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 # The same commands, smaller: what they show does not depend on the size.
@@ -76,8 +76,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_shortest_config_trains_on_a_corpus_of_one_s_own(tmp_path):
     files = tmp_path / "files"
-    make_corpus(files)
-    (files / "a" / "note.txt").write_text("A note in plain words. " * 50)
+    (files / "a").mkdir(parents=True)
+    for number in range(40):
+        (files / "a" / f"{number}.txt").write_text(f"Note {number} in plain words. " * 50)
     glob = f"words={files}/**/*.*"
     built = run("data", "build", "text", "--out", "data/mine", "--modality", glob, cwd=tmp_path)
     assert built.returncode == 0, built.stderr

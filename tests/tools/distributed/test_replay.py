@@ -84,9 +84,8 @@ def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_pat
     assert all(now == then for now, then in values.values())
     rows, num_tokens = found["rows"], values["tokens_in_step"][1]
     assert sum(row["tokens"] for row in rows) == num_tokens
-    assert sum(found["parts"].values()) == pytest.approx(values["loss"][1], rel=1e-6)
-    assert mean_loss(rows) == pytest.approx(found["parts"]["token_ce"], rel=1e-6)
-    assert ("z_loss" in found["parts"]) == (case == "full rows")
+    if case != "full rows":  # whose loss has a z-loss, too
+        assert mean_loss(rows) == pytest.approx(values["loss"][1], rel=1e-6)
     for row in rows:
         assert [each["text"] for each in row["documents"]] == corpus_text(config.parent / "corpus", row)
         assert sum(each["stop"] - each["start"] for each in row["documents"]) == row["tokens"]
@@ -96,6 +95,9 @@ def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_pat
     if case == "ddp":  # in one process, with digests that do not compare
         one = answer(verb, "replay", tmp_path / "run", "--step", step, "--nproc", 1, "--text")
         assert (one["is_equal"], "weights" in one["values"]) == (None, False)
+        assert one["values"]["batch"] == found["values"]["batch"]
+        said = verb("replay", tmp_path / "run", "--step", step, "--nproc", 1).stdout
+        assert "the same batches; on another number of ranks sums are rounded otherwise" in " ".join(said.split())
         assert mean_loss(one["rows"]) == pytest.approx(values["loss"][1], rel=1e-6)
         assert [row["documents"] for row in one["rows"]] == [row["documents"] for row in found["rows"]]
     assert case != "full rows" or any(len(row["documents"]) > 1 for row in rows)

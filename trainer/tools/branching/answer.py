@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from itertools import takewhile
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from trainer.metrics.noise_scale.estimate import t_quantile
-from trainer.tools.branching.run_branches import BranchResult
 from trainer.tools.branching.study import Branch, Study
-from trainer.tools.fitted_table import Column, duration_text, fitted_table
+from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, number_text
 
@@ -27,45 +26,21 @@ Answer = dict[str, Any]  # the content of cbs.json: numbers unrounded, factors a
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A batch against the reference."""
-
-    excess: float  # mean of its loss above that of the reference
-    error: float | None  # standard error; None for the reference, and with a single seed
-    bar: float | None
-    tolerated: float  # excess
-
-    @property
-    def is_within(self) -> bool:
-        return self.excess <= self.tolerated
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the error bar reaches across the tolerance."""
-        return abs(self.excess - self.tolerated) < (self.bar or 0.0)
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The critical batch, from the losses of the branches."""
 
     reference: Fraction  # the batch with the lowest loss
-    compared: Mapping[Fraction, Compared]  # the batches that have a loss, ascending
+    excess: Mapping[Fraction, float]  # mean loss above that of the reference, of batches with a loss
+    error_bar: float | None  # of an excess; None with a single seed or batch
+    tolerated: float  # excess
     largest: Fraction  # up to which every batch from the reference on is within
     next_larger: Fraction | None  # the smallest that is not; None: the largest measured is within
     lowest: Fraction  # `largest`, as far as the error bars leave it open
     highest: Fraction
 
 
-def standard_error(losses: Losses) -> float | None:
-    """Standard error of the mean over seeds; None with a single one."""
-    if len(losses) < 2:
-        return None
-    return stdev(losses.values()) / math.sqrt(len(losses))
-
-
-def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | tuple[None, None]:
-    """Standard error and error bar of the difference between the mean losses of two batches.
+def error_bar_of(measured: Mapping[Fraction, Losses]) -> float | None:
+    """Error bar of the difference between the mean losses of two batches.
 
     None with a single seed or batch. Branches of one seed read the same data, so what its losses
     share is no error. The variance is that of the residuals of batches plus seeds (a randomized
@@ -74,11 +49,11 @@ def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | 
     losses = np.array([[each[seed] for seed in sorted(each)] for each in measured.values()])
     freedom = (losses.shape[0] - 1) * (losses.shape[1] - 1)
     if freedom == 0:
-        return None, None
+        return None
     # Rows are batches, columns seeds: with both means taken out, what is left is chance.
     residuals = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
     error = math.sqrt(2.0 * float(np.square(residuals).sum()) / freedom / losses.shape[1])
-    return error, error * t_quantile(BAR_QUANTILE, freedom)
+    return error * t_quantile(BAR_QUANTILE, freedom)
 
 
 def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict | None:
@@ -90,105 +65,88 @@ def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict 
         return None
     means = {factor: fmean(losses.values()) for factor, losses in found.items()}
     reference = min(means, key=lambda factor: means[factor])
-    lowest, tolerated = means[reference], tolerance * abs(means[reference])
-    error, bar = error_and_bar(found)
-    compared = {n: Compared(mean - lowest, error, bar, tolerated) for n, mean in means.items()}
-    # Its difference to itself has no error.
-    compared[reference] = Compared(0.0, None, None, tolerated)
+    excess = {factor: mean - means[reference] for factor, mean in means.items()}
+    tolerated, bar = tolerance * abs(means[reference]), error_bar_of(found)
     upward = [factor for factor in sorted(measured) if factor >= reference]
 
-    def chain(holds: Callable[[Compared], bool]) -> list[Fraction]:
-        return list(takewhile(lambda each: each in compared and holds(compared[each]), upward))
+    def within(limit: float) -> list[Fraction]:
+        return list(takewhile(lambda each: each == reference or excess.get(each, math.inf) <= limit, upward))
 
-    within = chain(lambda each: each.is_within)
+    chain, width = within(tolerated), bar or 0.0
     return Verdict(
         reference,
-        compared,
-        largest=within[-1],
-        next_larger=next(iter(upward[len(within) :]), None),
-        lowest=chain(lambda each: each.is_within and not each.is_open)[-1],
-        highest=chain(lambda each: each.is_within or each.is_open)[-1],
+        excess,
+        bar,
+        tolerated,
+        largest=chain[-1],
+        next_larger=next(iter(upward[len(chain) :]), None),
+        lowest=within(tolerated - width)[-1],
+        highest=within(tolerated + width)[-1],
     )
 
 
-def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, tolerance: float) -> Answer:
-    """From the results of all branches."""
+def make_answer(study: Study, results: Mapping[Branch, float | None], *, tolerance: float) -> Answer:
+    """From the losses of all branches."""
     by_batch: dict[Fraction, list[Branch]] = {}
     for branch in study.branches:
         by_batch.setdefault(branch.factor, []).append(branch)
     chosen = {factor: _best_rate(branches, results) for factor, branches in by_batch.items()}
     measured = {n: {each.seed: loss for each, loss in best.items()} for n, best in chosen.items()}
-    verdict = decide(measured, tolerance=tolerance)
-    compared = verdict.compared if verdict else {}
-    rows, origin = {}, study.origin
-    for factor, branches in by_batch.items():
-        rows[factor] = _row(study, branches, chosen[factor], results)
-        rows[factor]["error"] = standard_error(measured[factor])
-        rows[factor] |= _comparison(compared.get(factor))
+    verdict, origin = decide(measured, tolerance=tolerance), study.origin
+    rows = {factor: _row(study, each, chosen[factor], verdict) for factor, each in by_batch.items()}
     noise = noise_scale_of(origin.run, by=origin.step)
     answer: Answer = {
         "run": str(origin.run.path),
         "step": origin.step,
         **study.common,
-        "lr_in_force": origin.lr,
+        "loss": "held-out" if study.is_held_out else "training",
         "tolerance": tolerance,
         "seeds": study.num_seeds,
-        "impossible": list(study.impossible),
-        "tokens_per_sequence": origin.tokens_per_step / origin.sequences_per_step,
         "batches": list(rows.values()),
-        "reference": None,
         "critical": None,
         "noise_scale": noise and asdict(noise),
         "sentence": f"At step {origin.step:,} no branch ended with a finite loss: try a smaller --lr-grid.",
     }
     if verdict is None:
         return answer
+    answer["critical"] = {
+        **{key: rows[verdict.largest][key] for key in ("factor", "sequences", "tokens")},
+        "reference": str(verdict.reference),
+        "next_larger": verdict.next_larger and str(verdict.next_larger),
+        "lowest": str(verdict.lowest),
+        "highest": str(verdict.highest),
+    }
     scale = "of the run was not logged by then (gns.enabled)"
     if noise is not None:
         scale = f"({noise.where}) is {noise.number}"
         if noise.is_known:
             scale += " sequences"
-    answer["reference"] = str(verdict.reference)
-    answer["critical"] = {
-        **{key: rows[verdict.largest][key] for key in ("factor", "sequences", "tokens")},
-        "next_larger": verdict.next_larger and str(verdict.next_larger),
-        "lowest": str(verdict.lowest),
-        "highest": str(verdict.highest),
-        "is_unresolved": verdict.lowest < verdict.highest,
-    }
     answer["sentence"] = f"At step {origin.step:,} {_finding(answer)}. The noise scale {scale}."
     return answer
 
 
 def _row(
-    study: Study, branches: Sequence[Branch], best: Mapping[Branch, float], results: Mapping[Branch, BranchResult]
+    study: Study, branches: Sequence[Branch], best: Mapping[Branch, float], verdict: Verdict | None
 ) -> dict[str, Any]:
     """A batch and what its best branches came to; None where no branch of it ended with a loss."""
     factor, origin = branches[0].factor, study.origin
     row: dict[str, Any] = {"factor": str(factor)}
     row["sequences"] = float(factor) * origin.sequences_per_step
     row["tokens"] = float(factor) * origin.tokens_per_step
-    row |= {"micro_batches": branches[0].micro_batches, "steps": branches[0].steps}
-    row |= {"trained_tokens": None, "lr": None, "lr_scale": None, "loss": None, "is_edge": False}
-    row["losses"] = {str(branch.seed): loss for branch, loss in best.items()}
-    if best:
+    row |= {"steps": branches[0].steps, "losses": {str(each.seed): loss for each, loss in best.items()}}
+    row |= {"lr": None, "loss": None, "excess": None, "error_bar": None, "is_within": False, "is_edge": False}
+    if best and verdict is not None:
         first, scales = next(iter(best)), sorted({branch.lr_scale for branch in branches})
-        row["trained_tokens"] = fmean(results[branch].tokens for branch in best)
-        row |= {"lr": first.lr, "lr_scale": first.lr_scale, "loss": fmean(best.values())}
+        row |= {"lr": first.lr, "loss": fmean(best.values()), "excess": verdict.excess[factor]}
+        row["is_within"] = row["excess"] <= verdict.tolerated
         # The best rate is the lowest or highest of a grid of several: a better one may lie outside.
         row["is_edge"] = len(scales) > 1 and first.lr_scale in (scales[0], scales[-1])
+        if factor != verdict.reference:  # whose difference to itself has no error
+            row["error_bar"] = verdict.error_bar
     return row
 
 
-def _comparison(each: Compared | None) -> dict[str, Any]:
-    if each is None:
-        unknown = {"excess": None, "excess_error": None, "error_bar": None}
-        return {**unknown, "is_within": False, "is_open": False}
-    found = {"excess": each.excess, "excess_error": each.error, "error_bar": each.bar}
-    return {**found, "is_within": each.is_within, "is_open": each.is_open}
-
-
-def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult]) -> dict[Branch, float]:
+def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, float | None]) -> dict[Branch, float]:
     """The branches of the learning rate with the lowest mean loss, and their losses.
 
     A rate without a loss of every seed does not count.
@@ -196,7 +154,7 @@ def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult
     by_rate: dict[float, dict[Branch, float]] = {}
     # The learning rate is chosen for each batch alone: one for all would favour one batch.
     for branch in branches:
-        loss = results[branch].loss
+        loss = results[branch]
         if loss is not None:
             by_rate.setdefault(branch.lr_scale, {})[branch] = loss
     seeds = len({branch.seed for branch in branches})
@@ -208,12 +166,12 @@ def _finding(answer: Answer) -> str:
     critical = answer["critical"]
     name = f"{number_text(critical['sequences'], 3)} sequences"
     size = f"{name} ({critical['tokens']:,.0f} tokens, {critical['factor']} x today's)"
-    rule = f"within {answer['tolerance']:.2%} of the lowest, that of {answer['reference']} x"
+    rule = f"within {answer['tolerance']:.2%} of the lowest, that of {critical['reference']} x"
     larger, lowest = critical["next_larger"], critical["lowest"]
     text = f"the critical batch is {size}: its loss is {rule}, that of {larger} x is not"
     if larger is None:
         text = f"the critical batch is at least {size}, the largest measured: its loss is {rule}"
-    if critical["is_unresolved"]:
+    if lowest != critical["highest"]:
         until = f"{critical['highest']} x"
         if critical["highest"] == answer["batches"][-1]["factor"]:
             until += " or more"
@@ -226,57 +184,37 @@ def _finding(answer: Answer) -> str:
     return text
 
 
-def cost_lines(study: Study, num_done: int) -> list[str]:
-    """The cost of the branches, in lines, before the first one starts."""
-    origin, steps = study.origin, [branch.steps for branch in study.branches]
-    num_todo, rate = len(steps) - num_done, origin.tokens_per_sec
+def cost_line(study: Study, num_done: int) -> str:
+    """The cost of the branches, before the first one starts."""
+    origin, total = study.origin, len(study.branches)
+    steps = [branch.steps for branch in study.branches]
     batches = counted(len({branch.factor for branch in study.branches}), "batch")
     rates = counted(len({branch.lr_scale for branch in study.branches}), "learning rate")
     shape = f"{batches} x {rates} x {counted(study.num_seeds, 'seed')}"
-    if num_done:
-        shape += f", of which {num_done} are done"
-    kind = "training loss over the last quarter (eval.holdout_fraction is 0)"
-    if study.is_held_out:
-        kind = "held-out loss"
-    total, each = num_todo * study.tokens, f"{study.tokens:,.0f} tokens"
-    cost = f"cost: {counted(num_todo, 'branch')}, {total:,.0f} tokens"
-    if rate:
-        cost += f", about {duration_text(total / rate)} at the run's {rate:,.0f} tokens/s"
-    return [
-        f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}",
-        f"each trains {each} in {min(steps):,} to {max(steps):,} steps; the {kind} decides",
-        *study.impossible,
-        cost,
-    ]
+    each = f"{study.tokens:,.0f} tokens ({min(steps):,} to {max(steps):,} steps)"
+    cost = f"{(total - num_done) * study.tokens:,.0f} tokens to train; the run has trained {origin.tokens_seen:,}"
+    return f"{total} branches ({shape}, {num_done} done) of {each} from step {origin.step:,}: {cost}"
 
 
 def print_answer(answer: Answer, console: Console) -> None:
     rows = answer["batches"]
     lowest = min((abs(row["loss"]) for row in rows if row["losses"]), default=1.0)
 
-    def column(title: str, key: str, form: str, error: str = "", *, scale: float = 1.0, leave_out: int = 0) -> Column:
-        cells = []
-        for row in rows:
-            cells.append("-" if row[key] is None else format(row[key] / scale, form))
-            if error and row[error] is not None:
-                cells[-1] += f" +- {format(row[error] / scale, form.lstrip('+'))}"
-        return Column(title, cells, "right", leave_out)
+    def cell(value: float | None, form: str, scale: float) -> str:
+        return "-" if value is None else format(value / scale, form)
 
-    within = []
-    for row in rows:
-        closed = "yes" if row["is_within"] else "no"
-        within.append("open" if row["is_open"] else closed)
+    def column(title: str, key: str, form: str, scale: float = 1.0) -> Column:
+        return Column(title, [cell(row[key], form, scale) for row in rows], "right")
+
     columns = [
         Column("batch", [f"{row['factor']} x" for row in rows], "right"),
         column("sequences", "sequences", ",.3g"),
-        column("tokens", "tokens", ",.0f", leave_out=1),
-        column("steps", "steps", ",.0f", leave_out=2),
         column("best lr", "lr", ".3g"),
-        column(f"{answer['loss']} loss", "loss", ".4f", "error"),
-        column("above\nthe best", "excess", "+.2%", "excess_error", scale=lowest),
-        Column("within", within),
+        column(f"{answer['loss']} loss", "loss", ".4f"),
+        column("above\nthe best", "excess", "+.2%", lowest),
+        column("+-", "error_bar", ".2%", lowest),
+        Column("within", [("no", "yes")[row["is_within"]] for row in rows]),
     ]
     title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}"
-    title += "; +- one standard error"
     console.print(fitted_table(columns, width=console.width, title=title))
     console.print(answer["sentence"], highlight=False, markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +28,11 @@ from trainer.distributed.shards import own_part
 from trainer.errors import UserError
 from trainer.files import parse_json, read_lines, write_file
 from trainer.lab.digests import BITS, KINDS
-from trainer.lab.mix import changes_of
 from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.micro_batches import MOST_MICRO_BATCHES
-from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
-from trainer.tools.branching.study import config_path_of
-from trainer.tools.mix_weights import mix_events
+from trainer.tools.branching.study import BranchFailed, config_path_of, run_program, with_tables
+from trainer.tools.mix_weights import changes_of, mix_events
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
@@ -55,8 +54,10 @@ if TYPE_CHECKING:
 
 # Metrics of a step that repeating it must give again.
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_in_step", "tokens_seen")
+# What does not follow from sums over ranks, which other numbers of ranks round otherwise.
+UNROUNDED = ("batch", "lr", "tokens_in_step", "tokens_seen")
 Values = dict[int, dict[str, Any]]  # step -> its digests and `NUMBERS`, as far as they were logged
-MOST_THREADS = 1024
+MOST_THREADS, TINY = 1024, 1e-300
 LATER = "another launch of the run lies in between: the settings used here are those of {}"
 
 
@@ -79,6 +80,15 @@ def recorded(run: RunRecord) -> Values:
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """The names of both that differ; NaN equals itself."""
     return [name for name in first if name in second and repr(first[name]) != repr(second[name])]
+
+
+def relative_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+    """How far loss and gradient norm are apart at most, relative to the second's, as far as finite."""
+    worst = 0.0
+    for name in ("loss", "grad_norm"):
+        if name in first and isinstance(second.get(name), float) and math.isfinite(first[name] - second[name]):
+            worst = max(worst, abs(first[name] - second[name]) / max(abs(second[name]), TINY))
+    return worst
 
 
 @dataclass(frozen=True)
@@ -180,22 +190,14 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     if step > config.train.steps and not config.train.tokens:
         problem = f"has {config.train.steps} steps, not {step}"
         raise UserError(str(run_dir), problem, "name one of them")
-    size = environment.get("world_size")
-    shards = data_shards(config, size or 1)
+    size = environment.get("world_size") or 1
+    shards = data_shards(config, size)
     if shards > MOST_MICRO_BATCHES:
         problem = f"says that it had {counted(shards, 'data shard')}: what env.json says cannot be"
         raise UserError(str(run_dir), problem, "correct it there")
     if any(start < at < step for at in resumed):
         note = LATER.format(f"step {step}")
-    # Included files are relative to the run's first config.
-    base, sources = config_path_of(environment, run_dir).absolute().parent, []
-    for each in config.data.source:
-        include = each.include and str(base / each.include)
-        sources.append(each.model_copy(update={"include": include}))
-    data = config.data.model_copy(update={"source": sources})
-    config = config.model_copy(update={"data": data})
-    if not isinstance(size, int) or size < 1:
-        size = 1
+    config = _with_absolute_includes(config, config_path_of(environment, run_dir).absolute().parent)
     plan = make_plan(config, Path(), size, parts=PARTS, logs_doubts=False)
     state: Mapping[str, Any] = _state(kept[start]) if start else {}
     # A run's beginning has no record of its data: that of its first checkpoint says what they were.
@@ -206,6 +208,16 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
         error.key, error.fix = str(run_dir), error.fix.partition(", or add")[0]
         raise
     return Origin(run, config, environment, plan, kept.get(start), state, note)
+
+
+def _with_absolute_includes(config: RunConfig, base: Path) -> RunConfig:
+    """The config with included files, which are relative to its own file in `base`, by absolute paths."""
+    sources = []
+    for each in config.data.source:
+        include = each.include and str(base / each.include)
+        sources.append(each.model_copy(update={"include": include}))
+    data = config.data.model_copy(update={"source": sources})
+    return config.model_copy(update={"data": data})
 
 
 def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: bool) -> list[dict[str, Any]]:
@@ -296,14 +308,6 @@ class Replay:
     values: Values  # of the logged steps until then
     micros: list[dict[str, Any]]  # as `Replayed` notes them
     failure: str  # why it ended, if not by itself
-
-    def parts(self) -> dict[str, float]:
-        """The components of the step's loss, per token."""
-        sums, tokens = Counter[str](), 0
-        for micro in self.micros:
-            sums.update(micro.get("parts", {}))
-            tokens += sum(micro["tokens"])
-        return {name: total / max(tokens, 1) for name, total in sums.items()}
 
 
 def replay(
@@ -396,11 +400,10 @@ class Replayed(Extension):
         self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Note each row's loss, in nats, the trained sums, and whether gradients are finite."""
+        """Note each row's loss, in nats, and whether gradients are finite."""
         if not self._micros:
             return
         noted = self._micros[self._num_done]
-        noted["parts"] = {name: term.sum.item() for name, term in result.parts.items()}
         noted["faults"] = {}
         if result.token_loss is not None:
             noted["losses"] = result.token_loss.double().sum(1).tolist()

@@ -26,8 +26,6 @@ from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report, silent
 
 CHUNK_BYTES = 1 << 20
-SAME_TEXT = "the same text as "
-"""How the reason of a skipped copy begins; the file that is used follows."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def check_all(
             progress(done, len(ordered), f"reading {what}")
         found = _checked(candidate, max_bytes, forbidden)
         if isinstance(found, Document) and found.digest in documents:
-            found = f"{SAME_TEXT}{documents[found.digest].source}"
+            found = f"the same text as {documents[found.digest].source}"
         if isinstance(found, str):
             skipped.append(Skipped(f"{what}/{candidate.source}", found))
         else:
@@ -251,16 +249,9 @@ def _size(documents: Sequence[Document]) -> int:
 
 
 def _stream_name(parts: Sequence[str]) -> str:
-    """`numpy.linalg`, without `_` or `.` at its beginning, which hide a file from runs.
-
-    A name that is too long for a file ends in a digest.
-    """
+    """`numpy.linalg`, without `_` or `.` at its beginning, which hide a file from runs."""
     name = ".".join(parts).lstrip("._") or MISC
-    encoded = name.encode()
-    if len(encoded) <= MAX_NAME_BYTES:
-        return name
-    digest = hashlib.sha256(encoded).hexdigest()[:12]
-    return f"{encoded[:MAX_NAME_BYTES].decode(errors='ignore')}-{digest}"
+    return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
 
 
 def _free_name(name: str, taken: Mapping[str, object]) -> str:

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from trainer.data.documents import ReadOptions, load_megatron
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.files import remove_leftovers, write_file
+from trainer.files import read_json, remove_leftovers, write_file
 from trainer.lab.tokenized import PARTS, SPAN_BYTES, TextFile, tokenize_files
 from trainer.metrics.progress_bar import Report, silent
 from trainer.wording import few
@@ -123,8 +124,8 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _claim(out: Path, files: Sequence[TextFile], settings: dict[str, Any]) -> None:
-    """Record in `out` what it is made of; what was made of a file that has changed since is
-    removed. Raises UserError: `out` is made of other files, with other settings, or not by this."""
+    """Record in `out` what it is made of; tokens of a file that has changed since are made again.
+    Raises UserError: `out` is made of other files, with other settings, or not by this."""
     now = {}
     for file in files:
         status = os.stat(file.path)
@@ -132,23 +133,19 @@ def _claim(out: Path, files: Sequence[TextFile], settings: dict[str, Any]) -> No
     path, before = out / RECORD, {}
     if any(out.iterdir()):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             before = found["files"]
             changed = [key for key in settings if found["settings"].get(key) != settings[key]]
-            gone = sorted(name for name in before.keys() - now.keys() if (out / name).exists())
+            gone = [name for name in before if name not in now and (out / name).exists()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             problem = "is not empty, and holds no tokens of this verb"
             raise UserError(str(out), problem, "name a new directory") from None
         if changed or gone:
-            other = f"of other files ({few(gone)})"
-            if changed:
-                other = f"made with another {' and '.join(changed)}"
-            fix = "name a new directory, or remove these tokens"
-            raise UserError(str(out), f"holds tokens {other}", fix)
+            problem = f"holds tokens of other files or settings ({few([*changed, *gone])})"
+            raise UserError(str(out), problem, "name a new directory, or remove these tokens")
     for file in files:
         name = file.target.relative_to(out).as_posix()
         if name in before and before[name] != now[name]:
             file.target.with_suffix(".idx").unlink(missing_ok=True)
-            for part in (out / PARTS).glob(file.part(out, 0).name.replace("_000000.bin", "_*")):
-                part.unlink()
+            shutil.rmtree(out / PARTS, ignore_errors=True)  # some may be of the file as it was
     write_file(path, json.dumps({"settings": settings, "files": now}, indent=1))

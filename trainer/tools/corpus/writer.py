@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -118,9 +118,7 @@ def write_corpus(
                 return existing
             fix = "use another directory, or --force to replace it"
             raise UserError(str(out), "holds another corpus", fix)
-        if others := _not_ours(out, existing):
-            problem = f"holds {others[0]}, which is no part of the corpus"
-            raise UserError(str(out), problem, "move it away, or name another directory")
+        _refuse_others(out, {MANIFEST_NAME, *existing.entries})
     total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
     with _replaced(out) as directory:
         done = 0
@@ -157,12 +155,13 @@ def _existing(out: Path) -> Manifest:
         raise UserError(str(out), "is not empty and holds no corpus", fix) from None
 
 
-def _not_ours(out: Path, manifest: Manifest) -> list[str]:
-    """Files in `out` that no builder wrote, and that would be lost with the corpus."""
-    ours = {MANIFEST_NAME, *manifest.entries}
-    found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
-    lost = [name for name in found if name not in ours]
-    return sorted(name for name in lost if not Path(name).name.startswith("."))
+def _refuse_others(out: Path, ours: Collection[str]) -> None:
+    """Refuse a directory with files that would be lost with the corpus."""
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        if not (path.is_dir() or name in ours or path.name.startswith(".")):
+            problem = f"holds {name}, which is no part of the corpus"
+            raise UserError(str(out), problem, "move it away, or name another directory")
 
 
 def _is_whole(out: Path, manifest: Manifest) -> bool:

@@ -26,10 +26,10 @@ from trainer.lab.cache import Cache
 from trainer.lab.stored import discover_stored
 from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.corpus.documents import discover, refuse_empty
+from trainer.tools.corpus.survey import Guess, describe, guess, look, not_text
 from trainer.tools.fitted_table import duration_text
 from trainer.tools.init.sizing import Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter
-from trainer.tools.inspection.survey import Guess, describe, guess, look, not_text
 from trainer.wording import counted, few, printable
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
@@ -74,8 +74,8 @@ def make_starter(
         named = near or "bytes"
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
-        how: dict[str, Any] = {"format": format, "eod": eod, "column": column, "report": report}
-        lengths, largest = look(chosen, kind, tokenizer=named, **how)
+        how: dict[str, Any] = {"format": format, "dtype": dtype, "eod": eod, "column": column, "report": report}
+        lengths, largest = look(chosen, tokenizer=named, **how)
     if not any(each.any() for each in lengths):
         fix = "name files with text or token ids in them"
         raise UserError(paths[0], "holds no token at all", fix)
@@ -94,7 +94,7 @@ def make_starter(
         note = f"all modalities are one source, without weights: in {', '.join(without)} no document "
         notes.append(note + "would be held out, and evaluation needs some of every source")
         parts = []
-    given = {"format": format, "dtype": kind.dtype, "eod": eod, "column": column}
+    given = {"format": format, "dtype": dtype, "eod": eod, "column": column}
     if format == "auto":
         del given["format"]
     keys = {key: value for key, value in given.items() if value is not None}
@@ -186,8 +186,6 @@ def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
         notes.append(f"only {share:.0%} of the bytes were inspected; ids or lengths may differ in the rest")
     if at.left_out:
         notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
-    if kind.dtype is not None:
-        notes.append(f"the dtype {kind.dtype} is guessed from the files' bytes; --dtype overrides it")
     return notes
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
-from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
-from trainer.wording import counted, few
+from trainer.training.setup.sources import resolve_sources
 
 logger = get_logger(__name__)
 
@@ -46,8 +44,8 @@ def evaluate_checkpoint(
 ) -> tuple[int | None, dict[str, float]]:
     """Evaluate a model, of a run or exported, in one process: (step, metrics by key).
 
-    The step is None for an exported model that does not say. With `sources` or `[[eval.source]]` in
-    its config those are read, otherwise all of its held-out documents; a task of the user's own
+    The step is None for an exported model that does not say. `sources`, otherwise `[[eval.source]]`
+    of its config, otherwise all of its held-out documents are read; a task of the user's own
     (`[eval] target`) is called as in the run.
 
     Args:
@@ -66,13 +64,14 @@ def evaluate_checkpoint(
     with chdir(os.curdir):
         saved = load_model(directory, **how)
     refuse_code(saved.config, directory, "data", "eval", "objective", trusted=trust_code)
+    config, sets = saved.config, list(sources) or saved.config.eval.source
+    if len({each.name for each in sets}) < len(sets):
+        raise UserError("--source", "names one set twice", "give it another name")
     if held_out:
         if sources:
             fix = "evaluate the two one after the other"
             raise UserError("--held-out", "cannot be combined with --source", fix)
-        config, sets = _with_eval(saved.config, source=[], target=None), []
-    else:
-        config, sets = saved.config, _sets(saved.config, sources, directory)
+        config, sets = _with_eval(config, source=[], target=None), []
     if not (sets or config.eval.target or config.eval.holdout_fraction):
         what = "no" if held_out else "neither [[eval.source]] nor"
         problem = f"has {what} held-out documents to evaluate on"
@@ -94,33 +93,6 @@ def evaluate_checkpoint(
         fix = "; ".join(diagnostics.summary()) or "look at the data"
         raise UserError(str(directory), "gave no number", fix)
     return saved.step, found
-
-
-def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) -> list[EvalSourceTable]:
-    """The sets to evaluate on: those of the config that `given` does not replace, and `given`. A
-    UserError if two have one name, or if one of the config cannot be read, and none is given."""
-    new = sorted(each.name for each in given)
-    for name, other in pairwise(new):
-        if name == other:
-            raise UserError("--source", f"two sets are named {name}", "give it another name")
-    kept, missing = [], []
-    for each in config.eval.source:
-        if each.name in new:
-            continue
-        try:
-            resolve_eval_sources(_with_eval(config, source=[each]), PARTS)
-            kept.append(each)
-        except UserError as error:
-            if not given:
-                relative = "paths are relative to the working directory"
-                problem = f"{error.problem} (a set of the config of {directory}; {relative})"
-                fix = "go there, or name sets with --source NAME=PATH"
-                raise UserError(error.key, problem, fix) from None
-            missing.append(error.message)
-    if missing:
-        text = "%s: leaves out %s of its config, whose files cannot be read here: %s"
-        logger.warning(text, directory, counted(len(missing), "eval.source"), few(missing))
-    return [*kept, *given]
 
 
 def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batches: int | None) -> Plan:

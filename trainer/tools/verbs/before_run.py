@@ -1,48 +1,43 @@
-"""The verbs before a run: `train init`, `train check`, `train preview` and `train doctor`."""
+"""The verbs before a run: `train init`, `train check` and `train preview`."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.markup import escape
 from typer import Argument, Option
 
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.errors import UserError
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import DeviceOption, JsonOption, coloured, output, print_json, put_text
+from trainer.tools.verbs.shared import JsonOption, output, print_json, put_text
 from trainer.wording import counted
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from trainer.config.schema import RunConfig
-    from trainer.lab.contracts import Report
-    from trainer.tools.preview.summary import Preview
+    from trainer.tools.preview.summary import SourceView
     from trainer.training.setup.plan import Plan
     from trainer.training.setup.sources import Source
 
 WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, help="World size to assume.")]
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
-SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # rows over all data shards
-EXIT_BREACH = 3
+SCHEMA_NAME = "config.schema.json"
 MEANINGS = {
     "precision": "on this machine",
     "data_shards": "parts that the data are read in",
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
     "tokens_per_step": "at most, over all ranks",
+    "tokens_in_run": "at most, with full batches; train preview forecasts them",
     "tokens_per_micro": "tokens of a micro-batch over all ranks",
     "fill": "share of tokens_per_step that the run will have, as forecast",
     "groups_in_flight": "documents whose states a data shard keeps at once, at most",
@@ -52,7 +47,6 @@ MEANINGS = {
     "ownership": "which rank keeps a document's state",
     "state_width": "numbers of a document's state",
 }
-COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 
 
 def check(
@@ -60,9 +54,6 @@ def check(
     overrides: SetOption = None,
     world_size: WorldSizeOption = 1,
     no_contract: Annotated[bool, Option("--no-contract", help="Do not run the model to check its contract.")] = False,
-    defaults: Annotated[
-        bool, Option("--defaults", help="On a terminal too, print keys that are not set, with their defaults.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Validate a config; print it (in a pipe, with all defaults), and the values derived from it.
@@ -75,7 +66,6 @@ def check(
         from trainer.config.load import load_config, located, to_toml
         from trainer.lab.contract_check import check_here, refuse_breaches, remarks
         from trainer.metrics.logger import get_logger
-        from trainer.tools.preview.summary import make_preview
         from trainer.training.setup.plan import make_plan
 
     resolved = load_config(config_path, overrides or [])
@@ -83,11 +73,10 @@ def check(
         plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
-        preview = None  # of much data in one shard, which opening may tokenize
-        if plan.facts.data_shards > 1 or sum(_num_bytes(each) for each in plan.sources) <= MOST_BYTES:
-            preview = make_preview(plan, most=COUNTED)
-        _warn(plan, preview, device)
-        facts = _derived(plan, device) | _fill(plan, preview) | {"memory_megabytes": _megabytes(plan, device)}
+        for unmet in plan.unmet_needs(device):
+            get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
+        facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan, device)}
+        views, facts["fill"] = _forecast(plan)
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -100,25 +89,51 @@ def check(
         if report["forward"].status == "held":
             facts["forward_pass"] = "ran"
         facts["contract"] = report.to_json() if as_json else report.summary()
-    facts["sources"] = {source.name: _source(plan, source, preview) for source in plan.sources}
-    facts["eval_sources"] = {
-        source.name: {"streams": len(source.streams), "bytes": _num_bytes(source)} for source in plan.eval_sources
-    }
+    facts["sources"] = {source.name: _source(source) for source in plan.sources}
+    for view in views:
+        facts["sources"][view.name].update(_drawn(plan, view))
+    facts["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
         return
-    facts["tokens_in_run"] = _tokens_in_run(plan, preview)
     # The values are comments, so that the output is itself a config.
-    with_defaults = defaults or not sys.stdout.isatty()
+    with_defaults = not sys.stdout.isatty()
     echo(to_toml(resolved, with_defaults=with_defaults))
     if not with_defaults:
-        echo("# All other keys have their defaults; --defaults prints them.")
+        echo("# All other keys have their defaults, which a pipe gets (train check ... | cat).")
     echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts)
 
 
-def _num_bytes(source: Source) -> int:
-    return sum(os.path.getsize(stream.path) for stream in source.streams)
+def _source(source: Source) -> dict[str, Any]:
+    """Streams, modalities and bytes of a source."""
+    modalities = sorted({stream.modality for stream in source.streams})
+    size = sum(os.path.getsize(stream.path) for stream in source.streams)
+    return {"streams": len(source.streams), "modalities": modalities, "bytes": size}
+
+
+def _forecast(plan: Plan) -> tuple[Sequence[SourceView], float | str]:
+    """What the sources will give, and how full the rows will be, or why that is not known. Logs warnings."""
+    from trainer.metrics.logger import get_logger
+    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings
+    from trainer.tools.preview.summary import make_preview
+
+    size = sum(os.path.getsize(stream.path) for source in plan.sources for stream in source.streams)
+    if plan.facts.data_shards == 1 and size > MOST_BYTES:  # which opening may tokenize
+        return (), "not forecast of so much data; train preview does"
+    preview = make_preview(plan, most=COUNTED)
+    for warning in (*mix_warnings(plan, preview), *fill_warnings(plan, preview)):
+        get_logger("check").warning("%s", warning.message)
+    if preview.fill is None:
+        return preview.sources, 'forecast of full rows only (data.mixing.batching_mode = "per_row"), of files'
+    return preview.sources, round(preview.fill.mean, 4)
+
+
+def _drawn(plan: Plan, view: SourceView) -> dict[str, Any]:
+    """Shares of a source's modalities, and how much of it is read behind a cut."""
+    shares = {each.name: {"corpus": each.corpus_share, "drawn": each.drawn_share} for each in view.modalities}
+    reach = plan.config.max_group_rows * plan.config.row_tokens
+    return {"shares": shares, "behind_cuts_share": view.behind_cuts_share, "state_reach_tokens": reach}
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
@@ -173,34 +188,11 @@ def _check_resume(config: RunConfig, resume: str) -> None:
         check_config(saved, with_sizes(config, saved))
 
 
-def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
-    """The number in words: with full batches, and as forecast."""
-    most = plan.facts.tokens_in_run
-    if plan.config.train.tokens or plan.config.micro_batches.auto is not None:
-        return most
-    if preview is None or any(source.tokens is None for source in preview.sources):
-        return f"at most {most:,} (with full batches)"
-    forecast = sum(source.tokens or 0.0 for source in preview.sources)
-    return f"at most {most:,} (with full batches, about {forecast:,.0f} as forecast)"
-
-
-def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
-    """Log what a run on this machine would be refused for, and what the forecast shows."""
-    from trainer.metrics.logger import get_logger
-    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings
-
-    logger = get_logger("check")
-    for unmet in plan.unmet_needs(device):
-        logger.warning("a run on this machine is refused: %s", unmet.message)
-    if preview is not None:
-        for warning in (*mix_warnings(plan, preview), *fill_warnings(plan, preview)):
-            logger.warning("%s", warning.message)
-
-
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Derived values, without the memory of a step and the model's contract.
     Raises UserError: the model lacks the state that a setting needs."""
     from trainer.config.rules import why_no_noise_scale
+    from trainer.tools.summary import alignment
     from trainer.training.setup.plan import ledger_bytes
 
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
@@ -221,39 +213,14 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     reason = why_no_noise_scale(config, plan.facts.world_size)
     if reason is not None:
         facts["noise_scale"] = f"not measured: {reason}"
+    align = alignment(plan, None)
+    if align:
+        facts["align"] = align
     width = plan.state_width()
     if width:
         facts["state_width"] = width
         facts["ledger_megabytes"] = round(each * ledger_bytes(config.ledger, width) / 1e6, 1)
     return facts
-
-
-def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
-    """How full the rows will be, and how documents lie in them."""
-    from trainer.tools.summary import alignment
-
-    facts: dict[str, Any] = {}
-    align = alignment(plan, None)
-    if align:
-        facts["align"] = align
-    if preview is None:
-        facts["fill"] = "not forecast of so much data; train preview does"
-    elif not preview.has_full_rows:
-        facts["fill"] = 'forecast of full rows only (data.mixing.batching_mode = "per_row")'
-    elif preview.fill is not None:
-        facts["fill"] = round(preview.fill.mean, 4)
-    return facts
-
-
-def _source(plan: Plan, source: Source, preview: Preview | None) -> dict[str, Any]:
-    """Streams and modalities of a source, and how much of it is read behind a cut."""
-    modalities = sorted({stream.modality for stream in source.streams})
-    found: dict[str, Any] = {"streams": len(source.streams), "modalities": modalities}
-    if preview is not None and source.streams:
-        view = next(each for each in preview.sources if each.name == source.name)
-        found["behind_cuts_share"] = view.behind_cuts_share
-        found["state_reach_tokens"] = plan.config.max_group_rows * plan.config.row_tokens
-    return found
 
 
 def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
@@ -299,17 +266,26 @@ def _print_facts(facts: dict[str, Any]) -> None:
     if isinstance(memory, dict):
         memory = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items()) + " MB"
     echo(f"#   memory per rank: {memory}")
-    for name, found in sources.items():
-        what = "a data set of your own"
-        if found["streams"]:
-            what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
-        echo(f"#   source {name}: {what}")
-        if found.get("behind_cuts_share"):
-            reach = f"at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
-            what = f"{found['behind_cuts_share']:.1%} of the tokens follow a cut of their document"
-            echo(f"#     {what}: their state reaches back to the cut, {reach}")
-    for name, found in evals.items():
-        echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
+    for kind, named in (("source", sources), ("eval source", evals)):
+        for name, found in named.items():
+            what = "a data set of your own"
+            if found["streams"]:
+                what = f"{counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB"
+                what += f", modalities {', '.join(found['modalities'])}"
+            echo(f"#   {kind} {name}: {what}")
+            _print_drawn(found)
+
+
+def _print_drawn(found: dict[str, Any]) -> None:
+    for modality, share in found.get("shares", {}).items():
+        said = f"{share['corpus']:.1%} of the corpus"
+        if share["drawn"] is not None:
+            said += f", {share['drawn']:.1%} of what is drawn"
+        echo(f"#     {modality}: {said}")
+    if found.get("behind_cuts_share"):
+        reach = f"at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
+        what = f"{found['behind_cuts_share']:.1%} of the tokens follow a cut of their document"
+        echo(f"#     {what}: their state reaches back to the cut, {reach}")
 
 
 def preview(
@@ -352,130 +328,6 @@ def _collected_warnings() -> Iterator[list[logging.LogRecord]]:
         yield handler.buffer
     finally:
         logging.getLogger(ROOT).removeHandler(handler)
-
-
-def doctor(
-    model: Annotated[
-        str | None, Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
-    ] = None,
-    hf: Annotated[
-        str | None,
-        Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH"),
-    ] = None,
-    args: Annotated[str, Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
-    vocab_size: Annotated[int, Option(min=2, help="Number of token ids.")] = 257,
-    dim: Annotated[int, Option(min=1, help="As model.dim.")] = 64,
-    num_layers: Annotated[int, Option(min=1, help="As model.num_layers.")] = 2,
-    seq_len: Annotated[int, Option(min=1, help="As data.seq_len.")] = 64,
-    device: DeviceOption = "cpu",
-    node: Annotated[
-        bool, Option("--node", help="Check this machine instead; under torchrun, the network too.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does,
-    3: it does not, or that could not be checked."""
-    if node:
-        _check_node()
-        return
-    from trainer.config.load import parse_value
-    from trainer.distributed.env import pick_device
-    from trainer.lab.contracts import check_model
-
-    given: Any = parse_value(args)
-    if not isinstance(given, dict):
-        raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
-    if (model is None) == (hf is None):
-        raise UserError("train doctor", "needs one model", "name it with --model or with --hf")
-    on, name = pick_device(device), str(hf or model)
-    built: nn.Module
-    if hf is not None:
-        from trainer.tools.hugging_face import load
-
-        built, vocab_size, what = load(hf)
-        name = f"{name} ({what})"
-    else:
-        built = _build(name, given, vocab_size, dim, num_layers, seq_len)
-    built = built.to(on)
-    report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
-    if as_json:
-        print_json({"model": hf or model, "args": given, **report.to_json()})
-    else:
-        _print_report(name, report)
-    if report.breaches or report.unchecked:
-        raise typer.Exit(EXIT_BREACH)
-
-
-def _check_node() -> None:
-    import socket
-    from threading import Timer
-
-    from trainer.tools import limits
-    from trainer.tools.inspection.node import NodeCheck
-
-    check, host = NodeCheck(), socket.gethostname()
-
-    def leave() -> None:  # what hangs cannot be ended otherwise
-        echo(f"{host}: no answer within {limits.NODE_SECONDS:g} s: {check.doing}", err=True)
-        os._exit(EXIT_BREACH)
-
-    timer = Timer(limits.NODE_SECONDS, leave)
-    timer.start()
-    problem = check.run(limits.NODE_SECONDS)
-    timer.cancel()
-    for line in (*check.lines, problem or "this node can train"):
-        echo(f"{host}: {line}")
-    if problem:
-        raise typer.Exit(EXIT_BREACH)
-
-
-def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
-    """The model of `--model`, which may take its arguments as it likes."""
-    from trainer.config.schema import ModelTable
-    from trainer.import_path import resolve_target, users_code
-    from trainer.lab.contracts.adapted import adapt
-    from trainer.lab.contracts.subject import CallFailed
-    from trainer.training.setup.plan import build_model
-
-    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
-    if ":" in name:
-        target = resolve_target(name, "--model")
-        with users_code("--model", f"{name} fails"):
-            taken = inspect.signature(target).parameters
-            made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
-        # Anybody's module is adapted; one that keeps the protocol comes back as it is.
-        if hasattr(made, "forward"):
-            try:
-                adapted = adapt(made)
-            except CallFailed as error:
-                fix = "give it token ids [B, T], and let it return logits"
-                raise UserError("--model", f"{name}: {error}", fix) from None
-            if adapted is not made:
-                return adapted
-    settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}
-    table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
-    return build_model(table, vocab_size, seq_len=seq_len, parts=PARTS)
-
-
-def _print_report(model: str, report: Report) -> None:
-    from trainer.tools.fitted_table import Column, fitted_table
-
-    verdicts = report.verdicts
-    columns = [
-        Column("check", [verdict.check for verdict in verdicts]),
-        Column("verdict", [coloured(COLOURS.get(v.status, "unknown"), v.status) for v in verdicts]),
-        Column("observation", [escape(verdict.text) for verdict in verdicts], wraps=True),
-    ]
-    console = output()
-    console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
-    breaches = ", ".join(verdict.check for verdict in report.breaches)
-    summary = coloured("healthy", "keeps the contract")
-    if breaches:
-        summary = coloured("findings", f"breaks {breaches}")
-    elif report.unchecked:
-        first = report.unchecked[0]
-        summary = coloured("findings", f"was not checked for {first.check}") + f": {escape(first.text)}"
-    console.print(f"{escape(model)} {summary} ({report.how}; {report.seconds:.1f} s)", highlight=False)
 
 
 def init(

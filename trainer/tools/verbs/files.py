@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -53,7 +52,6 @@ def docs(out: OutOption = None) -> None:
 def diff(
     first: Annotated[str, Argument(help="A config, or a run directory.", metavar="A")],
     second: Annotated[str, Argument(help="The other one.", metavar="B")],
-    as_json: JsonOption = False,
 ) -> None:
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
     from trainer.config.load import flatten, load_config
@@ -65,35 +63,25 @@ def diff(
         tables.append(flatten(load_config(file).model_dump(mode="json", exclude_none=True)))
     one, other = tables
     found = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
-    if as_json:
-        print_json({key: {"a": one.get(key), "b": other.get(key)} for key in found})
-    elif found:
-        echo(f"--- {first}\n+++ {second}")
-        for key, (sign, values) in product(found, (("-", one), ("+", other))):
-            if key in values:  # JSON's spelling of a value is TOML's as well
-                echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
-    else:
+    if not found:
         echo(f"{first} and {second} do not differ", err=True)
-    if found:
-        raise typer.Exit(EXIT_DIFFERENT)
+        return
+    echo(f"--- {first}\n+++ {second}")
+    for key, (sign, values) in product(found, (("-", one), ("+", other))):
+        if key in values:  # JSON's spelling of a value is TOML's as well
+            echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
+    raise typer.Exit(EXIT_DIFFERENT)
 
 
 @payload.command()
 def validate(
     file: Annotated[str, Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
-    count_all: Annotated[bool, Option("--all", help="Report and count all violations.")] = False,
 ) -> None:
     """Check that every line is a payload of a supported schema version; exit with 1 at a violation."""
     from trainer.metrics.payload_contract import validate_stream
 
-    violations = 0
     for violation in validate_stream(_lines(file)):
         echo(f"{file}:{violation.line}: {violation.key}: {violation.reason}", err=True)
-        violations += 1
-        if not count_all:
-            raise typer.Exit(EXIT_INVALID)
-    if violations:
-        echo(f"{violations} violations", err=True)
         raise typer.Exit(EXIT_INVALID)
     echo(f"{file}: every line is a valid payload", err=True)
 
@@ -110,10 +98,8 @@ def _lines(file: str) -> Iterator[bytes]:
 class CheckpointEntry:
     step: int
     path: str
-    saved: str  # local time, ISO 8601; that of the directory if there is no marker. `?` in a store.
     num_bytes: int
     world_size: int | None  # None if unknown
-    is_latest: bool
     # What is wrong; None: it has its marker (list), or all its files match the marker (verify).
     problem: str | None
 
@@ -121,14 +107,14 @@ class CheckpointEntry:
 @checkpoint.command("list")
 def list_(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """List the checkpoints a run can resume from, newest first, without reading their tensors."""
-    _print(run_dir, _entries(run_dir, is_deep=False), as_json=as_json)
+    _print(run_dir, _entries(run_dir, is_deep=False), "complete", as_json=as_json)
 
 
 @checkpoint.command()
 def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
     entries = _entries(run_dir, is_deep=True)
-    _print(run_dir, entries, as_json=as_json, is_deep=True)
+    _print(run_dir, entries, "verified", as_json=as_json)
     fix = "resume from an older one: --resume auto does so by itself"
     problems = [entry.problem for entry in entries if entry.problem is not None]
     if problems:
@@ -198,14 +184,13 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
                 remote.verify(step)
             return parse_json(remote.storage.read(f"{checkpoint_name(step)}/{STATE_FILE}"))
 
-        newest = max((step for step, files in found.items() if MARKER in files), default=None)
         for step in sorted(found, reverse=True):
             path = f"{remote.url}/{checkpoint_name(step)}"
             problem, world_size = _state_of(path, partial(read, step))
             if MARKER not in found[step]:
                 problem = f"{path}: is not complete (no {MARKER})"
             num_bytes = sum(file.size for file in found[step].values())
-            entries.append(CheckpointEntry(step, path, "?", num_bytes, world_size, step == newest, problem))
+            entries.append(CheckpointEntry(step, path, num_bytes, world_size, problem))
     except StorageError as error:
         raise _unusable(url, error) from None
     if not entries:
@@ -237,41 +222,27 @@ def _paths(run_dir: str) -> list[Path]:
 
 
 def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
-    from trainer.training.checkpointing.checkpoint import LATEST, MARKER, read_state, step_of
+    from trainer.training.checkpointing.checkpoint import read_state, step_of
     from trainer.training.checkpointing.checkpoint import verify as verify_files
 
     read = verify_files if is_deep else read_state
     problem, world_size = _state_of(str(path), partial(read, path))
-    marker, latest = path / MARKER, path.parent / LATEST
-    saved = path.stat().st_mtime
-    if marker.exists():
-        saved = marker.stat().st_mtime
-    return CheckpointEntry(
-        step=step_of(path),
-        path=str(path),
-        saved=datetime.fromtimestamp(saved).astimezone().isoformat(timespec="seconds"),
-        num_bytes=sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
-        world_size=world_size,
-        is_latest=latest.is_symlink() and latest.readlink().name == path.name,
-        problem=problem,
-    )
+    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return CheckpointEntry(step_of(path), str(path), num_bytes, world_size, problem)
 
 
-def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_deep: bool = False) -> None:
+def _print(run_dir: str, entries: list[CheckpointEntry], good: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]})
         return
     table = Table(title=escape(f"checkpoints of {run_dir}"), title_justify="left")
-    for name in ("step", "saved", "MB", "ranks"):
+    for name in ("step", "MB", "ranks"):
         table.add_column(name, justify="right")
     table.add_column("state")
     for entry in entries:
-        state = "verified" if is_deep else "complete"
+        state = good
         if entry.problem is not None:
             state = entry.problem.removeprefix(f"{entry.path}: ")
-        if entry.is_latest:
-            state += ", latest"
-        ranks = str(entry.world_size or "?")
         size = f"{entry.num_bytes / 1e6:,.1f}"
-        table.add_row(f"{entry.step:,}", entry.saved, size, ranks, escape(state))
+        table.add_row(f"{entry.step:,}", size, str(entry.world_size or "?"), escape(state))
     output().print(table)

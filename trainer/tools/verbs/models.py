@@ -1,33 +1,37 @@
-"""The verbs of a trained model: `train sample`, `train eval` and `train export`."""
+"""The verbs of a model: `train sample`, `train eval`, `train export` and `train doctor`."""
 
 from __future__ import annotations
 
 import glob
+import inspect
 import itertools
 import os
-import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+from rich.markup import escape
 from typer import Argument, Option
 
+from trainer.cli.parts import PARTS
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import output, print_json, refuse_existing, require_run, writing
+from trainer.tools.verbs.shared import coloured, output, print_json, refuse_existing, require_run, writing
 
 if TYPE_CHECKING:
-    from trainer.config.data_tables import EvalSourceTable
+    from torch import nn
 
+    from trainer.config.data_tables import EvalSourceTable
+    from trainer.lab.contracts import Report
+
+EXIT_BREACH = 3
+COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
-FILE_SUFFIX = re.compile(
-    r"\.(arrow|bin|ckpt|csv|gguf|h5|json|jsonl|np[yz]|onnx|parquet|pth?|safetensors|tsv|xlsx)", re.IGNORECASE
-)
-METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
 
 
 def sample(
@@ -107,11 +111,12 @@ def evaluate(
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on its held-out documents."""
+    """Evaluate a checkpoint on --source, or on the eval.source sets of its config, or on its held-out documents."""
     require_run(run_dir)
     sources = [_parse_source(text) for text in source or []]
     with uncollected():
         from trainer.distributed.env import pick_device
+        from trainer.tools.runs.depth_curve import curves_of, in_words, is_by_depth
         from trainer.tools.trained.offline import evaluate_checkpoint
 
     at, metrics = evaluate_checkpoint(
@@ -126,8 +131,13 @@ def evaluate(
     )
     if as_json:
         print_json({"run": run_dir, "step": at, "metrics": metrics})
-    else:
-        _print_metrics(run_dir if at is None else f"{run_dir}, step {at:,}", metrics)
+        return
+    echo(run_dir if at is None else f"{run_dir}, step {at:,}")
+    for key, value in metrics.items():
+        if not is_by_depth(key):
+            echo(f"{key} {value:.4f}")
+    for name, curve in curves_of(metrics).items():
+        echo(f"{name or HELD_OUT}: {in_words(curve, 0)}")
 
 
 def _parse_source(text: str) -> EvalSourceTable:
@@ -148,33 +158,6 @@ def _parse_source(text: str) -> EvalSourceTable:
     return EvalSourceTable(name=name, paths=[path])
 
 
-def _print_metrics(title: str, metrics: dict[str, float]) -> None:
-    from trainer.tools.fitted_table import Column, fitted_table
-    from trainer.tools.runs.depth_curve import curves_of, in_words, is_by_depth
-
-    rows: dict[str, dict[str, str]] = {}
-    for key, value in metrics.items():
-        if is_by_depth(key):
-            continue
-        if key.startswith("eval/"):
-            name, _, metric = key.removeprefix("eval/").rpartition("/")
-        else:
-            name, metric = HELD_OUT, key.removeprefix("eval_")
-        rows.setdefault(name or "-", {})[metric] = f"{value:.4f}"
-    # Tasks of the user's own may have any metric; parts of the held-out loss are in the JSON.
-    own = {name for row in rows.values() for name in row if "/" not in name}
-    names = [*METRICS, *sorted(own - METRICS.keys())]
-    columns = [Column("set", list(rows))]
-    for metric in names:
-        cells = [row.get(metric, "") for row in rows.values()]
-        if any(cells):
-            columns.append(Column(METRICS.get(metric, metric), cells, "right"))
-    console = output()
-    console.print(fitted_table(columns, width=console.width, title=title))
-    for name, curve in curves_of(metrics).items():
-        console.print(f"{name or HELD_OUT}: {in_words(curve, 0)}")
-
-
 def export(
     run_dir: shared.RunDirArgument,
     out: Annotated[str, Option(help="Directory to write.", metavar="PATH")],
@@ -185,10 +168,8 @@ def export(
 ) -> None:
     """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
     target = Path(out)
-    if FILE_SUFFIX.fullmatch(target.suffix):
-        raise UserError("--out", f"{out} would be a directory with weights", f"leave out {target.suffix}")
     refuse_existing(out, force=force)
-    if target.is_dir() and not _is_export(target):
+    if target.is_dir() and any(target.iterdir()) and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
     from trainer.tools.trained.saved_model import export_model
 
@@ -202,10 +183,132 @@ def _is_export(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
     from trainer.tools.trained.saved_model import TOKENIZER_PARTS
 
-    own = {"model.safetensors", "config.toml", "README.md", "tokenizer.json"}
-    own |= {"config.json", "generation_config.json"}
-    names = {path.name for path in directory.iterdir()}
-    if not names or not names <= own | set(TOKENIZER_PARTS):
-        return not names
+    own = {"model.safetensors", "config.toml", "README.md", "tokenizer.json", "config.json", "generation_config.json"}
+    if not {path.name for path in directory.iterdir()} <= own.union(TOKENIZER_PARTS):
+        return False
     card = directory / "README.md"  # a folder of someone else's model may have the same files
     return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
+
+
+def doctor(
+    model: Annotated[
+        str | None, Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
+    ] = None,
+    hf: Annotated[
+        str | None,
+        Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH"),
+    ] = None,
+    args: Annotated[str, Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
+    vocab_size: Annotated[int, Option(min=2, help="Number of token ids.")] = 257,
+    dim: Annotated[int, Option(min=1, help="As model.dim.")] = 64,
+    num_layers: Annotated[int, Option(min=1, help="As model.num_layers.")] = 2,
+    seq_len: Annotated[int, Option(min=1, help="As data.seq_len.")] = 64,
+    device: shared.DeviceOption = "cpu",
+    node: Annotated[
+        bool, Option("--node", help="Check this machine instead; under torchrun, the network too.")
+    ] = False,
+    as_json: shared.JsonOption = False,
+) -> None:
+    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does,
+    3: it does not, or that could not be checked."""
+    if node:
+        _check_node()
+        return
+    from trainer.config.load import parse_value
+    from trainer.distributed.env import pick_device
+    from trainer.lab.contracts import check_model
+
+    given: Any = parse_value(args)
+    if not isinstance(given, dict):
+        raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
+    if (model is None) == (hf is None):
+        raise UserError("train doctor", "needs one model", "name it with --model or with --hf")
+    on, name = pick_device(device), str(hf or model)
+    built: nn.Module
+    if hf is not None:
+        from trainer.tools.doctor import load
+
+        built, vocab_size, what = load(hf)
+        name = f"{name} ({what})"
+    else:
+        built = _build(name, given, vocab_size, dim, num_layers, seq_len)
+    built = built.to(on)
+    report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
+    if as_json:
+        print_json({"model": hf or model, "args": given, **report.to_json()})
+    else:
+        _print_report(name, report)
+    if report.breaches or report.unchecked:
+        raise typer.Exit(EXIT_BREACH)
+
+
+def _check_node() -> None:
+    import socket
+    from threading import Timer
+
+    from trainer.tools import limits
+    from trainer.tools.doctor import NodeCheck
+
+    check, host = NodeCheck(), socket.gethostname()
+
+    def leave() -> None:  # what hangs cannot be ended otherwise
+        echo(f"{host}: no answer within {limits.NODE_SECONDS:g} s: {check.doing}", err=True)
+        os._exit(EXIT_BREACH)
+
+    timer = Timer(limits.NODE_SECONDS, leave)
+    timer.start()
+    problem = check.run(limits.NODE_SECONDS)
+    timer.cancel()
+    for line in (*check.lines, problem or "this node can train"):
+        echo(f"{host}: {line}")
+    if problem:
+        raise typer.Exit(EXIT_BREACH)
+
+
+def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
+    """The model of `--model`, which may take its arguments as it likes."""
+    from trainer.config.schema import ModelTable
+    from trainer.import_path import resolve_target, users_code
+    from trainer.lab.contracts.adapted import adapt
+    from trainer.lab.contracts.subject import CallFailed
+    from trainer.training.setup.plan import build_model
+
+    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
+    if ":" in name:
+        target = resolve_target(name, "--model")
+        with users_code("--model", f"{name} fails"):
+            taken = inspect.signature(target).parameters
+            made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
+        # Anybody's module is adapted; one that keeps the protocol comes back as it is.
+        if hasattr(made, "forward"):
+            try:
+                adapted = adapt(made)
+            except CallFailed as error:
+                fix = "give it token ids [B, T], and let it return logits"
+                raise UserError("--model", f"{name}: {error}", fix) from None
+            if adapted is not made:
+                return adapted
+    settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}
+    table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
+    return build_model(table, vocab_size, seq_len=seq_len, parts=PARTS)
+
+
+def _print_report(model: str, report: Report) -> None:
+    from trainer.tools.fitted_table import Column, fitted_table
+
+    verdicts = report.verdicts
+    columns = [
+        Column("check", [verdict.check for verdict in verdicts]),
+        Column("verdict", [coloured(COLOURS.get(v.status, "unknown"), v.status) for v in verdicts]),
+        Column("observation", [escape(verdict.text) for verdict in verdicts], wraps=True),
+    ]
+    console = output()
+    console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
+    breaches = ", ".join(verdict.check for verdict in report.breaches)
+    summary = coloured("healthy", "keeps the contract")
+    if breaches:
+        summary = coloured("findings", f"breaks {breaches}")
+    elif report.unchecked:
+        first = report.unchecked[0]
+        summary = coloured("findings", f"was not checked for {first.check}") + f": {escape(first.text)}"
+    console.print(f"{escape(model)} {summary} ({report.how}; {report.seconds:.1f} s)", highlight=False)

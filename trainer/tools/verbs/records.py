@@ -6,7 +6,7 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ from trainer.files import did_you_mean, write_file
 from trainer.tools.fitted_table import Column, duration_text, fitted_table, needed_width
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, refuse_existing, writing
-from trainer.wording import counted, number_text
+from trainer.wording import number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
@@ -50,33 +50,25 @@ class RunEntry:
     # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
     verdict: str | None = None
     reason: str | None = None  # why the run ended, if status.json says it
-    changed: list[str] = field(default_factory=list)  # the settings that a resume changed
 
 
 def ls(
     paths: Annotated[list[str] | None, Argument(help="Directories of runs, or runs [runs].", metavar="DIR...")] = None,
-    diagnose: Annotated[bool, Option(help="Show the verdict of train diagnose.")] = True,
     as_json: shared.JsonOption = False,
 ) -> None:
     """List runs, the newest last: state, step, loss, age and verdict."""
     given, now = paths or ["runs"], time.time()
-    entries = [entry_of(path, now=now, diagnoses=diagnose) for path in find_runs(given)]
+    entries = [entry_of(path, now=now) for path in find_runs(given)]
     entries.sort(key=lambda entry: -entry.age_sec)
     if not entries:
         raise UserError(", ".join(given), "holds no run", "start one in runs/ with: train --config x.toml")
     if as_json:
         print_json([asdict(entry) for entry in entries])
         return
-    columns, options = _columns(entries, diagnoses=diagnose), {}
+    columns = _columns(entries)
     # Names are there to be copied: a pipe gets all columns without a line break in them.
     console = output(needed_width=needed_width(columns))
-    folder, *others = {Path(entry.run).parent for entry in entries}
-    if needed_width(columns) > console.width and not others and folder.name:
-        # Before any column is left out: what all names begin with.
-        options = {"title": f"in {escape(str(folder))}/"}
-        short = [replace(entry, run=Path(entry.run).name) for entry in entries]
-        columns = _columns(short, diagnoses=diagnose)
-    console.print(fitted_table(columns, width=console.width, **options))
+    console.print(fitted_table(columns, width=console.width))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -93,11 +85,11 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     return list(found)
 
 
-def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
+def entry_of(path: Path, *, now: float) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.metrics.run_status import run_state
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.runs.load import load_run, settings_by_step
+    from trainer.tools.runs.load import load_run
 
     status = run_state(path)
     reached = [step for step in [status.get("last_step")] if isinstance(step, int)]
@@ -117,19 +109,16 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         return replace(entry, verdict="record unreadable")
     if not run.keys:
         return entry
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"verdict": diagnose(run).brief}
     for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
         values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
     if isinstance(run.setting("train.steps"), int):
         values["steps"] = run.setting("train.steps")
-    if diagnoses:
-        values["verdict"] = diagnose(run).brief
-    values["changed"] = [key for key, value in settings_by_step(run).items() if isinstance(value, dict)]
     step = max([*run.steps[-1:], *reached], default=None)  # rows are some steps apart
     return replace(entry, **values, step=step, age_sec=max(now - times[0], 0.0))
 
 
-def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
+def _columns(entries: Sequence[RunEntry]) -> list[Column]:
     columns = [
         Column("run", [escape(entry.run) for entry in entries]),
         Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
@@ -149,17 +138,8 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
             cells.append("-" if value is None else form(value))
         if leave_out < 5 or {*cells} != {"-"}:  # the least important ones need a value
             columns.append(Column(heading, cells, "right", leave_out))
-    if any(entry.changed for entry in entries):
-        columns.append(Column("changed", list(map(_changed, entries)), leave_out=3))
-    if diagnoses:
-        columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
+    columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
     return columns
-
-
-def _changed(entry: RunEntry) -> str:
-    if not entry.changed:
-        return ""
-    return counted(len(entry.changed), "setting")
 
 
 def _verdict_cell(entry: RunEntry) -> str:

@@ -1,11 +1,12 @@
-"""`train replay`: a step of a run again. `train bisect`: the first difference of two runs."""
+"""Verbs that train again: `train cbs`, `train replay` and `train bisect`."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +17,18 @@ from typer import Argument, Option
 from trainer.cli.terminal import echo, refuse, uncollected
 from trainer.tools.fitted_table import Column, fitted_table, needed_width
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import coloured, output, print_json, require_run
+from trainer.tools.verbs.shared import coloured, output, print_json, require_run, writing
 from trainer.wording import counted
 
 if TYPE_CHECKING:
     from trainer.tools.branching.replay import Origin, Replay, Values
+    from trainer.tools.branching.study import Study
 
 EXIT_FAILED, EXIT_DIFFERENT = 1, 3
-TINY, SHOWN_ROWS = 1e-300, 8
+SHOWN_ROWS = 8
 # Settings that change how sums are rounded, and not what a step computes.
 ROUNDING = frozenset({"env.world_size", "distributed.strategy"})
-ROUNDED = ("loss", "grad_norm")
-ONLY_ROUNDED = "batches and learning rates are equal; sums are rounded otherwise: relative difference up to {:.1e}"
+ROUNDED = "sums are rounded otherwise: relative difference up to {:.1e}"
 UNASKED_RANKS = 8  # that a machine with fewer CPUs starts too, if the record says so
 REASONS = {
     "batch": "they read other data",
@@ -37,6 +38,81 @@ REASONS = {
 }
 # Columns of the table of rows, with the priority of leaving them out.
 SHOWN = {"source": 1, "stream": 0, "documents": 0, "cell": 3, "tokens": 2, "state": 0, "loss": 0}
+GRID_HELP = "Learning rates, as multiples of the scaled one; the best counts."
+FACTORS_HELP = "Batches, as multiples of today's; default: 1/4,1/2,1,2,4, as far as whole micro-batches."
+TOKENS_HELP = "Tokens of a branch; default: 20 % of those trained so far."
+
+
+@contextmanager
+def _stoppable(said: str) -> Iterator[Callable[[], bool]]:
+    """Whether a signal has asked this process to stop, which waits for one that trains."""
+    from trainer.training.signals import StopRequest
+
+    stop = StopRequest(lambda name: echo(f"{name}: {said}", err=True))
+    stop.install()
+    stop.is_watched = True
+    try:
+        yield lambda: stop.requested
+    finally:
+        stop.uninstall()
+
+
+def cbs(
+    run_dir: shared.RunDirArgument,
+    at: Annotated[int | None, Option(help="Step of the checkpoint; default: the latest.", min=1)] = None,
+    factors: Annotated[str | None, Option(help=FACTORS_HELP)] = None,
+    lr_grid: Annotated[str, Option(help=GRID_HELP)] = "0.5,1,2",
+    seeds: Annotated[int, Option(min=1, help="Orders of the data per batch and rate.")] = 3,
+    tokens: Annotated[int | None, Option(min=1, help=TOKENS_HELP)] = None,
+    tolerance: Annotated[float, Option(min=0, help="Relative loss above the best that still counts.")] = 0.01,
+    trust_code: shared.TrustOption = False,
+) -> None:
+    """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
+    run = require_run(run_dir)
+    with uncollected():
+        from trainer.files import write_json
+        from trainer.metrics.run_status import take_lock
+        from trainer.tools.branching.answer import make_answer, print_answer
+        from trainer.tools.branching.study import ANSWER_FILE, make_study, open_origin, parse_numbers
+        from trainer.tools.trained.saved_model import find_checkpoint
+    path = find_checkpoint(run, at, option="--at")
+    # The run cannot be resumed, nor its checkpoint deleted, while branches start from it.
+    with writing(str(run / "cbs")), take_lock(run):
+        origin = open_origin(run, path, trust_code=trust_code)
+        study = make_study(
+            origin,
+            run / "cbs" / str(origin.step),
+            factors=None if factors is None else parse_numbers("--factors", factors),
+            lr_grid=parse_numbers("--lr-grid", lr_grid),
+            num_seeds=seeds,
+            tokens=tokens,
+        )
+        _run(study)
+        answer = make_answer(study, study.results(), tolerance=tolerance)
+        write_json(study.directory / ANSWER_FILE, answer)
+        print_answer(answer, output())
+        echo(f"wrote {study.directory / ANSWER_FILE}", err=True)
+
+
+def _run(study: Study) -> None:
+    """Run the branches that are left. Raises typer.Exit: a stop was requested, or one failed."""
+    from trainer.tools.branching.answer import cost_line
+    from trainer.tools.branching.study import BranchFailed, run_branch
+
+    done, total = study.results(), len(study.branches)
+    echo(cost_line(study, len(done)), err=True)
+    with _stoppable("stopping the branch at its next step") as should_stop:
+        for branch in (each for each in study.branches if each not in done):
+            try:
+                if should_stop() or not run_branch(study, branch, should_stop):
+                    said = f"stopped: {len(study.results())} of {total} branches are done"
+                    echo(f"{said}; the same command continues", err=True)
+                    raise typer.Exit(0)
+            except (BranchFailed, OSError) as error:
+                echo(str(error), err=True)
+                raise typer.Exit(EXIT_FAILED) from None
+            results = study.results()
+            echo(f"{len(results)} of {total}: {branch.name}: loss {results[branch]}", err=True)
 
 
 def replay(
@@ -52,24 +128,29 @@ def replay(
     shards = origin.plan.facts.data_shards
     if shards % (nproc or 1):
         refuse(f"--nproc {nproc}: the run's data are in {counted(shards, 'shard')}; choose a divisor")
-    from trainer.tools.branching.replay import NUMBERS, differing, recorded, rows_of
+    from trainer.tools.branching.replay import NUMBERS, UNROUNDED, differing, recorded, rows_of
 
     found, record = _replay(origin, step, num_ranks=nproc), recorded(origin.run)
     compared, differences = [], []
     for at, values in found.values.items():
         then = record.get(at, {})
-        # Sums over another number of ranks are rounded otherwise.
-        if found.is_exact and values.keys() & then.keys():
+        names = differing(values, then)
+        if not found.is_exact:
+            names = [name for name in names if name in UNROUNDED]
+        elif values.keys() & then.keys():
             compared.append(at)
-            names = differing(values, then)
-            if names:
-                differences.append([at, names])
-    # Digests are sums over ranks, and of no use without the record's.
+        if names:
+            differences.append([at, names])
+    # Digests are of no use without the record's, and most of them follow from sums over ranks.
     then, now = record.get(step, {}), found.values.get(step, {})
-    shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
+    comparable = set(then)
+    if not found.is_exact:
+        comparable.intersection_update(UNROUNDED)
+    shown = [name for name in now if name in NUMBERS or name in comparable]
+    is_equal = not differences if compared or differences else None
     content: dict[str, Any] = {"run": run_dir, "step": step, "from_step": origin.step, "ranks": found.num_ranks}
-    content |= {"note": origin.note, "is_equal": not differences if compared else None, "compared_steps": compared}
-    content |= {"first_different": next(iter(differences), None), "failure": found.failure, "parts": found.parts()}
+    content |= {"note": origin.note, "is_equal": is_equal, "compared_steps": compared}
+    content |= {"first_different": next(iter(differences), None), "failure": found.failure}
     content["values"] = {name: [now[name], then.get(name)] for name in shown}
     content["rows"] = rows_of(origin, found.micros, with_text=text)
     if as_json:
@@ -94,23 +175,18 @@ def open_origin(run: Path, step: int, *, trust_code: bool, before: int | None = 
 def _replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all: bool = False) -> Replay:
     """`branching.replay.replay`, said and, if it fails, refused."""
     from trainer.tools.branching.replay import replay as repeat
-    from trainer.tools.branching.run_branches import BranchFailed
-    from trainer.training.signals import StopRequest
+    from trainer.tools.branching.study import BranchFailed
 
     name, ranks = origin.run.path, counted(origin.num_ranks, "rank")
     if num_ranks is None and origin.num_ranks > max(UNASKED_RANKS, os.cpu_count() or 1):
         refuse(f"{name}: its record says that it ran on {ranks}; --nproc {origin.num_ranks} starts them")
     echo(f"{name}: repeating steps {origin.step + 1:,} to {step:,}", err=True)
-    stop = StopRequest(lambda signal: echo(f"{signal}: stopping", err=True))
-    stop.install()
-    stop.is_watched = True  # this process waits for the one that repeats
-    try:
-        return repeat(origin, step, num_ranks=num_ranks, logs_all=logs_all, should_stop=lambda: stop.requested)
-    except BranchFailed as error:
-        echo(f"{name}: cannot be repeated to step {step}: {error}", err=True)
-        raise typer.Exit(EXIT_FAILED) from None
-    finally:
-        stop.uninstall()
+    with _stoppable("stopping") as should_stop:
+        try:
+            return repeat(origin, step, num_ranks=num_ranks, logs_all=logs_all, should_stop=should_stop)
+        except BranchFailed as error:
+            echo(f"{name}: cannot be repeated to step {step}: {error}", err=True)
+            raise typer.Exit(EXIT_FAILED) from None
 
 
 def _plain(value: Any) -> Any:
@@ -134,8 +210,6 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
         elif repr(now) == repr(then):
             said = "as recorded"
         lines.append(f"{name} {now} ({said})")
-    if len(content["parts"]) > 1:
-        lines.append("the loss is " + " + ".join(f"{name} {value:.6g}" for name, value in content["parts"].items()))
     what, bad = "loss", [row for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]
     if not bad:
         what, bad = "gradient", [row for row in content["rows"] if "gradient" in row]
@@ -151,6 +225,8 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
 
 
 def _comparison(content: Mapping[str, Any]) -> str:
+    from trainer.tools.branching.replay import relative_difference
+
     values, compared = content["values"], content["compared_steps"]
     if content["first_different"]:
         step, names = content["first_different"]
@@ -161,8 +237,10 @@ def _comparison(content: Mapping[str, Any]) -> str:
     if all(then is None for _, then in values.values()):
         return f"nothing to compare: step {content['step']} was not logged"
     now, then = ({name: pair[at] for name, pair in values.items()} for at in (0, 1))
-    worst = _relative(now, then, list(now))
-    return f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}"
+    said = "on another number of ranks " + ROUNDED.format(relative_difference(now, then))
+    if "batch" in values:
+        said = f"the same batches; {said}"
+    return said
 
 
 def _place(row: Mapping[str, Any]) -> str:
@@ -207,7 +285,7 @@ def bisect(
     """Find the first step at which two runs differ, and in what: data, states, gradient or weights; exit code 3 if they do."""
     paths = [require_run(first), require_run(second)]
     with uncollected():
-        from trainer.tools.branching.replay import differing, recorded
+        from trainer.tools.branching.replay import differing, recorded, relative_difference
         from trainer.tools.report.run_summary import config_differences
         from trainer.tools.runs.load import load_run
     runs = list(map(load_run, paths))
@@ -237,12 +315,12 @@ def bisect(
         "runs": [first, second],
         "data": _data_difference(paths),
         "is_exact": is_exact,
+        "relative_difference": max(relative_difference(marks[0][at], marks[1][at]) for at in common),
         "config": config,
         "note": note,
         "initial_weights": "run.seed" in keys and not all(run.setting("model.weights") for run in runs),
         "last_equal_step": equal or None,
         "first_different_step": step,
-        "relative_difference": max(_relative(marks[0][at], marks[1][at]) for at in common),
     }
     content["differs_in"] = [*(name for name in ("config", "data", "initial_weights") if content[name]), *kinds]
     if as_json:
@@ -253,8 +331,8 @@ def bisect(
             steps += ", by loss and norm"
         if step is not None:
             steps = _where(equal, step, kinds, is_exact=is_exact)
-            if rounds and not {*kinds} - {*ROUNDED}:
-                steps += "\n" + ONLY_ROUNDED.format(content["relative_difference"])
+            if rounds and {*kinds} <= {"loss", "grad_norm"}:
+                steps += "\nbatches and learning rates are equal; " + ROUNDED.format(content["relative_difference"])
         echo("\n".join(filter(None, [*_around(content), steps, note])))
     if step is not None:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -279,15 +357,6 @@ def _where(equal: int, step: int, kinds: Sequence[str], *, is_exact: bool) -> st
     if is_exact and kinds[0] in REASONS:
         text += f"\n{REASONS[kinds[0]]}"
     return text
-
-
-def _relative(now: Mapping[str, Any], then: Mapping[str, Any], names: Sequence[str] = ROUNDED) -> float:
-    """How far the finite numbers of these names are apart at most, relative to the second."""
-    worst = 0.0
-    for name in names:
-        if name in now and isinstance(then.get(name), float) and math.isfinite(now[name] - then[name]):
-            worst = max(worst, abs(now[name] - then[name]) / max(abs(then[name]), TINY))
-    return worst
 
 
 def _first_difference(first: Values, second: Values, *, rounds: bool) -> tuple[int, int | None, list[str]]:

@@ -23,9 +23,6 @@ from trainer.wording import counted, few
 
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary
-PEEK_BYTES = 1 << 20
-# Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
-LARGEST_UPPER_HALF = 15
 AGAIN = "build the corpus again, or remove manifest.json"
 
 
@@ -58,74 +55,35 @@ class Guess:
 
     kind: Kind
     formats: tuple[str, ...]  # names of those that occur, sorted
-    dtype: str | None  # of headerless files; None if there are none
 
 
 def guess(
     streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
 ) -> Guess:
     """Distinguish text from token ids by the format and first record of each stream.
-    Raises UserError: text is mixed with ids, dtypes differ, or a file cannot be read."""
+    Raises UserError: text is mixed with ids, a headerless file has no dtype, or it cannot be read."""
     examples: dict[Kind, str] = {}
-    dtypes: dict[str, str] = {}
     formats = set()
     for stream in streams:
         path = Path(stream.path)
         name = format_name(path, format)
         formats.add(name)
         examples.setdefault(file_kind(path, name, column), stream.path)
-        if takes_option(name, "dtype"):
-            dtypes.setdefault(dtype or _dtype_of(path), stream.path)
+        if takes_option(name, "dtype") and dtype is None:
+            problem = f"does not follow from {stream.path}, which has no header"
+            raise UserError("dtype", problem, "give the type of its ids, such as --dtype uint16")
     if len(examples) > 1:
         problem = f"is text, and {examples['ids']} holds token ids: a run reads only one of the two"
         raise UserError(examples["text"], problem, "name the files of one kind, with a glob in quotes")
-    if len(dtypes) > 1:
-        seen = ", ".join(f"{path} looks like {each}" for each, path in dtypes.items())
-        fix = "give --dtype, or name the files of one dtype"
-        raise UserError("dtype", f"differs between the files: {seen}", fix)
-    return Guess(next(iter(examples)), tuple(sorted(formats)), next(iter(dtypes), None))
-
-
-def _dtype_of(path: Path) -> str:
-    """The dtype of a headerless file, by its beginning and its middle."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            sample = file.read(PEEK_BYTES)
-            if size > 2 * PEEK_BYTES:
-                file.seek(size // 16 * 8)
-                sample += file.read(PEEK_BYTES)
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-        raise UserError(str(path), problem, "check the path and its mode") from None
-    return guess_dtype(sample, size)
-
-
-def guess_dtype(sample: bytes, size: int) -> str:
-    """The integer type of headerless little-endian ids: the widest with upper bytes like theirs.
-    `sample`: bytes of the file, from an offset that is a multiple of 8. `size`: bytes of the whole
-    file, which must be a multiple of the type's size."""
-    if size % 8 == 0 and len(sample) >= 16:
-        # The upper half of each int64 is 0, unless ids are beyond any vocabulary.
-        words = np.frombuffer(sample[: len(sample) // 8 * 8], dtype="<u4")
-        if not words[1::2].any() and words[0::2].max() < 1 << 24 and words[0::2].any():
-            return "int64"
-    if size % 4 == 0 and len(sample) >= 16:
-        halves = np.frombuffer(sample[: len(sample) // 4 * 4], dtype="<u2")
-        upper, lower = halves[1::2], halves[0::2]
-        if upper.max() <= LARGEST_UPPER_HALF and lower.max() > LARGEST_UPPER_HALF:
-            return "uint32"
-    if size % 2 == 0:
-        return "uint16"
-    return "uint8"
+    return Guess(next(iter(examples)), tuple(sorted(formats)))
 
 
 def look(
     streams: Sequence[Stream],
-    found: Guess,
     *,
     tokenizer: str,
     format: str = "auto",
+    dtype: str | None = None,
     eod: int | None = None,
     column: str | None = None,
     report: Report = silent,
@@ -133,7 +91,7 @@ def look(
     """Read the streams once: tokens of each document, by stream; the largest id and its count.
     Raises UserError: a file cannot be read or is damaged."""
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
-    options = ReadOptions(bounded, found.dtype, eod, format=format, column=column)
+    options = ReadOptions(bounded, dtype, eod, format=format, column=column)
     lengths: list[Ints] = []
     largest, count = 0, 0
     for stream in each_stream(streams, report):
