@@ -14,8 +14,7 @@ import pytest
 from tests.support.records import record_of, rows_of
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.diagnostics.diagnose import RULES, Ruling, diagnose
-from trainer.tools.diagnostics.facts import batches_through, micro_batches
-from trainer.tools.diagnostics.rule import Outcome
+from trainer.tools.diagnostics.rule import Outcome, batches_through, micro_batches
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 
@@ -121,7 +120,6 @@ def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") 
     return {key: dict.fromkeys(steps, value) for key, value in values.items()}
 
 
-STARVED = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})
 BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
 BATCH = {**GNS, "gns/b_big": [100.0] * 40}
 
@@ -129,16 +127,13 @@ HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0] * 9}),
     "cold_starts": make_run({"ledger/cold_starts": [0.0] * 9}),
-    "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}, environment={"state_width": 4096}),
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
     "carry_worthless": make_run(probes(gain=0.05, gap=0.0)),
     "stale_states": make_run(probes(gain=0.5, gap=-0.04)),
-    "context_unused": make_run(depths(0.02, 0.05, 0.06)),
     "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.04)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("held")]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [11.5] * 60})),
     "uneven_slices": make_run(pool_rows()),
-    "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0, 0.0, 0.0] * 20})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.04] * 60})),
     "low_fill": make_run({FILL: [0.85, 0.99] * 20}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
@@ -148,27 +143,20 @@ HEALTHY: dict[str, RunRecord] = {
     "loss_spikes": make_run({"loss": noisy(2.0, 60)}),
     "data_bound": make_run({"time/data_sec": [0.01] * 40, "step_time_sec": [1.0] * 40}),
     "straggling_rank": make_run({**BUSY, "time/slowest_rank_sec": [0.6] * 80}, environment={"world_size": 2}),
-    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[2]),
+    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=2),
     "ending": make_run({"loss": [1.0]}, status={"state": "done"}),
 }
 FAULTY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0, 0.0, 1.0]}),
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0, 0.0, 1.0]}),
     "cold_starts": make_run({"ledger/cold_starts": [0.0, 2.0], FALSE["lru"]: [0.0, 1.0]}),
-    "ledger_oversize": make_run(
-        {"ledger/fill_fraction": {1: 0.01, 200: 0.01}},
-        config={**CONFIG, "ledger": {"capacity": 100_000}},
-        environment={"state_width": 4096},
-    ),
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
     "carry_worthless": make_run(probes(gain=0.0, gap=0.0, error=0.001)),
     "stale_states": make_run(probes(gain=0.5, gap=-0.06)),
-    "context_unused": make_run(depths(0.0, 0.001, 0.002)),
     "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.01)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
-    "starved_modality": make_run(STARVED),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
     "low_fill": make_run({FILL: [0.6] * 40}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
@@ -178,7 +166,7 @@ FAULTY: dict[str, RunRecord] = {
     "loss_spikes": make_run({"loss": [*noisy(2.0, 40), 3.0, *noisy(2.0, 10)]}),
     "data_bound": make_run({"time/data_sec": [0.2] * 80, "step_time_sec": [1.0] * 80}),
     "straggling_rank": make_run(BUSY, environment={"world_size": 2}, config=mixed(batching_mode="device_per_stream")),
-    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[6]),
+    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=6),
     "ending": make_run({"loss": [1.0]}, status={"state": "failed", "reason": "a reason", "last_step": 1}),
 }
 
@@ -195,10 +183,9 @@ def test_healthy_rows_are_healthy_and_a_fault_is_reported_with_evidence_and_a_kn
     outcome = check(name, FAULTY[name])
     assert outcome.verdict == "finding", outcome.sentence
     assert any(evidence.steps for evidence in outcome.evidence)
-    assert name == "ending" or outcome.knob is not None
-    # Only the config has the size of a state.
+    assert name in ("ending", "straggling_rank", "model_contract") or outcome.knob is not None
     without = check(name, replace(FAULTY[name], config={}, environment={}))
-    assert without.verdict == ("not_measured" if name == "ledger_oversize" else "finding"), without.sentence
+    assert without.verdict == "finding", without.sentence
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -215,13 +202,6 @@ def of_ranks(columns: Mapping[str, Any], world_size: int | None) -> RunRecord:
 def changed(name: str, **config: Any) -> RunRecord:
     """The faulty run of a rule with other tables of the config."""
     return replace(FAULTY[name], config={**CONFIG, **config})
-
-
-def oversize(**ledger: Any) -> RunRecord:
-    """99 % of 100,000 rows unused: 1.6 GB or, with bfloat16, 0.8 GB, of which 1 GB is too much."""
-    config = {"model": {"target": "my_parts:build"}, "ledger": {"capacity": 100_000, **ledger}}
-    rows = {"ledger/fill_fraction": {1: 0.01, 200: 0.01}}
-    return make_run(rows, config=config, environment={"state_width": 4_000})
 
 
 def losses(*values: float) -> RunRecord:
@@ -253,7 +233,6 @@ def wide(share_error: float, **changes: Any) -> RunRecord:
 PLATEAU, AFTER_IT = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001)], noisy(2.0, 9, 0.001)
 LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
-ABSENT = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 20 + [2.0] * 20})
 TWO_SOURCES = {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a"}, {"name": "b"}]}}
 STALE = probes(gain=0.5, gap=-0.2)
 EARLY, AFTER = probes(gain=0.0, gap=-0.3, error=0.001), probes(gain=1.0, gap=0.0, error=0.001)
@@ -278,7 +257,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
     "finding": {
         "stale_states: states lost early": make_run({**STALE, "ledger/cold_starts": {5: 3.0, 80: 0.0}}),
         "stale_states: old states that hurt": make_run(probes(gain=0.5, gap=0.2)),
-        "ledger_oversize: large states": oversize(dtype="float32"),
         # Two ranks and the noise between them; without it, they may be equal or not.
         "repeated_data: equal ranks": of_ranks(same_data(0.0), 2),
         "repeated_data: no noise": of_ranks(same_data(None, micro_batches=1, noise=1e-09), 2),
@@ -287,7 +265,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "loss_spikes: a rise by half the improvement": losses(*PLATEAU, 4.0, *AFTER_IT),
         "loss_spikes: a spike in a steep fall": falling(40, 32, 2.0),
         "loss_spikes: worse than untrained": falling(30, 22, 6.0),
-        "restarts: a crash loop": make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)] * 3, steps_redone=[1, 1, 1]),
+        "restarts: a crash loop": make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)] * 3, steps_redone=3),
         "model_contract: broken resets in rows of several documents": contract_run(
             ("causality", "held", ""), ("resets", "broken", "x"), align="stream"
         ),
@@ -299,7 +277,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "loss_spikes: a rise far below the improvement": losses(*PLATEAU, 2.5, *AFTER_IT),
         "carry_worthless: a small gain": make_run(probes(gain=0.003, gap=0.0, error=0.0005)),
         "stale_states: too small to matter": make_run(probes(gain=0.0, gap=-0.0009, error=0.00001)),
-        "ledger_oversize: half as large states": oversize(dtype="bfloat16"),
         "repeated_data: slices of one stream": of_ranks(same_data(0.3), 2),
         "repeated_data: noise between ranks that is not known": of_ranks(same_data(0.0, error=0.05), 2),
         "repeated_data: one rank": of_ranks(same_data(None), 1),
@@ -311,9 +288,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "loss_spikes: a blend": losses(*((2.6 if i % 7 == 0 else 1.4) + 0.02 * math.sin(i * i) for i in range(200))),
         # In a short run the first batch of a rare source is no worse than the untrained model was, while a spike may be.
         "loss_spikes: a rare source": falling(30, 22, 3.0),
-        # Of 64 readers 40 % have modality b; a gap of 20 has a probability of up to 0.002, the limit is 0.0005.
-        "starved_modality: a short absence": make_run(ABSENT),
-        "starved_modality: an ended source": make_run({**STARVED, "blend/ended_sources": [0.0] * 20 + [1.0] * 40}),
         # 0.001 +- 0.01 nats: it may as well be 0.03, which would be worth the ledger.
         "carry_worthless: a gain of unknown size": make_run(probes(gain=0.001, gap=0.0, error=0.01)),
         "carry_worthless: a gain that came late": make_run(LATE),
@@ -330,7 +304,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "low_fill: data of the user's own": make_run(
             {FILL: [0.6] * 40}, config={**CONFIG, "data": {"source": [{"target": "mine:data"}]}}
         ),
-        "ledger_oversize: states of unknown size": replace(oversize(), environment={}),
         "repeated_data: ranks without a measure": of_ranks(same_data(None), 2),
         "repeated_data: no gradient": of_ranks({**same_data(None, noise=0.0), "gns/grad_sq": [0.0] * 40}, 1),
         "batch_size: a noise scale of few steps": make_run({**BATCH, "gns/b_now_steps": [12.0] * 40}),
@@ -357,55 +330,25 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
     return None if knob is None else (knob.key, knob.current, knob.suggested)
 
 
-def evicting_stale(threshold: int) -> RunRecord:
-    ledger = {**CONFIG["ledger"], "stale_threshold": threshold}
-    return make_run({FALSE["stale"]: [1.0] * 60, **pool_rows()}, config={**CONFIG, "ledger": ledger})
-
-
-def loop_without_config(world_size: int | None) -> RunRecord:
-    rows = {FALSE["lru"]: [0.0, 3.0], "ledger/live_groups": [6.0, 12.0], "ledger/fill_fraction": [0.5, 1.0]}
-    status = {"state": "done", "loop": "own", **({"world_size": world_size} if world_size else {})}
-    return make_run(rows, config={}, environment={}, status=status)
-
-
 EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
-STEPPED = {**CONFIG, "train": {"micro_batches": {"schedule": "step", "points": {"0": 1, "20": 4}}}}
-GREW = {**GNS, "gns/b_big": [1.0] * 40, "train/micro_batches": [1.0] * 20 + [4.0] * 20}
 ONE_SEQUENCE = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
 
 KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**SKIPPED, "ledger/cold_starts": [0.0, 4.0]}), None),  # no capacity would have kept these
     ("cold_starts", make_run(EVICTED), ("ledger.capacity", 64, 128)),
     ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}, config={}), ("ledger.wipe_mode", None, "lru")),
-    ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 20)),
-    # 2 K n, and more than the present one.
-    ("false_evictions_stale", evicting_stale(5), ("ledger.stale_threshold", 5, 2 * 4 * (50 + 1) / 2)),
-    ("false_evictions_stale", evicting_stale(500), ("ledger.stale_threshold", 500, 1000)),
-    # Live groups are a sum over ranks; where nobody says how many there are, no number is made up.
-    ("false_evictions_lru", loop_without_config(1), ("ledger.capacity", 12, 24)),
-    ("false_evictions_lru", loop_without_config(2), ("ledger.capacity", 6, 12)),
-    ("false_evictions_lru", loop_without_config(None), ("ledger.capacity", None, "twice as many")),
-    ("straggling_rank", of_ranks(BUSY, 2), None),
-    ("straggling_rank", replace(FAULTY["straggling_rank"], config=full_rows()), None),
+    ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 10)),
+    (
+        "false_evictions_lru",
+        make_run({FALSE["lru"]: [0.0, 3.0]}, config={}),
+        ("ledger.capacity", None, "twice as many"),
+    ),
     ("low_fill", FAULTY["low_fill"], ("data.mixing.batching_mode", "per_stream", "per_row")),
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
-    (
-        "low_fill",
-        replace(FAULTY["low_fill"], config=full_rows(mixing={**MIXING, "batching_mode": "per_row", "batch_size": 1})),
-        ("data.source", None, "more data"),
-    ),
-    ("low_fill", replace(FAULTY["low_fill"], config=full_rows(align="document")), ("data.align", "document", "stream")),
-    ("low_fill", replace(FAULTY["low_fill"], config=full_rows({"target": "mine:build"})), ("data.seq_len", 64, 32)),
-    (
-        "false_evictions_stale",
-        replace(evicting_stale(5), config={**full_rows(), "ledger": {"stale_threshold": 5}}),
-        ("ledger.stale_threshold", 5, 10),
-    ),
     ("stale_states", make_run(STALE, config=full_rows()), ("optimizer.lr", 1e-3, 5e-4)),
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
-    ("batch_size", make_run(GREW, config=STEPPED), ("train.micro_batches", 4, "a schedule that ends at 40")),
     ("stale_states", make_run(STALE), ("data.mixing.num_streams_mixed", 4, 2)),
     ("stale_states", make_run(STALE, config={**mixed(num_streams_mixed=1)}), ("optimizer.lr", 1e-3, 5e-4)),
     # No rule suggests a learning rate that `check` warns about; plain SGD trains with larger ones.
@@ -415,7 +358,6 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("non_finite", changed("non_finite", optimizer={"name": "sgd", "lr": 1e30}), ("optimizer.lr", 1e30, 1e-3)),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9}), None),
     ("model_contract", contract_run(("gradient", "broken", "half of it arrives"), trust=("carry",)), None),
-    ("model_contract", contract_run(("carry", "broken", "x"), trust=("carry",)), ("model.trust", ["carry"], [])),
 ]
 
 
@@ -423,21 +365,6 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
 def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, knob) -> None:
     assert check(name, run).verdict in ("finding", "healthy")
     assert knob_of(name, run) == knob
-
-
-@pytest.mark.parametrize(
-    "levels", [((6.0, 10), (2.0, 70), (4.0, 20)), ((0.4, 80), (2.0, 30)), ((1.0, 80), (4.0, 9), (0.9, 90))]
-)
-def test_a_spike_a_divergence_or_a_bump_right_after_the_mix_changed_is_blamed_on_it(levels) -> None:
-    rows, rise = [value for level in levels for value in noisy(*level)], 81
-    for step, is_blamed in ((rise, True), (rise - 9, True), (rise + 20, False), (rise - 60, False)):
-        changed = {"data.source.a.weight": {"before": 1.0, "after": 2.0}}
-        events = [{"event": "mix", "global_step": step, "changed": changed}, {"event": "mix", "problem": "refused"}]
-        outcome = check("loss_spikes", make_run({"loss": rows}, events=events))
-        assert outcome.verdict == "finding"
-        assert (f"; the mix changed at step {step}" in outcome.sentence) == is_blamed
-        assert outcome.knob is not None
-        assert outcome.knob.key == ("data.source.a.weight" if is_blamed else "optimizer.lr")
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -468,41 +395,6 @@ def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: flo
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "batch", "doubts"),
-    [
-        (0.6, 0.05, 16.0, True),
-        (0.6, 0.2, 16.0, False),
-        (0.9, 0.01, 16.0, False),
-        (-0.1, 0.1, 16.0, True),
-        (0.9, 0.01, 8.0, True),  # the larger the noise scale, the more a dependence matters
-    ],
-)
-def test_micro_batches_that_depend_on_each_other_raise_a_doubt(
-    value: float, error: float, batch: float, doubts: bool
-) -> None:
-    rows = {**GNS, "gns/b_big": [batch] * 40, "gns/consistency": [value] * 40, "gns/consistency_se": [error] * 40}
-    assert ("components_every" in check("batch_size", make_run(rows)).sentence) == doubts
-
-
-def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> None:
-    """A source that is rarely drawn, and whose losses differ, is flagged again and again."""
-
-    def flagged(*rows: int, every: int = 10) -> Outcome:
-        steps = range(every, 41 * every, every)
-        values, flags = noisy(2.0, 40, 0.001), [float(row in rows) for row in range(40)]
-        columns = {"loss": dict(zip(steps, values, strict=True)), "loss_spike": dict(zip(steps, flags, strict=True))}
-        return check("loss_spikes", make_run(columns))
-
-    assert flagged().verdict == "healthy"
-    outcome = flagged(30)
-    assert outcome.verdict == "finding"
-    assert "1 flagged between two rows" in outcome.sentence
-    assert flagged(20).verdict == "healthy", "a source that is read for the first time"
-    assert flagged(*range(4, 40, 4)).verdict == "healthy"
-    assert flagged(30, every=1).verdict == "healthy", "the row's own loss says more than the flag"
-
-
-@pytest.mark.parametrize(
     ("name", "run", "severity"),
     [
         ("uneven_slices", wide(0.0), "advice"),
@@ -520,7 +412,7 @@ def test_a_source_that_ended_is_named_with_its_step() -> None:
     rows = {"blend/max_share_error": [0.0] * 40, "blend/ended_sources": [0.0] * 20 + [1.0] * 20}
     named = check("shares", make_run(rows, events=[{"event": "source_ended", "global_step": 21, "sources": ["small"]}]))
     assert (named.verdict, named.severity) == ("finding", "advice")
-    assert named.sentence.startswith("source small exhausted at step 21")
+    assert named.sentence.startswith("1 source exhausted, the first by step 21 (small)")
     off = make_run({**rows, "blend/max_share_error": dict.fromkeys(range(100, 4001, 100), 0.5)})
     assert (knob_of("shares", off) or ("",))[0] == "data.mixing.repeat"
 
@@ -533,10 +425,10 @@ def test_a_machine_that_is_busy_for_some_seconds_is_not_called_slow_yet(row_sec:
     assert check("data_bound", make_run({"time/data_sec": [0.5 * row_sec] * 100, **times})).verdict == verdict
 
 
-def data_bound(waits: list[float], tokenizer: str = "bytes", sources: str = "", **stages: list[float]) -> Ruling:
+def data_bound(waits: list[float], sources: str = "", **stages: list[float]) -> Ruling:
     """The ruling on these waits; `stages`: the seconds of all sources in a stage."""
     named = [{"name": name} for name in sources.split()]
-    config = {**CONFIG, "data": {**CONFIG["data"], "tokenizer": tokenizer, "prefetch": 2, "source": named}}
+    config = {**CONFIG, "data": {**CONFIG["data"], "prefetch": 2, "source": named}}
     rows = {"time/data_sec": waits, "step_time_sec": [0.6 + wait for wait in waits]}
     rows |= {f"time/{stage}/all": seconds for stage, seconds in stages.items()}
     (ruling,) = diagnose(make_run(rows, config=config), [BY_NAME["data_bound"]]).rulings
@@ -545,13 +437,13 @@ def data_bound(waits: list[float], tokenizer: str = "bytes", sources: str = "", 
 
 def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     waits = [0.3] * 80
-    only = data_bound(waits, "tokenizer.json", "books", open=[0.3] * 80, read=[0.1] * 80)
+    only = data_bound(waits, "books", open=[0.3] * 80, read=[0.1] * 80)
     assert "75% of the time of reading went into opening the files" in only.outcome.sentence
     assert "fewer, larger files" in only.fix
     several = data_bound(waits, sources="books code", open=[0.1] * 80, own_code=[0.3] * 80)
     assert "the own code (metrics.per_source = true names the source)" in several.outcome.sentence
     other = data_bound(waits, sources="books", read=[0.1] * 80)
-    assert "went into" not in other.outcome.sentence, "the time that was spent reading does not explain the wait"
+    assert other.fix == "try data.prefetch = 4 (now 2)", "the time that was spent reading does not explain the wait"
     first = data_bound([9.0, *waits], sources="books", tokenize=[20.0] + [0.0] * 80, read=[0.3] * 81)
     assert "100% of the time of reading went into reading" in first.outcome.sentence, "not what the first rows took"
 
@@ -567,41 +459,36 @@ def test_few_probes_and_probes_that_are_not_finite_are_not_judged(rule: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("rule", "verdict", "rows"),
+    ("verdict", "rows"),
     [
-        ("context_unused", "not_measured", depths(0.0, 0.0, count=2)),
-        ("context_unused", "healthy", depths(0.0, 0.0, error=0.003)),  # too few documents to tell
-        ("context_unused", "healthy", depths(0.05, 0.0, -0.05)),  # it rises
-        ("context_unused", "finding", depths(0.0, 0.0, name="books/")),
-        ("loss_rises_with_depth", "healthy", depths(0.05, 0.01, error=0.01)),  # within its errors
-        ("loss_rises_with_depth", "healthy", depths(0.001, 0.0, -0.002, error=0.0001)),  # too small to matter
-        ("loss_rises_with_depth", "finding", depths(-0.02, -0.03)),
-        ("loss_rises_with_depth", "finding", depths(0.05, 0.2, 0.2, 0.09, name="books/")),
-        ("loss_rises_with_depth", "not_measured", depths(0.1, math.nan)),
+        ("not_measured", depths(0.02, -0.01, count=2)),
+        ("healthy", depths(0.05, 0.01, error=0.01)),  # within its errors
+        ("healthy", depths(0.001, 0.0, -0.002, error=0.0001)),  # too small to matter
+        ("finding", depths(-0.02, -0.03)),
+        ("finding", depths(0.05, 0.2, 0.2, 0.09, name="books/")),
+        ("not_measured", depths(0.1, math.nan)),
     ],
 )
-def test_gains_by_depth_are_judged_with_their_errors(rule: str, verdict: str, rows: Any) -> None:
-    assert check(rule, make_run(rows)).verdict == verdict
+def test_gains_by_depth_are_judged_with_their_errors(verdict: str, rows: Any) -> None:
+    assert check("loss_rises_with_depth", make_run(rows)).verdict == verdict
 
 
-def test_the_depth_from_which_context_is_not_used_is_named() -> None:
-    assert "no context beyond 256 tokens: " in check("context_unused", make_run(depths(0.02, 0.01, 0.0, 0.0))).sentence
+def test_the_depth_from_which_the_loss_rises_is_named() -> None:
     assert "0.0500 +- 0.0020 (95 %) from 128 tokens on, 0.0100 +- 0.0020 (95 %) from 256 on" in (
         check("loss_rises_with_depth", FAULTY["loss_rises_with_depth"]).sentence
     )
 
 
-@pytest.mark.parametrize(("rule", "end"), [("context_unused", 0.0), ("loss_rises_with_depth", -0.02)])
-def test_rules_of_depth_are_calibrated_on_noisy_gains(rule: str, end: float) -> None:
+def test_the_rule_of_depth_is_calibrated_on_noisy_gains() -> None:
     """A gain that grows to 0.06, and one that is lost from 1,024 tokens on; errors of a tenth to a third of it."""
-    rng = random.Random(rule)
+    rng = random.Random("loss_rises_with_depth")
     false = found = 0
     for _ in range(300):
-        error = rng.uniform(0.0005, 0.001) if end == 0.0 else rng.uniform(0.002, 0.008)
+        error = rng.uniform(0.002, 0.008)
         healthy = [0.06 * (1 - 2.0 ** -(index + 1)) for index in range(8)]
-        lost = [*healthy[:4], *[end] * 4]
+        lost = [*healthy[:4], *[-0.02] * 4]
         runs = (make_run(depths(*(rng.gauss(gain, error) for gain in gains), error=error)) for gains in (healthy, lost))
-        outcomes = [check(rule, run).verdict for run in runs]
+        outcomes = [check("loss_rises_with_depth", run).verdict for run in runs]
         false += outcomes[0] == "finding"
         found += outcomes[1] == "finding"
     assert false == 0

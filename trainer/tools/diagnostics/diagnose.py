@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from trainer.tools import limits
-from trainer.tools.diagnostics import depth, gradients, loss, mixing, run, state
+from trainer.tools.diagnostics import gradients, loss, mixing, run, state
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted
@@ -17,7 +17,7 @@ NO_FINDING: Final = "no finding"
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 
 RULES: Final[tuple[Rule, ...]] = (
-    *state.RULES, *depth.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
+    *state.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
     *run.SPEED_RULES, run.restarts, run.ending,
 )  # fmt: skip
 """All rules, in display order."""

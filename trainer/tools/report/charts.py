@@ -27,7 +27,7 @@ from trainer.metrics.catalog.lookup import (
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools import limits
-from trainer.tools.diagnostics.facts import batches_through
+from trainer.tools.diagnostics.rule import batches_through
 from trainer.tools.runs.depth_curve import is_by_depth
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of

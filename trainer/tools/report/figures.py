@@ -13,9 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
-from trainer.tools.diagnostics.depth import all_last_curves
 from trainer.tools.report.charts import Chart, Curve, Floats, Line, Reference
-from trainer.tools.runs.depth_curve import DepthCurve, Number, in_words
+from trainer.tools.runs.depth_curve import DepthCurve, Number, in_words, last_curves
 from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import number_text
 
@@ -309,7 +308,7 @@ BEFORE = 2  # buckets before the first carried one
 
 def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
     """(name of the set, what carrying is worth, the chart) for each set of the last evaluation."""
-    _, curves = all_last_curves(run)
+    _, curves = last_curves(run)
     cell = run.setting("data.seq_len", 0)
     return [(name or "held out", in_words(curve, cell), depth_figure(curve)) for name, curve in curves.items()]
 

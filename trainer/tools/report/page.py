@@ -118,16 +118,11 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
 
 
 def _findings(diagnosis: Diagnosis) -> Html:
-    rows = []
-    for each in diagnosis.rulings:
-        condition = element("small", "{} ({})".format(*each.rule.texts))
-        rows.append((_code(each.rule.name), each.result, each.outcome.sentence, condition))
-    rules = _table(("Rule", "Result", "Measured", "Condition for a finding"), rows, caption="Rules")
     parts = [element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note")]
     items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
     if items:
         parts.append(element("ol", *items))
-    return join([*parts, element("details", element("summary", f"All {len(rows)} rules"), rules)])
+    return join(parts)
 
 
 def _finding(ruling: Ruling) -> Html:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
 from trainer.metrics.catalog.rows_data import EPOCHS
-from trainer.tools.diagnostics.facts import sources
+from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
@@ -248,8 +248,8 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         ratio = tokens.value / size
     if full:
         of_full = f"of at most {full:,}, "
-    if any(run.steps_redone):
-        redone = f"{counted(sum(run.steps_redone), 'step')} repeated"
+    if run.steps_redone:
+        redone = f"{counted(run.steps_redone, 'step')} repeated"
     return [
         _state(run),
         steps,
