@@ -24,7 +24,7 @@ JUDGING = (  # files that compare what was measured or forecast with a threshold
     "verbs/compare.py",
 )
 NOT_A_JUDGEMENT = {
-    "MAX_EVIDENCE", "POINT_BUDGET", "MOST_POINTS", "FEWEST_POINTS", "MOST_CURVES", "_MOST_ROWS", "_MOST_TEXT",  # shown
+    "MAX_EVIDENCE", "POINT_BUDGET", "MOST_POINTS", "FEWEST_POINTS", "_MOST_ROWS",  # shown
     "DIAGNOSIS_VERSION", "EXIT_BREACH",  # of an output
     "COUNTED", "MAX_COUNTED", "MOST_BYTES", "MOST_POSITIONS", "SAMPLED",  # how much is read before a run
 }  # fmt: skip

@@ -117,7 +117,7 @@ class Diagnosis:
 
     @property
     def coverage(self) -> str:
-        """How many rules judged: `14 of 24 rules judged the run, 4 could not yet, ...`."""
+        """How many rules judged: `14 of 21 rules judged the run, 4 could not yet, ...`."""
         text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)

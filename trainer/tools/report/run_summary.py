@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
 from trainer.metrics.catalog.rows_data import EPOCHS
-from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
-_MOST_ROWS, _MOST_TEXT = 20, 4_000
+_MOST_ROWS = 20
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/", EPOCHS)
@@ -128,44 +125,27 @@ def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> Summar
     return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
 
 
-def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median", front: str = "") -> SummaryRow:
+def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median") -> SummaryRow:
     """The median, or the mean, of a key's finite values."""
     values = _finite(run, key)
     if not values:
         return SummaryRow(label, None, unit)
-    middle, rows = statistics.median(values.values()), rows_text(list(values))
-    if of == "mean":
-        middle = statistics.fmean(values.values())
-    if len(values) > 1:
-        rows = f"{of} of {rows}"
-    return SummaryRow(label, middle, unit, front + rows, digits=4)
+    middle = statistics.fmean(values.values()) if of == "mean" else statistics.median(values.values())
+    return SummaryRow(label, middle, unit, f"{of} of {rows_text(list(values))}", digits=4)
 
 
-def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
-    """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean
-    of as many consecutive rows, which may be the final ones: the minimum of single rows is luck,
-    and a running average lags."""
-    losses, unit = _finite(run, "loss"), "nats/token"
+def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
+    """The mean loss at the end; if none there is finite, the last finite one."""
+    losses, label, unit = _finite(run, "loss"), "Final loss", "nats/token"
     if not losses:
-        return [SummaryRow("Final loss", None, unit), SummaryRow("Best loss", None, unit)]
-    steps, values = list(losses), list(losses.values())
+        return SummaryRow(label, None, unit)
     end = end_of(run, window)
-    width = max(sum(step >= end.first for step in steps), 1)
-    of_final, of_best = "mean of ", "lowest mean of "
-    if width == 1:
-        of_final, of_best = "", "lowest row, "
-        if steps[-1] != run.steps[-1]:
-            of_final = "last finite value, "
-    sums = list(accumulate(values, initial=0.0))
-    starts = range(len(values) - width + 1)
-    lowest = min(starts, key=lambda start: sums[start + width] - sums[start])
-    # The running sums are rounded: the final rows are compared exactly.
-    mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
-    final_note, best_note = of_final + rows_text(steps[-width:]), of_best + rows_text(steps[start : start + width])
-    return [
-        SummaryRow("Final loss", statistics.fmean(values[-width:]), unit, final_note),
-        SummaryRow("Best loss", mean, unit, best_note),
-    ]
+    steps = [step for step in losses if step >= end.first]
+    if not steps:
+        step = max(losses)
+        return SummaryRow(label, losses[step], unit, f"last finite value, step {step:,}")
+    mean = statistics.fmean(losses[step] for step in steps)
+    return SummaryRow(label, mean, unit, f"mean of {rows_text(steps)}")
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
@@ -193,78 +173,39 @@ def _time(run: RunRecord) -> SummaryRow:
 
 
 def _epochs(run: RunRecord) -> SummaryRow:
-    """How often the data were read: the source that was read most, and in the note the others."""
+    """How often the source was read that was read most."""
     columns = {key.removeprefix(EPOCHS): _finite(run, key) for key in run.keys if key.startswith(EPOCHS)}
     # A count that became unknown during the run is no total.
     end = max(_finite(run, "tokens_seen"), default=0)
     last = {name: column[end] for name, column in columns.items() if end in column}
-    first, *others = sorted(last, key=last.__getitem__, reverse=True) or [""]
-    note = ""
-    if others:
-        rest = [f"{name} {number_text(last[name], digits=3)}" for name in others]
-        note = f"source {first}; {few(rest)}"
-    return SummaryRow("Data read", last.get(first), "epochs", note, digits=3)
-
-
-def ran(run: RunRecord) -> list[SummaryRow]:
-    """The model, the device and the data of a run, as far as they are recorded."""
-    model, name, sizes = run.setting("model"), "", ""
-    if isinstance(model, Mapping):
-        name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
-        sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
-        if model.get("num_layers") == 1:
-            sizes = sizes.removesuffix("s")
-    parts = [run.setting("train.precision")]
-    if run.world_size:
-        parts.insert(0, counted(run.world_size, "rank"))
-    if run.world_size != 1:
-        parts.append(run.setting("distributed.strategy"))
-    rows = [
-        SummaryRow("Model", name, note=sizes),
-        SummaryRow("Device", _device(run), note=", ".join(map(str, filter(None, parts)))),
-        SummaryRow("Data", few([str(table.get("name")) for table in sources(run)])),
-    ]
-    return [row for row in rows if row.value]
-
-
-def _device(run: RunRecord) -> str:
-    wanted, devices = run.setting("train.device"), run.environment.get("devices")
-    if wanted is None or devices is None:
-        return ""
-    if wanted == "cpu" or not devices:
-        return "cpu"
-    return few(list(dict.fromkeys(devices)))
+    if not last:
+        return SummaryRow("Data read", None, "epochs")
+    most = max(last, key=last.__getitem__)
+    return SummaryRow("Data read", last[most], "epochs", f"source {most}", digits=3)
 
 
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
-    steps, ratio, of_full, redone = SummaryRow("Steps", None), None, "", ""
+    steps, redone = SummaryRow("Steps", None), ""
     if run.steps:
         steps = SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
-    tokens = _last_row("Tokens seen", run, "tokens_seen", "tokens")
-    parameters, full = (run.environment.get(key) for key in ("parameters", "tokens_per_step"))
-    size = float(parameters or 0) or None
-    if size and isinstance(tokens.value, float):
-        ratio = tokens.value / size
-    if full:
-        of_full = f"of at most {full:,}, "
     if run.steps_redone:
         redone = f"{counted(run.steps_redone, 'step')} repeated"
+    size = float(run.environment.get("parameters") or 0) or None
     return [
         _state(run),
         steps,
         _time(run),
-        tokens,
+        _last_row("Tokens seen", run, "tokens_seen", "tokens"),
         _epochs(run),
         SummaryRow("Parameters", size),
-        SummaryRow("Tokens per parameter", ratio),
-        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", of_full),
+        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean"),
         _middle("Fill", run, "data/fill", "of full rows", "mean"),
         _middle("Speed", run, "tokens_per_sec", "tokens/s"),
         _middle("MFU", run, "mfu", "of the peak"),
         _last_row("Peak memory", run, "gpu/peak_gb", "GB"),
         *_held_out(run),
-        *_losses(run, window),
+        _final_loss(run, window),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
         _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),
@@ -306,20 +247,10 @@ def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tupl
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs labeled by the shortest path suffixes that differ; equal paths are numbered."""
-    parts = [run.path.absolute().parts for run in runs]
-    depth = 1  # of the path, from its end
-    while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
-        depth += 1
-    seen: Counter[str] = Counter()
-    named = []
-    for run, part in zip(runs, parts, strict=True):
-        label = "/".join(part[-depth:])
-        seen[label] += 1
-        if seen[label] > 1:
-            label += f" ({seen[label]})"
-        named.append(replace(run, label=label))
-    return named
+    """The runs, labeled by their paths where names are not distinct."""
+    if len({run.name for run in runs}) == len(runs):
+        return list(runs)
+    return [replace(run, label=str(run.path)) for run in runs]
 
 
 def value_text(value: Any) -> str:
@@ -327,10 +258,10 @@ def value_text(value: Any) -> str:
     if isinstance(value, Mapping) and value:
         first, *later = value.items()
         parts = [value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)]
-        return "; ".join(parts)[:_MOST_TEXT]
+        return "; ".join(parts)
     if value is None:
         return "–"
-    return json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _strict(value: Any) -> Any:
