@@ -240,41 +240,6 @@ def test_the_tokens_that_are_drawn_have_the_shares_of_the_training_tokens():
         assert share == pytest.approx(weights[name], rel=0.1, abs=0.01)
 
 
-@pytest.mark.usefixtures("written")
-def test_equal_weights_draw_another_mix_which_preview_and_check_show_and_warn_about(capsys):
-    ones = [part for name in LENGTHS for part in ("--set", f"data.source.{name}.weight=1.0")]
-    good = program(["check", "--config", "x.toml", "--no-contract"], capsys)
-    assert "of what is drawn;" not in " ".join((good.stdout + good.stderr).split())
-    for verb in (["preview"], ["check", "--no-contract"]):
-        skewed = program([*verb, "--config", "x.toml", *ones], capsys)
-        said = " ".join((skewed.stdout + skewed.stderr).split())
-        assert re.search(r"data\.source\.weight: .*few is \d+\.\d% of the corpus and .* of what is drawn", said)
-        suggested = dict(re.findall(r"(few|long|short) = ([\d.]+)", said.partition("come from the weights")[2]))
-    assert suggested.keys() == LENGTHS.keys()
-    asked = {source.name: source.weight for source in load_config("x.toml").data.source}
-    assert {name: float(weight) for name, weight in suggested.items()} == pytest.approx(asked, rel=0.01)
-
-
-@pytest.mark.usefixtures("written")
-def test_an_underdrawn_modality_alone_is_warned_about(capsys):
-    weights = {source.name: source.weight for source in load_config("x.toml").data.source}
-    few = ["--set", f"data.source.few.weight={weights['few'] / 5}"]
-    shown = json.loads(
-        program(["preview", "--config", "x.toml", "--json", *few], capsys).stdout.partition("\nwrote")[0]
-    )
-    (found,) = [each for each in shown["warnings"] if each["key"] == "data.source.weight"]
-    assert found["problem"].startswith("few is ")
-    assert "long is" not in found["problem"]
-
-
-@pytest.mark.usefixtures("written")
-def test_a_blend_that_is_meant_to_change_gives_no_warning(capsys):
-    fading = 'data.source.few.weight={schedule="linear",points={0=1.0,50=0.0}}'
-    assert "of what is drawn;" not in " ".join(
-        program(["preview", "--config", "x.toml", "--set", fading], capsys).stdout.split()
-    )
-
-
 def test_paths_that_name_one_modality_each_become_sources_and_others_stay_one(corpus, monkeypatch):
     monkeypatch.chdir(corpus)
     init(["data/long/*", "data/short/0.jsonl", "data/short/1.jsonl"], out="x.toml", force=True, minutes=0)

@@ -8,8 +8,8 @@ this seed does, as far as it is counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.blend import BlendSource, UnreadSource
-from trainer.data.groups import Handed, OpenStream, StreamOpener
+from trainer.data.groups import OpenStream, StreamOpener
 from trainer.data.lanes import LaneBlend
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
@@ -36,17 +36,7 @@ class Corpus:
     streams: Counter[str]
     groups: Counter[str]
     tokens: Counter[str]
-    behind_cuts: int  # tokens that follow a cut of their document
-    padded: Ints  # positions of its groups, each beginning a row of T, T / 2, T / 4, ... tokens
-
-
-@dataclass
-class Tally:
-    """Counts of one source on one data shard, by modality."""
-
-    picks: Counter[str] = field(default_factory=Counter)  # documents begun
-    exhausts: Counter[str] = field(default_factory=Counter)  # streams ended
-    tokens: Counter[str] = field(default_factory=Counter)
+    padded: int  # positions of its groups, each beginning a row
 
 
 @dataclass(frozen=True)
@@ -58,36 +48,14 @@ class LanesForecast:
     ended_at: int | None  # the batch at which no shard has data left, if that is counted
     tokens: Ints  # of each step over all shards, without data sets of the user's own: [steps]
     full: Ints  # those of rows without a gap: [steps]
-    tallies: Mapping[str, Sequence[Tally]]  # of each source that has streams and is read, by shard
+    drawn: Mapping[str, Counter[str]]  # tokens by modality, of each source that has streams and is read
     # Of each of them [shards, 3]: tokens of all groups and of the longest, number of groups.
     shards: Mapping[str, Ints]
     runs_on: bool  # documents begin within rows
 
 
 class CountedSource(ShardSource):
-    """A shard's part of a source that counts what is handed out."""
-
-    def __init__(self, *options: Any, **where: Any) -> None:
-        super().__init__(*options, **where)
-        self.tally = Tally()
-        self._opened: Counter[str] = Counter()
-
-    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
-        """As for `ShardSource`."""
-        found = super().hand(may_begin_epoch, room)
-        self.tally.picks.update(handed.source.stream.modality for handed in found)
-        return found
-
-    def counted(self) -> Tally:
-        """The counts so far, with the readers that ended."""
-        still_open = Counter(each.stream.modality for each in self._pool.readers)
-        return replace(self.tally, exhausts=self._opened - still_open)
-
-    def _next_reader(self) -> Any:
-        reader = super()._next_reader()
-        if reader is not None:
-            self._opened[reader.stream.modality] += 1
-        return reader
+    """A shard's part of a source that says what it has."""
 
     def dealt(self) -> list[int]:
         """Tokens of the groups dealt to this shard, of the longest of them, and their number."""
@@ -119,17 +87,14 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
 
 def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
     """The content of an epoch of the open streams of a source."""
-    num_streams, groups, tokens = Counter[str](), Counter[str](), Counter[str]()
-    lengths = [row_tokens >> halvings for halvings in range(max(row_tokens.bit_length() - 4, 1))]
-    padded, behind_cuts = np.zeros(len(lengths), np.int64), 0
+    num_streams, groups, tokens, padded = Counter[str](), Counter[str](), Counter[str](), 0
     for opened in streams.values():
         sizes, modality = opened.num_tokens(), opened.stream.modality
         num_streams[modality] += 1
         groups[modality] += len(sizes)
         tokens[modality] += int(sizes.sum())
-        behind_cuts += opened.tokens_behind_cuts[0]
-        padded += [int((-(-sizes // length)).sum()) * length for length in lengths]
-    return Corpus(num_streams, groups, tokens, behind_cuts, padded)
+        padded += int((-(-sizes // row_tokens)).sum()) * row_tokens
+    return Corpus(num_streams, groups, tokens, padded)
 
 
 def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
@@ -144,10 +109,10 @@ def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
     tokens, full = np.zeros((2, firsts[-1]), np.int64)
     full += num_shards * rows * row_tokens
     parts: dict[str, list[CountedSource]] = {name: [] for name in streams}
+    drawn = {name: Counter[str]() for name in streams}
     ends = []
     for shard in range(num_shards):
         blend = _blend(plan, streams, shard, parts)
-        tallies = {name: each[-1].tally for name, each in parts.items()}  # of this shard
         for index in range(len(tokens)):
             batch = next(blend, None)
             if batch is None:
@@ -160,7 +125,7 @@ def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
             for segment, modality in zip(read, batch["dataset_segments"], strict=True):
                 size = segment.stop - segment.start
                 tokens[index] += size
-                tallies[segment.source].tokens[modality] += size
+                drawn[segment.source][modality] += size
     num_batches = len(tokens)
     ended_at: int | None = None
     # Shards without data run masked rows until none has any.
@@ -174,7 +139,7 @@ def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
         ended_at=ended_at,
         tokens=np.add.reduceat(tokens, begun),
         full=np.add.reduceat(full, begun),
-        tallies={name: [part.counted() for part in each] for name, each in parts.items()},
+        drawn=drawn,
         shards={name: np.array([part.dealt() for part in each]) for name, each in parts.items()},
         runs_on=runs_on(plan, None),
     )
