@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import starmap
 
 from trainer.config.data_tables import ScheduleTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.tools import limits
-from trainer.tools.doubts import never_reached
+from trainer.tools.doubts import Doubt, never_reached
 from trainer.tools.preview.summary import FillView, LedgerView, Preview, SourceView
 from trainer.training.setup.plan import Plan
 from trainer.wording import counted
 
 
-def _to_set(key: str, problem: str, value: object) -> UserError:
-    return UserError(key, problem, f"set it to {value}")
+def _to_set(key: str, problem: str, value: object) -> Doubt:
+    return key, problem, f"set it to {value}"
 
 
 def find_warnings(plan: Plan, preview: Preview) -> list[UserError]:
     """All warnings: the doubts of the plan, then those of the forecast in the config's order."""
-    found = list(plan.doubts)
+    found: list[Doubt] = []
     for source, view in zip(plan.sources, preview.sources, strict=True):
         found += _blend_warnings(source.table.weight, view, preview)
     found += fill_warnings(plan, preview)
@@ -37,10 +36,11 @@ def find_warnings(plan: Plan, preview: Preview) -> list[UserError]:
         found.append(_to_set("data.mixing.repeat", problem, "true"))
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
-    return [*found, *_run_warnings(plan.config)]
+    found += _run_warnings(plan.config)
+    return [*plan.doubts, *(UserError(*each) for each in found)]
 
 
-def fill_warnings(plan: Plan, preview: Preview) -> Iterator[UserError]:
+def fill_warnings(plan: Plan, preview: Preview) -> Iterator[Doubt]:
     """Why full rows have gaps: too few or too long documents for so many rows, or padding."""
     fill, config, rows = preview.fill, plan.config, plan.config.data.mixing.batch_size
     if fill is None or fill.mean >= limits.LOW_FILL:
@@ -62,37 +62,37 @@ def fill_warnings(plan: Plan, preview: Preview) -> Iterator[UserError]:
     if fitting:
         yield _to_set(key, f"{problem} ({others} would also help)", fitting)
     else:
-        yield UserError(key, problem, f"set {others}, or use fewer ranks")
+        yield key, problem, f"set {others}, or use fewer ranks"
 
 
-def _padding(plan: Plan, fill: FillView) -> UserError:
+def _padding(plan: Plan, fill: FillView) -> Doubt:
     data, why = plan.config.data, f"pads documents, each of which begins a row, by {fill.padding:.0%}"
     if data.align == "document" and getattr(plan.weightless_model(), "resets_in_one_pass", False):
         return _to_set("data.align", f'"document" {why}', '"stream"')
     fix = "shorten it, or train a model that runs resets in one pass (docs/models.md), which needs no padding"
-    return UserError("data.seq_len", f"{data.seq_len} {why}", fix)
+    return "data.seq_len", f"{data.seq_len} {why}", fix
 
 
-def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[UserError]:
+def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[Doubt]:
     key = f"source {view.name}: weight"
     if isinstance(weight, ScheduleTable):
         length, unit = preview.num_batches, "micro-batches per rank"
         if weight.unit == "step":
             length, unit = preview.steps, "steps"
-        yield from starmap(UserError, never_reached(key, weight.points, length, unit))
+        yield from never_reached(key, weight.points, length, unit)
     if 0 < view.batches < 1:
         problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: "
         problem += "the source is hardly ever read"
         fix = f"raise it {1 / view.batches:.0f} times or more, or set it to 0"
-        yield UserError(key, problem, fix)
+        yield key, problem, fix
     if view.epochs is not None and view.epochs > limits.MAX_EPOCHS:
         problem = f"reads the source for {view.epochs:.1f} epochs; "
         problem += f"beyond {limits.MAX_EPOCHS:.0f}, repeated tokens add little"
         times = view.epochs / limits.MAX_EPOCHS
-        yield UserError(key, problem, f"lower it about {times:.1f} times, or lower train.steps")
+        yield key, problem, f"lower it about {times:.1f} times, or lower train.steps"
 
 
-def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[UserError]:
+def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[Doubt]:
     if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
         times = preview.steps // config.ledger.wipe_every
         problem = f'"full" drops every state {times} times in this run, '
@@ -107,7 +107,7 @@ def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) ->
         yield _to_set("ledger.capacity", problem, 2 ** math.ceil(math.log2(2 * ledger.groups_in_flight)))
 
 
-def _run_warnings(config: RunConfig) -> Iterator[UserError]:
+def _run_warnings(config: RunConfig) -> Iterator[Doubt]:
     steps, interval = config.train.steps, config.metrics.log_interval
     if config.eval.every > steps:
         problem = f"{config.eval.every} exceeds the {steps} steps of the run: it is never evaluated"

@@ -191,7 +191,7 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
         logger.warning("a run on this machine is refused: %s", unmet.message)
     if preview is not None:
         for warning in fill_warnings(plan, preview):
-            logger.warning("%s", warning.message)
+            logger.warning("%s: %s; %s", *warning)
 
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
