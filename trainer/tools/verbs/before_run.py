@@ -461,20 +461,14 @@ def init(
     dtype: Annotated[str | None, Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")] = None,
     eod: shared.EodOption = None,
     column: shared.ColumnOption = None,
-    minutes: Annotated[
-        float, Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
-    ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
-    from trainer.tools.init.starter import render_starter
-    from trainer.tools.init.survey import make_starter, timed
+    from trainer.tools.init import make_starter, render_starter
     from trainer.tools.reference_docs import render_config_schema
 
     if out is not None:
         shared.refuse_existing(out, force=force)
     starter = make_starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
-    if minutes:
-        starter = timed(starter, minutes)
     put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
     if out is not None:
         put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
