@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config.data_tables import MixingTable, SourceTable
-from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
-from trainer.config.schema import FIRST_PROFILED, RunConfig, TrainTable
+from trainer.config.data_tables import SourceTable
+from trainer.config.rules import data_shards, tokens_per_micro
+from trainer.config.schema import RunConfig, TrainTable
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
 from trainer.files import is_url
@@ -41,7 +41,6 @@ def doubts(
     if batches.unit == "steps":
         length = config.train.steps
     found = [*trained_on(sources, eval_sources), *_doubted_settings(config, eval_sources)]
-    found += _doubted_readers(config, sources)
     found += never_reached("train.micro_batches", [x for x, _ in batches.points], length, batches.unit)
     found += _unread(sources, eval_sources)
     if config.eval.holdout_fraction > 0:
@@ -70,22 +69,6 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
         if length and warmup > limits.LONG_WARMUP * length:
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the configured learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
-    first, last = FIRST_PROFILED, FIRST_PROFILED + config.metrics.profile - 1
-    if config.metrics.profile and 0 < train.steps < last:
-        problem = f"records steps {first} to {last}, after those that settle, and the run has {train.steps}"
-        yield "metrics.profile", problem, f"set train.steps to at least {last}"
-
-
-def _doubted_readers(config: RunConfig, sources: Sequence[Source]) -> Iterator[Doubt]:
-    """More readers than a source has streams, where the number is set and not the default."""
-    # A resolved config has the default written out.
-    default = MixingTable.model_fields["num_streams_mixed"].default
-    is_set = config.data.mixing.num_streams_mixed != default
-    for source in sources:
-        wanted, streams = mixing_of(config, source.table).num_streams_mixed, len(source.streams)
-        if (is_set or source.table.mixing.num_streams_mixed is not None) and wanted > streams > 0:
-            problem = f"{wanted} readers, but the source has {counted(streams, 'stream')}: all are open at once"
-            yield f"source {source.name}: mixing.num_streams_mixed", problem, f"set it to at most {streams}"
 
 
 def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
