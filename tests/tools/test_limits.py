@@ -18,13 +18,12 @@ JUDGING = (  # files that compare what was measured or forecast with a threshold
     "diagnostics/*.py",
     "preview/*.py",
     "report/run_summary.py",
-    "report/charts.py",
     "runs/noise_scale.py",
     "verbs/before_run.py",
     "verbs/compare.py",
 )
 NOT_A_JUDGEMENT = {
-    "MAX_EVIDENCE", "POINT_BUDGET", "MOST_POINTS", "FEWEST_POINTS", "_MOST_ROWS",  # shown
+    "MAX_EVIDENCE", "_MOST_ROWS",  # shown
     "DIAGNOSIS_VERSION", "EXIT_BREACH",  # of an output
     "COUNTED", "MAX_COUNTED", "MOST_BYTES", "MOST_POSITIONS", "SAMPLED",  # how much is read before a run
 }  # fmt: skip

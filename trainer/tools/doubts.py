@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +147,6 @@ def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position
 
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
-COMPILER_SEC = 60.0
 FIXES = {
     "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
     "model": "lower dim or num_layers",
@@ -190,21 +187,6 @@ def _needs_of_cuda(train: TrainTable) -> Iterator[UserError]:
         if value == wanted:
             problem = f'"{str(value).lower()}" needs a CUDA device, and torch finds none here'
             yield UserError(key, problem, f"use a machine with one{other}")
-    compiler = os.environ.get("CXX", "g++")
-    if train.compile and not _compiles(compiler):
-        problem = f"needs a C++ compiler on a CPU, and {compiler} (CXX) is none that works"
-        yield UserError("train.compile", problem, "install g++, or set it to false")
-
-
-@cache
-def _compiles(compiler: str) -> bool:
-    """Whether a program makes assembly of C++."""
-    line = [compiler, "-x", "c++", "-S", "-o", "-", "-"]
-    try:
-        done = subprocess.run(line, input=b"#include <cmath>\n", capture_output=True, timeout=COMPILER_SEC, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and bool(done.stdout)
 
 
 def _memory_needs(plan: Plan, num_parameters: int, state_width: int) -> dict[str, tuple[int, str]]:

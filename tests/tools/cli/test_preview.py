@@ -50,7 +50,7 @@ def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Pr
         "Ledger",
         "first",
         "at most 256 tokens per step",
-        "forecast of full rows only",
+        "forecast of full rows of files only",
     ):
         assert part in shown
     assert "has a point at 20, but the run has 6 steps" in " ".join(shown.split())

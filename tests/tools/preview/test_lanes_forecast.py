@@ -128,14 +128,6 @@ def test_beyond_what_is_counted_the_forecast_is_right_within_2_percent(tmp_path:
         assert source.tokens == pytest.approx(own, rel=0.1)
 
 
-def test_the_end_of_data_without_repeat_is_found_though_it_is_not_counted(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "many a file", "train.steps=2000", "data.mixing.repeat=false")
-    whole, short = make_preview(plan), make_preview(plan, most=800)
-    assert whole.is_counted > short.is_counted
-    assert short.ends_at_step == pytest.approx(whole.ends_at_step, rel=0.05)
-    assert [source.epochs for source in short.sources] == [1.0]
-
-
 def warned(folder: Path, corpus: str, *overrides: str, world_size: int = 1) -> tuple[Preview, list[UserError]]:
     plan = plan_of(folder, corpus, *overrides, world_size=world_size)
     preview = make_preview(plan)
@@ -171,12 +163,9 @@ def test_full_rows_of_a_sound_corpus_have_no_warnings(tmp_path: Path, corpus: st
     assert [each.message for each in warnings] == []
 
 
-def test_a_data_set_of_ones_own_is_not_opened_and_its_batches_are_not_counted(tmp_path: Path) -> None:
+def test_a_run_with_a_data_set_of_ones_own_has_no_forecast(tmp_path: Path) -> None:
     plan_of(tmp_path, "many a file")  # writes it
     own, files = '{name="own",target="nowhere:nothing"}', f'{{name="one",paths=["{tmp_path}/many a file/one/*"]}}'
     preview = make_preview(plan_of(tmp_path, "many a file", f"data.source=[{own},{files}]"))
-    assert [source.tokens is None for source in preview.sources] == [True, False]
-    assert preview.fill is not None
-    assert preview.fill.mean == 1.0
-    assert preview.fill.full_tokens == pytest.approx(2 * ROWS * T / 2, rel=0.2)
-    assert make_preview(plan_of(tmp_path, "many a file", f"data.source=[{own}]")).fill is None
+    assert (preview.has_full_rows, preview.fill) == (False, None)
+    assert [source.batch_share for source in preview.sources] == [0.5, 0.5]

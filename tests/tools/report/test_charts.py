@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import make_charts, make_curve
-from trainer.tools.report.figures import depth_figure, depth_figures
+from trainer.tools.report.charts import depth_figure, depth_figures, make_charts, make_curve
 from trainer.tools.report.page import DEPTH, render_page
 from trainer.tools.report.run_summary import summarize, with_distinct_names
 from trainer.tools.runs.depth_curve import curves_of, in_words, last_curves

@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.records import record_of
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import make_charts
-from trainer.tools.report.figures import encode_charts
+from trainer.tools.report.charts import encode_charts, make_charts
 from trainer.tools.report.page import plotly_script, render_page
 
 

@@ -64,7 +64,7 @@ def test_means_cover_the_steps_of_the_last_rows(make_run):
     b = make_run("b", {"loss": [9.0, 9.0, 4.0, 4.0]}, {2: {"eval_loss": 4.0}})
     rows = {row.key: row for row in key_means(a, b, window=2)}
     loss = rows["loss"]
-    assert (loss.means, loss.difference, loss.relative) == ((2.0, 4.0), 2.0, 1.0)
+    assert (loss.means, loss.difference) == ((2.0, 4.0), 2.0)
     assert loss.standard_deviations == (pytest.approx(math.sqrt(2)), 0.0)
     assert rows["eval_loss"].means == (3.0, 4.0)
     assert (rows["rare"].means, rows["rare"].difference) == ((7.0, None), None)

@@ -119,16 +119,6 @@ def test_graphs_that_are_asked_for_need_cuda(config):
     assert found.message.startswith('train.cuda_graph: "true" needs a CUDA device')
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
-def test_to_compile_on_a_cpu_takes_a_compiler_that_works(config, monkeypatch, compiler):
-    monkeypatch.setenv("CXX", compiler)
-    (found,) = plan(config, "train.compile=true").unmet_needs(CPU)
-    assert found.key == "train.compile"
-    assert not plan(config).unmet_needs(CPU)
-    monkeypatch.delenv("CXX")
-    assert not plan(config, "train.compile=true").unmet_needs(CPU)
-
-
 def test_of_a_sharded_model_a_rank_needs_memory_for_its_shards_alone(config, monkeypatch):
     large = ["model.dim=4096", "ledger.capacity=64"]
     needed = plan(config, *large).num_parameters() * 4 * 4

@@ -8,7 +8,7 @@ this seed does, as far as it is counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -46,7 +46,7 @@ class LanesForecast:
     num_batches: int
     is_whole: bool  # these are all batches of the run
     ended_at: int | None  # the batch at which no shard has data left, if that is counted
-    tokens: Ints  # of each step over all shards, without data sets of the user's own: [steps]
+    tokens: Ints  # of each step over all shards: [steps]
     full: Ints  # those of rows without a gap: [steps]
     drawn: Mapping[str, Counter[str]]  # tokens by modality, of each source that has streams and is read
     # Of each of them [shards, 3]: tokens of all groups and of the longest, number of groups.
@@ -99,15 +99,14 @@ def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
 
 def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
     """Count what the lanes of a run with this config and seed will read, one step at least.
-    `streams`: from `open_lengths`, of each source that has streams and is read. `most`: rows that
+    `streams`: from `open_lengths`, of each source that is read. `most`: rows that
     are counted, over all data shards."""
     config, batches, num_shards = plan.config, plan.batches_by_steps, plan.facts.data_shards
     rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
     limit = min(most // rows, MOST_POSITIONS // (rows * row_tokens)) // num_shards
     steps = min(config.train.steps, max(batches.step_of(limit) - 1, 1))
     firsts = [batches.batches_before(step) for step in range(1, steps + 2)]
-    tokens, full = np.zeros((2, firsts[-1]), np.int64)
-    full += num_shards * rows * row_tokens
+    tokens = np.zeros(firsts[-1], np.int64)
     parts: dict[str, list[CountedSource]] = {name: [] for name in streams}
     drawn = {name: Counter[str]() for name in streams}
     ends = []
@@ -118,9 +117,6 @@ def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
             if batch is None:
                 ends.append(index)
                 break
-            if "segment_ids" not in batch:
-                full[index] -= rows * row_tokens
-                continue
             read = chain.from_iterable(batch["instability_meta_json"].rows)
             for segment, modality in zip(read, batch["dataset_segments"], strict=True):
                 size = segment.stop - segment.start
@@ -132,13 +128,13 @@ def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
     if len(ends) == num_shards:
         num_batches = ended_at = max(ends)
     begun = [first for first in firsts[:-1] if first < num_batches]  # of the steps that have data
-    tokens, full = tokens[: firsts[len(begun)]], full[: firsts[len(begun)]]
+    ends_of_steps = firsts[: len(begun) + 1]
     return LanesForecast(
         num_batches=num_batches,
         is_whole=steps == config.train.steps or ended_at is not None,
         ended_at=ended_at,
-        tokens=np.add.reduceat(tokens, begun),
-        full=np.add.reduceat(full, begun),
+        tokens=np.add.reduceat(tokens[: ends_of_steps[-1]], begun),
+        full=np.diff(ends_of_steps) * (num_shards * rows * row_tokens),
         drawn=drawn,
         shards={name: np.array([part.dealt() for part in each]) for name, each in parts.items()},
         runs_on=runs_on(plan, None),
@@ -148,12 +144,9 @@ def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
 def _blend(plan: Plan, streams: Opened, shard: int, parts: Mapping[str, list[CountedSource]]) -> LaneBlend:
     """The lanes of a data shard, whose counted sources are added to `parts`."""
     config, sources = plan.config, []
-    rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
     for source in plan.sources:
-        dataset: Any = _unknown(rows, row_tokens)
-        if source.is_off:
-            dataset = UnreadSource()
-        elif source.name in streams:
+        dataset: Any = UnreadSource()
+        if source.name in streams:
             where: Any = {"shard": shard, "num_shards": plan.facts.data_shards}
             where["in_memory"] = streams[source.name]
             dataset = CountedSource(source.streams, *reading(plan, source), **where)
@@ -162,15 +155,9 @@ def _blend(plan: Plan, streams: Opened, shard: int, parts: Mapping[str, list[Cou
     return LaneBlend(
         sources,
         seed=config.run.seed,
-        rows=rows,
-        row_tokens=row_tokens,
+        rows=config.data.mixing.batch_size,
+        row_tokens=config.row_tokens,
         runs_on=runs_on(plan, None),
         tokenizer=IdsTokenizer(1),
         micro_batches=plan.batches_by_steps,
     )
-
-
-def _unknown(rows: int, row_tokens: int) -> Iterator[dict[str, Any]]:
-    """A data set of the user's own: full batches of unknown content."""
-    while True:
-        yield {"targets": np.zeros((rows, row_tokens), np.int64), "dataset_labels": ()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,11 +94,12 @@ class Preview:
     micro_batches: str  # in words
     num_batches: int  # micro-batches per rank; with `auto`, if it never grew
     tokens_per_step: int  # at most, over all ranks
-    has_full_rows: bool = False  # only of such a run it is forecast what it will draw
+    # Only of such a run, without data sets of the user's own, it is forecast what it will draw.
+    has_full_rows: bool = False
     is_counted: bool = False  # tokens are those of this seed, not averages
     counted_batches: int = 0  # per rank
     ends_at_step: int | None = None  # where a source without `repeat` runs out of data
-    fill: FillView | None = None  # None also with data sets of the user's own alone
+    fill: FillView | None = None
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None  # None for a model without recurrent state
 
@@ -133,36 +133,22 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
         sources=tuple(sources),
         ledger=_ledger_view(plan),
     )
-    if not reads_lanes(plan.config):
+    has_own = any(source.table.target is not None and not source.is_off for source in plan.sources)
+    if not reads_lanes(plan.config) or has_own:
         return preview
     lanes = count_lanes(plan, streams, most=most // 2)  # a row costs as much as two counted batches
-    fill = _fill(plan, corpora, lanes)
+    fill, ends_at = _fill(plan, corpora, lanes), None
+    if lanes.ended_at is not None:
+        ends_at = plan.batches_by_steps.step_of(lanes.ended_at)
     return replace(
         preview,
         has_full_rows=True,
         is_counted=lanes.is_whole,
         counted_batches=lanes.num_batches,
-        ends_at_step=_ends_at(plan, lanes, sources, fill),
+        ends_at_step=ends_at,
         fill=fill,
         sources=tuple(_with_draws(plan, sources, lanes, fill)),
     )
-
-
-def _ends_at(plan: Plan, forecast: LanesForecast, sources: Sequence[SourceView], fill: FillView | None) -> int | None:
-    """The step at which the data is exhausted; where so much was not counted, about."""
-    if forecast.ended_at is not None:
-        return plan.batches_by_steps.step_of(forecast.ended_at)
-    if fill is None or forecast.is_whole:
-        return None
-    for source in plan.sources:
-        endless = source.table.target is not None or mixing_of(plan.config, source.table).repeat
-        if endless and not source.is_off:
-            return None
-    tokens = sum(source.corpus_tokens for source in sources)
-    step = math.ceil(tokens / (fill.mean * fill.full_tokens))
-    if step >= plan.config.train.steps:
-        return None
-    return step
 
 
 def _micro_batches(batches: MicroBatches) -> str:
@@ -174,11 +160,8 @@ def _micro_batches(batches: MicroBatches) -> str:
     return f"{batches.least} to {batches.most} micro-batches"
 
 
-def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView | None:
+def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView:
     """The fill of the counted steps, which stand for all."""
-    tokens, full = (column[forecast.full > 0] for column in (forecast.tokens, forecast.full))
-    if not len(full):
-        return None
     shards = np.array(list(forecast.shards.values()))  # [sources, shards, 3]
     by_row = shards[:, :, 0].sum(axis=0) / plan.config.data.mixing.batch_size
     longest = shards[:, :, 1].max(axis=0)
@@ -188,10 +171,10 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
     if not forecast.runs_on:  # rows that run on from one document to the next have no padding
         positions = sum(each.padded for each in corpora.values())
         padding = 1 - float(shards[:, :, 0].sum()) / max(positions, 1)
-    fills = tokens / full
+    fills = forecast.tokens / forecast.full
     return FillView(
         least=float(fills.min()),
-        mean=float(tokens.sum() / full.sum()),
+        mean=float(forecast.tokens.sum() / forecast.full.sum()),
         most=float(fills.max()),
         full_tokens=float(forecast.full.mean()),
         padding=padding,
@@ -211,14 +194,10 @@ def _with_corpus(plan: Plan, source: Source, view: SourceView, corpus: Corpus, t
     return replace(view, num_mixed=min(readers, corpus.streams.total()), modalities=tuple(modalities))
 
 
-def _with_draws(
-    plan: Plan, sources: Sequence[SourceView], forecast: LanesForecast, fill: FillView | None
-) -> list[SourceView]:
+def _with_draws(plan: Plan, sources: Sequence[SourceView], forecast: LanesForecast, fill: FillView) -> list[SourceView]:
     """The sources of full rows. Where the run was not counted to its end, a source gives its share
     of the tokens, and its modalities theirs of an epoch."""
-    tokens_per_batch = 0.0
-    if fill is not None:
-        tokens_per_batch = fill.mean * fill.full_tokens * plan.config.train.steps / plan.num_batches
+    tokens_per_batch = fill.mean * fill.full_tokens * plan.config.train.steps / plan.num_batches
     found = []
     for source, view in zip(plan.sources, sources, strict=True):
         epoch = view.corpus_tokens
@@ -310,8 +289,7 @@ def _headline(preview: Preview) -> str:
     text = f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} "
     text += f"on {ranks} ({preview.num_batches:,} per {part}); {size}"
     if not preview.has_full_rows:
-        setting = 'data.mixing.batching_mode = "per_row"'
-        return f"{text}\nwhat the run will draw is forecast of full rows only ({setting})"
+        return f'{text}\nwhat the run will draw is forecast of full rows of files only (data.mixing.batching_mode = "per_row")'
     if preview.ends_at_step is not None:
         return f"{text}\nthe data is exhausted at step {preview.ends_at_step:,}"
     if not preview.is_counted:

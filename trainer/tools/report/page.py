@@ -14,8 +14,15 @@ from typing import Any, Final
 from trainer.config.load import flatten
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-from trainer.tools.report.charts import Chart, make_charts
-from trainer.tools.report.figures import HEIGHT, NUM_COLORS, depth_figures, encode_charts, skipped_step
+from trainer.tools.report.charts import (
+    HEIGHT,
+    NUM_COLORS,
+    Chart,
+    depth_figures,
+    encode_charts,
+    make_charts,
+    skipped_step,
+)
 from trainer.tools.report.run_summary import config_differences, rows_text, summaries, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text

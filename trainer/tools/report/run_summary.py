@@ -63,7 +63,6 @@ class KeyMean:
     standard_deviations: tuple[float | None, float | None]
     is_last: bool  # the key is not averaged, and `means` are its last values
     difference: float | None  # second minus first
-    relative: float | None  # to the first, if that is not 0
 
 
 @dataclass(frozen=True)
@@ -310,14 +309,12 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
     for key in dict.fromkeys([*first.keys, *second.keys]):
         is_averaged = key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
         (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(*end, key, is_averaged=is_averaged) for end in ends)
-        difference = relative = None
+        difference = None
         if mean_a is not None and mean_b is not None:
             difference = mean_b - mean_a
-            if mean_a:
-                relative = difference / abs(mean_a)
         unit = lookup(key).unit if is_known(key) else ""
         means, deviations = (mean_a, mean_b), (deviation_a, deviation_b)
-        rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference, relative))
+        rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference))
     return rows
 
 

@@ -303,19 +303,15 @@ def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None)
     if first_error is not None:
         line, error = first_error
         problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
-        return UserError(str(metrics), problem, fix)
+        return UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
     status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
     ended = ENDED_STATES.get(str(status.get("state")))
     if ended is None:
-        fix = "wait for the first logged step, or name another run"
-        return UserError(str(metrics), "has no rows", fix)
+        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
     if status.get("last_step") is not None:
         ended += f" at step {status['last_step']}"
-    reason = str(status.get("reason") or "unknown reason")
-    problem = f"has no rows: the run {ended}: "
-    problem += textwrap.shorten(reason, SHOWN_REASON, placeholder=" ...")
-    return UserError(str(metrics), problem, "see logs/ in the run directory")
+    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
+    return UserError(str(metrics), f"has no rows: the run {ended}: {reason}", "see logs/ in the run directory")
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
