@@ -113,20 +113,6 @@ def _ignore_state(rng: random.Random, rows: Rows) -> None:
                 row[key], row[f"{key}_se"] = rng.gauss(0, error), error
 
 
-def _by_depth(*gains: float) -> Callable[[random.Random, Rows], None]:
-    """Evaluations with these gains of carrying from 128, 256, ... tokens on."""
-
-    def add(rng: random.Random, rows: Rows) -> None:
-        for step in list(rows)[:: max(len(rows) // 20, 1)]:
-            row, error = rows[step], 1e-3
-            for index, gain in enumerate((gains[0], *gains)):
-                key = f"eval/depth/{64 << index}" if index else "eval/depth/beyond_cell"
-                row |= {f"{key}/loss": 2.0} if index else {}
-                row |= {f"{key}/carry_gain": rng.gauss(gain, error), f"{key}/carry_gain_se": error}
-
-    return add
-
-
 def _grow_stale(rng: random.Random, rows: Rows) -> None:
     share = rng.uniform(0.3, 0.8)
     for step in _late(rows):
@@ -221,9 +207,6 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("refused_rows", "states that are NaN in one step", ONSET, 5): _scenario(on_states=_spoil_states),
     ("carry_worthless", "a model that ignores its state", 0, 100): _rows(_ignore_state),
     ("stale_states", "a gap of 30 to 80 % of the gain", ONSET, 150): _rows(_grow_stale),
-    ("loss_rises_with_depth", "a gain of carrying below 0 from 512 tokens on", 0, 100): _rows(
-        _by_depth(0.05, 0.06, -0.05)
-    ),
     ("model_contract", "a trusted model that drops its state", 0, 5): _break_contract,
     ("stuck_reader", "a reader that is never picked", ONSET, 30): _scenario(
         **_BUSY, num_streams_mixed=4, documents=48, streams=12, on_dataset=_stick

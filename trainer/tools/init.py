@@ -171,19 +171,13 @@ def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes) -
 # ---- The data
 
 
-@dataclass(frozen=True)
-class StarterSource:
-    """A `[[data.source]]`: `keys` are all but name, weight and mixing."""
-
-    name: str
-    keys: Mapping[str, Any]
-    part: Part | None = None
+StarterSource = tuple[str, Mapping[str, Any], Part | None]  # name, keys without weight and mixing, its only modality
 
 
 @dataclass(frozen=True)
 class Starter:
     name: str
-    found: list[str]  # lines on the data, for the head of the file
+    found: str  # the data in words
     notes: list[str]  # what the user should check
     sources: list[StarterSource]
     tokenizer: str
@@ -223,11 +217,7 @@ def make_starter(
     # Only the user knows what a format of their own yields.
     if is_import_path(format) and tokenizer == "ids":
         kind = replace(kind, kind="ids")
-    near, named = None, tokenizer or "ids"
-    if kind.kind == "text" and tokenizer is None:
-        if not is_url(paths[0]):
-            near = _tokenizer_near(Path(paths[0]))
-        named = near or "bytes"
+    named = tokenizer or {"text": "bytes", "ids": "ids"}[kind.kind]
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
         how: dict[str, Any] = {"format": format, "eod": eod, "column": column, "report": report}
@@ -238,8 +228,6 @@ def make_starter(
     sizes = choose_sizes(chosen, lengths, share=share)
     parts = parts_of(chosen, lengths, sizes)
     notes = _notes(at, kind, share)
-    if near:
-        notes.append(f"the tokenizer of the data, {near}, is used; for bytes: --tokenizer bytes")
     strange = not_text(chosen, format)
     if strange:
         notes.append(describe(strange, len(chosen)))
@@ -258,7 +246,7 @@ def make_starter(
     ids = load_tokenizer(named, vocab_size=vocab_size)
     return Starter(
         name=name,
-        found=_found_lines(at, chosen, lengths, kind),
+        found=_found(at, chosen, lengths, kind),
         notes=notes,
         sources=_sources(at, parts, name, keys),
         tokenizer=named,
@@ -281,13 +269,6 @@ def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tup
     return [streams[i] for i in chosen], float(sizes[list(chosen)].sum()) / total
 
 
-def _tokenizer_near(path: Path) -> str | None:
-    """A tokenizer.json in the folder of the data, or in the one above."""
-    folder = next(each for each in (path, *path.parents) if each.is_dir())
-    found = (each / "tokenizer.json" for each in (folder, folder.parent))
-    return next((str(each) for each in found if each.is_file()), None)
-
-
 def _end_mark(tokenizer: Tokenizer) -> tuple[str, int] | None:
     """The mark of the end of a text and its id, by its usual names."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -305,23 +286,15 @@ def _run_name(path: str) -> str:
     return plain[:40] or "run"
 
 
-def _found_lines(at: Discovery, chosen: list[Stream], lengths: list[Ints], kind: Guess) -> list[str]:
-    def counts(modality: str | None) -> str:
-        pairs = zip(lengths, chosen, strict=True)
-        its = [each for each, stream in pairs if modality in (None, stream.modality)]
-        streams, documents = counted(len(its), "stream"), counted(sum(map(len, its)), "document")
-        return f"{streams}, {documents}, {sum(int(each.sum()) for each in its):,} tokens"
-
+def _found(at: Discovery, chosen: list[Stream], lengths: list[Ints], kind: Guess) -> str:
+    """The data in words, for the head of the file."""
     what = {"text": "bytes of text", "ids": "token ids"}[kind.kind]
-    of = ""
+    streams, of = counted(len(chosen), "stream"), ""
     if len(chosen) < len(at.streams):
         of = f" of {len(at.streams):,} streams"
-    modalities = sorted({stream.modality for stream in chosen})
+    documents, tokens = counted(sum(map(len, lengths)), "document"), sum(int(each.sum()) for each in lengths)
     formats = ", ".join(kind.formats)
-    lines = [f"Found: {counts(None)}{of}, in layout {at.layout}, {what} ({formats})"]
-    if len(modalities) > 1:
-        lines += [f"  modality {name}: {counts(name)}" for name in modalities]
-    return lines
+    return f"Found: {streams}, {documents}, {tokens:,} tokens{of}, in layout {at.layout}, {what} ({formats})"
 
 
 def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
@@ -338,11 +311,11 @@ def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
 def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any]) -> list[StarterSource]:
     """One source per modality of a root; otherwise a single one."""
     if at.root is None:
-        return [StarterSource(name, {"paths": list(at.paths), **keys})]
+        return [(name, {"paths": list(at.paths), **keys}, None)]
     whole = {"root": at.root}
     if not 1 < len(parts) <= MOST_SOURCES:
-        return [StarterSource(name, whole | keys)]
-    return [StarterSource(part.source, whole | {"modalities": [part.modality]} | keys, part) for part in parts]
+        return [(name, whole | keys, None)]
+    return [(part.source, whole | {"modalities": [part.modality]} | keys, part) for part in parts]
 
 
 # ---- The file
@@ -369,7 +342,7 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
             lines.append(rest if mark in shown else line)
     text = "".join(lines).format(
         **{**asdict(sizes), "name": _toml(starter.name), "tokenizer": _toml(starter.tokenizer)},
-        head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
+        head="\n".join([_comment(starter.found), *notes]),
         length=starter.length,
         largest=largest,
         times=times,
@@ -396,10 +369,9 @@ def _source_tables(starter: Starter) -> str:
         head = "# One source per modality. A weight is a share of the tokens: "
         head += "here each modality's own share of the data."
     blocks = []
-    for source in starter.sources:
-        lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
-        lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
-        part = source.part
+    for name, keys, part in starter.sources:
+        lines = ["[[data.source]]", f"name = {_toml(name)}"]
+        lines += [f"{key} = {_toml(value)}" for key, value in keys.items()]
         if part is not None:
             lines.append(f"weight = {part.weight:.4g}   # {part.tokens:,} training tokens")
             if part.streams < starter.sizes.num_streams_mixed:

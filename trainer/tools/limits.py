@@ -46,10 +46,6 @@ WORTHLESS_NATS: Final = 0.005
 STALE_NATS: Final = 0.001
 # share of the gain: what carrying may lose to the age of its states.
 STALE_SHARE: Final = 0.1
-# evaluations: by the first ones the model has not learned to use its state yet.
-MIN_EVALUATIONS: Final = 3
-# share of the largest gain: a fall with depth beyond it is no noise of the documents.
-LOST_GAIN: Final = 0.5
 
 # Mixing and full rows
 

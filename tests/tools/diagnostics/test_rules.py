@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -109,17 +108,6 @@ def probes(*, gain: float, gap: float, error: float = 0.01, count: int = 20) -> 
     }
 
 
-def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") -> dict[str, dict[int, float]]:
-    """Gains of carrying from 64, 128, ... tokens on, in so many evaluations."""
-    front, steps = f"eval/{name}depth", range(10, 10 * count + 1, 10)
-    values = {f"{front}/beyond_cell/carry_gain": gains[0]}
-    for index, gain in enumerate(gains):
-        key = f"{front}/{64 << index}"
-        values |= {f"{key}/loss": 2.0, f"{key}/loss_from_zero": 2.0 + gain, f"{key}/carry_gain": gain}
-    values |= {f"{key}_se": error for key in list(values)}
-    return {key: dict.fromkeys(steps, value) for key, value in values.items()}
-
-
 BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
 BATCH = {**GNS, "gns/b_big": [100.0] * 40}
 
@@ -130,7 +118,6 @@ HEALTHY: dict[str, RunRecord] = {
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
     "carry_worthless": make_run(probes(gain=0.05, gap=0.0)),
     "stale_states": make_run(probes(gain=0.5, gap=-0.04)),
-    "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.04)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("held")]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [11.5] * 60})),
     "uneven_slices": make_run(pool_rows()),
@@ -153,7 +140,6 @@ FAULTY: dict[str, RunRecord] = {
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
     "carry_worthless": make_run(probes(gain=0.0, gap=0.0, error=0.001)),
     "stale_states": make_run(probes(gain=0.5, gap=-0.06)),
-    "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.01)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
@@ -456,43 +442,6 @@ def test_few_probes_and_probes_that_are_not_finite_are_not_judged(rule: str) -> 
     for key in ("ledger/carry_gain", "ledger/stale_gap"):
         rows[key][35] = math.nan
     assert check(rule, make_run(rows)).verdict == "not_measured"
-
-
-@pytest.mark.parametrize(
-    ("verdict", "rows"),
-    [
-        ("not_measured", depths(0.02, -0.01, count=2)),
-        ("healthy", depths(0.05, 0.01, error=0.01)),  # within its errors
-        ("healthy", depths(0.001, 0.0, -0.002, error=0.0001)),  # too small to matter
-        ("finding", depths(-0.02, -0.03)),
-        ("finding", depths(0.05, 0.2, 0.2, 0.09, name="books/")),
-        ("not_measured", depths(0.1, math.nan)),
-    ],
-)
-def test_gains_by_depth_are_judged_with_their_errors(verdict: str, rows: Any) -> None:
-    assert check("loss_rises_with_depth", make_run(rows)).verdict == verdict
-
-
-def test_the_depth_from_which_the_loss_rises_is_named() -> None:
-    assert "0.0500 +- 0.0020 (95 %) from 128 tokens on, 0.0100 +- 0.0020 (95 %) from 256 on" in (
-        check("loss_rises_with_depth", FAULTY["loss_rises_with_depth"]).sentence
-    )
-
-
-def test_the_rule_of_depth_is_calibrated_on_noisy_gains() -> None:
-    """A gain that grows to 0.06, and one that is lost from 1,024 tokens on; errors of a tenth to a third of it."""
-    rng = random.Random("loss_rises_with_depth")
-    false = found = 0
-    for _ in range(300):
-        error = rng.uniform(0.002, 0.008)
-        healthy = [0.06 * (1 - 2.0 ** -(index + 1)) for index in range(8)]
-        lost = [*healthy[:4], *[-0.02] * 4]
-        runs = (make_run(depths(*(rng.gauss(gain, error) for gain in gains), error=error)) for gains in (healthy, lost))
-        outcomes = [check("loss_rises_with_depth", run).verdict for run in runs]
-        false += outcomes[0] == "finding"
-        found += outcomes[1] == "finding"
-    assert false == 0
-    assert found >= 290
 
 
 def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:

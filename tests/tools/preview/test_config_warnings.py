@@ -16,7 +16,6 @@ from trainer.training.setup.plan import make_plan
 
 FULL_ROWS = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}'
 FAULTS = {
-    "ledger.wipe_mode": ["ledger.wipe_mode=full", "ledger.wipe_every=2"],
     "ledger.capacity": ["ledger.capacity=10000000"],
     "data.mixing.repeat": [FULL_ROWS, "data.mixing.repeat=false", "train.steps=500"],
     "eval.every": ["eval.every=100", "eval.holdout_fraction=0.1"],

@@ -128,6 +128,12 @@ def test_beyond_what_is_counted_the_forecast_is_right_within_2_percent(tmp_path:
         assert source.tokens == pytest.approx(own, rel=0.1)
 
 
+def test_beyond_what_is_counted_data_without_repeat_is_read_once(tmp_path: Path) -> None:
+    preview = make_preview(plan_of(tmp_path, "many a file", "train.steps=2000", "data.mixing.repeat=false"), most=800)
+    assert not preview.is_counted
+    assert [source.epochs for source in preview.sources] == [1.0]
+
+
 def warned(folder: Path, corpus: str, *overrides: str, world_size: int = 1) -> tuple[Preview, list[UserError]]:
     plan = plan_of(folder, corpus, *overrides, world_size=world_size)
     preview = make_preview(plan)

@@ -72,9 +72,9 @@ def test_errors_are_bars_of_two_and_buckets_have_a_shade_of_their_range(make_run
     ((trace,),) = (figure["data"] for figure in figures(make_run("a", gain)).values())
     assert trace["error_y"]["array"] == pytest.approx([0.02, 0.04])
     values = [1.0] * 4000
-    values[1234] = 900.0
+    values[1234], values[2345] = 900.0, -50.0
     shade, mean = figures(make_run("b", {"loss": values}))["Training: Loss"]["data"]
-    assert (max(shade["y"]), min(shade["y"])) == (900.0, 1.0)
+    assert (max(shade["y"]), min(shade["y"])) == (900.0, -50.0)
     assert max(mean["y"]) < 900.0
     assert len(shade["x"]) == 2 * len(mean["x"])
 

@@ -53,11 +53,10 @@ def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(make_ru
     evictions = {"ledger/false_evictions/lru": [0.0, 2.0], "</script><img>": [1.0, 2.0]}
     runs = [make_run(f"{n}{hostile}", evictions, config={"run": {"name": hostile}}) for n in range(num_runs)]
     runs[0].notes.append(hostile)
-    runs[0].events.append({"event": hostile})
     page = Elements(rendered(*runs))
     assert "img" not in page.tags
     assert page.tags.count("h1") == 1
-    for section in ("About the record", "Outcome", "Ledger", "Not in the catalog", "Events", "Config", "Environment"):
+    for section in ("About the record", "Outcome", "Ledger", "Not in the catalog", "Config", "Environment"):
         assert section in page.headings
     assert page.headings.count("false_evictions_lru") == num_runs
     assert hostile in page.headings[0]

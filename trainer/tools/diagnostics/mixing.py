@@ -79,14 +79,6 @@ def _odds(nats: float) -> str:
     return f"1 in 10^{digits:.0f}"
 
 
-def _batch_sizes(run: RunRecord) -> list[int]:
-    found, own = [], [table.get("mixing", {}) for table in sources(run)]
-    for table in (run.setting("data.mixing", {}), *own):
-        by_modality = dict(table.get("batch_size_by_modality") or {})
-        found += [table.get("batch_size"), *by_modality.values()]
-    return [size for size in found if isinstance(size, int)]
-
-
 @rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN))
 def uneven_slices(run: RunRecord) -> Outcome:
     """Slices so different in length that readers of the short ones wait."""
@@ -109,8 +101,10 @@ def uneven_slices(run: RunRecord) -> Outcome:
     if waits:
         words += f", here for up to {counted(max(waits.values), 'batch')} of others"
     shown = hits[:: max(len(hits) // 6, 1)][:6]
-    evidence, sizes = (least.evidence(shown), most.evidence(shown)), _batch_sizes(run)
-    if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
+    evidence = least.evidence(shown), most.evidence(shown)
+    sizes = [*dict(run.setting("data.mixing.batch_size_by_modality") or {}).values()]
+    sizes.append(run.setting("data.mixing.batch_size", 1))
+    if max(sizes) > limits.EVEN_BATCHES * min(sizes):
         value = f"sizes within a factor of {limits.EVEN_BATCHES}"
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
         return finding(words, *evidence, knob=knob, severity="warning")

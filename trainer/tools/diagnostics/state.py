@@ -1,4 +1,4 @@
-"""Rules about recurrent state: lost while needed, worthless, stale or harmful."""
+"""Rules about recurrent state: lost while needed, worthless or stale."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from trainer.tools.diagnostics.rule import (
     has_full_rows,
     healthy,
     lower_lr,
-    not_measured,
     not_yet,
     rule,
     series,
 )
-from trainer.tools.runs.depth_curve import DepthCurve, Number, last_curves
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -35,8 +33,6 @@ REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 GAIN = ("ledger/carry_gain", f"ledger/carry_gain{ERROR_SUFFIX}")
 GAP = ("ledger/stale_gap", f"ledger/stale_gap{ERROR_SUFFIX}")
-AGE = "ledger/state_age"  # steps since the probed states were stored
-DRIFT = "ledger/state_drift"  # |stored - fresh| / |fresh| of the probed states
 PROBES = "a model with state is probed every ledger.probe_every steps"
 
 
@@ -183,63 +179,13 @@ def stale_states(run: RunRecord) -> Outcome:
     if series(run, COLD_STARTS).since(first).total:
         lost = "ledger/cold_starts counts lost states, which also differ from fresh ones"
         return explained(f"{words}; {lost}")
-    age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
-    how_old = ""
-    if age and drift:
-        how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)"
     # Fewer streams in flight make states younger; otherwise only smaller steps help.
     knob, streams = lower_lr(run), run.setting("data.mixing.num_streams_mixed")
     if isinstance(streams, int) and streams > 1 and not has_full_rows(run):
         knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2)
-    words = f"states are stale{how_old}: {words}; {effect}"
-    return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)
-
-
-def _is_negative(gain: Number) -> bool:
-    return gain.value < -max(limits.FAR_ERRORS * gain.error, limits.WORTHLESS_NATS)
-
-
-def _risen(curve: DepthCurve) -> tuple[int, int] | None:
-    """(depth of the largest gain, the depth from which on it is lost)."""
-    best, peak = curve.gains[0]
-    for start, gain in curve.gains:
-        error = limits.FAR_ERRORS * math.hypot(peak.error, gain.error)
-        least = max(error, limits.LOST_GAIN * peak.value, limits.WORTHLESS_NATS)
-        if peak.value - gain.value > least or _is_negative(gain):
-            return best, start
-        if gain.value > peak.value:
-            best, peak = start, gain
-    return None
-
-
-@rule("warning")
-def loss_rises_with_depth(run: RunRecord) -> Outcome:
-    """States that harm where they are older than any that training made."""
-    number, found = last_curves(run)
-    curves = {name: curve for name, curve in found.items() if curve.gains}
-    if not curves:
-        return not_measured("needs eval/depth: eval.depth, a model with state and documents longer than a cell")
-    if number < limits.MIN_EVALUATIONS:
-        return not_yet(f"needs {limits.MIN_EVALUATIONS} evaluations, has {number}")
-    for name, curve in curves.items():
-        risen = _risen(curve)
-        if risen is None:
-            continue
-        gains, inside, front = dict(curve.gains), "", "eval/depth"
-        if name:
-            inside, front = f" in {name}", f"eval/{name}/depth"
-        best, depth = risen
-        words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} tokens "
-        words += f"on, {gains[depth]} from {depth:,} on; states were never trained that long"
-        knob = Knob.of(run, "train.tbptt_cells", 2)
-        if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
-            knob = Knob("ledger.wipe_mode", "full", "lru")
-        evidence = [series(run, f"{front}/{at}/carry_gain").evidence() for at in risen]
-        return finding(words, *evidence, knob=knob)
-    return healthy("the gain of carrying does not fall with depth")
+    return finding(f"states are stale: {words}; {effect}", gap.shown.evidence(), gain.shown.evidence(), knob=knob)
 
 
 RULES = (
     false_evictions_lru, false_evictions_stale, cold_starts, refused_rows, carry_worthless, stale_states,
-    loss_rises_with_depth,
 )  # fmt: skip

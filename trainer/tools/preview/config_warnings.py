@@ -35,7 +35,7 @@ def find_warnings(plan: Plan, preview: Preview) -> list[UserError]:
         problem = f"is false, and the data is exhausted at {when}"
         found.append(_to_set("data.mixing.repeat", problem, "true"))
     if preview.ledger is not None:
-        found += _ledger_warnings(plan.config, preview, preview.ledger)
+        found += _ledger_warnings(preview.ledger)
     found += _run_warnings(plan.config)
     return [*plan.doubts, *(UserError(*each) for each in found)]
 
@@ -92,12 +92,7 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
         yield key, problem, f"lower it about {times:.1f} times, or lower train.steps"
 
 
-def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[Doubt]:
-    if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
-        times = preview.steps // config.ledger.wipe_every
-        problem = f'"full" drops every state {times} times in this run, '
-        problem += "and does not count false evictions"
-        yield _to_set("ledger.wipe_mode", problem, '"lru"')
+def _ledger_warnings(ledger: LedgerView) -> Iterator[Doubt]:
     row_bytes = round(ledger.megabytes * 1e6 / ledger.capacity)
     unused = (ledger.capacity - ledger.groups_in_flight) * row_bytes
     share = ledger.groups_in_flight / ledger.capacity

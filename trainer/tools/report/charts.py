@@ -450,8 +450,7 @@ HEIGHT = 380  # pixels
 
 def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
     """(name of the set, what carrying is worth, the chart) for each set of the last evaluation."""
-    _, curves = last_curves(run)
-    cell = run.setting("data.seq_len", 0)
+    cell, curves = run.setting("data.seq_len", 0), last_curves(run)
     return [(name or "held out", in_words(curve, cell), depth_figure(curve)) for name, curve in curves.items()]
 
 

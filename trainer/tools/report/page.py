@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -28,7 +27,6 @@ from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
-_MOST_EVENTS: Final = 200
 DEPTH: Final = "Is context worth its cost?"
 # By verdict: its mark and its class.
 LOOKS: Final = {
@@ -115,7 +113,7 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
     if items:
         parts.append(element("ol", *items))
     mark = element("span", sign, class_="mark", aria_hidden="true")
-    return element("div", front, element("p", mark, diagnosis.summary), *parts, class_=look)
+    return element("div", front, element("p", mark, diagnosis.brief), *parts, class_=look)
 
 
 def _finding(ruling: Ruling) -> Html:
@@ -259,17 +257,7 @@ def _depth(runs: Sequence[RunRecord], number: int) -> tuple[Html, list[dict[str,
     return element("div", *parts, class_="grid views") if parts else NOTHING, figures
 
 
-# ---- Events, settings
-
-
-def _events(runs: Sequence[RunRecord]) -> Html:
-    """The first lines of events.jsonl of each run."""
-    rows = []
-    for run in runs:
-        for event in run.events[:_MOST_EVENTS]:
-            rest = {key: value for key, value in event.items() if key not in ("event", "time")}
-            rows.append([str(event.get("event", "?")), run.name, json.dumps(rest, ensure_ascii=False)])
-    return _table(("Event", "Run", "Details"), rows) if rows else NOTHING
+# ---- Settings
 
 
 def _settings(file: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Html:
@@ -316,7 +304,6 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
     overview[DEPTH] = depth
     details = {
         **chart_groups(charts),
-        "Events": _events(runs),
         "Config": _settings("config.resolved.toml", [(run.name, run.config) for run in runs]),
         "Environment": _settings("env.json", [(run.name, run.environment) for run in runs]),
     }

@@ -41,11 +41,6 @@ class DepthCurve(NamedTuple):
     gain: Number  # beyond a cell
 
     @property
-    def gains(self) -> list[tuple[int, Number]]:
-        """(first depth, gain) of the buckets with carried states and known errors."""
-        return [(each.start, each.gain) for each in self.points if each.gain and math.isfinite(each.gain.error)]
-
-    @property
     def is_known(self) -> bool:
         """Whether there are gains, and all of them are finite."""
         gains = [each.gain.value for each in self.points if each.gain]
@@ -73,14 +68,13 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
     return curves
 
 
-def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
-    """(number of evaluations, the curve of each set in the last one, if all its gains are finite)."""
+def last_curves(run: RunRecord) -> dict[str, DepthCurve]:
+    """The curve of each set in the last evaluation, if all its gains are finite."""
     columns = {key: run.column(key) for key in run.keys if is_by_depth(key)}
     columns = {key: column for key, column in columns.items() if column[0]}
     last = max((steps[-1] for steps, _ in columns.values()), default=0)
     curves = curves_of({key: values[-1] for key, (steps, values) in columns.items() if steps[-1] == last})
-    number = max((len(steps) for steps, _ in columns.values()), default=0)
-    return number, {name: curve for name, curve in curves.items() if curve.is_known}
+    return {name: curve for name, curve in curves.items() if curve.is_known}
 
 
 def is_by_depth(key: str) -> bool:

@@ -455,7 +455,7 @@ def init(
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     tokenizer: Annotated[
         str | None,
-        Option(help="As data.tokenizer; default: a tokenizer.json of the data, bytes, or ids.", metavar="NAME"),
+        Option(help="As data.tokenizer; default: bytes, or ids.", metavar="NAME"),
     ] = None,
     format: shared.FormatOption = "auto",
     dtype: Annotated[str | None, Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")] = None,

@@ -45,7 +45,7 @@ class RunEntry:
     tokens_in_step: float | None = None
     fill: float | None = None
     age_sec: float = math.inf  # since the run last logged, or wrote its state if it has logged nothing
-    # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 21 rules`.
+    # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 20 rules`.
     verdict: str | None = None
     reason: str | None = None  # why the run ended, if status.json says it
     changed: list[str] = field(default_factory=list)  # the settings that a resume changed
@@ -271,7 +271,7 @@ def report(
         write_file(target, content, follow=True)
     for diagnosis in diagnoses:
         run = diagnosis.run
-        echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
+        echo(f"{run.name}: {len(run.steps):,} logged steps: {diagnosis.brief}", err=True)
         for note in run.notes:
             echo(f"{run.name}: note: {note}", err=True)
     echo(f"wrote the report to {out} ({len(content) / 1e6:.1f} MB)", err=True)
