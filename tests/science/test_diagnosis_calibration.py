@@ -91,5 +91,5 @@ def test_a_real_run_that_nothing_is_wrong_with_raises_no_alarm(name: str, tmp_pa
     alarms = [ruling for ruling in diagnosis.findings if ruling.rule.name not in SPEED_RULES]
     assert alarms == []
     verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in diagnosis.rulings}
-    for measured in ("cold_starts", "stuck_reader", "shares", "non_finite", "loss_spikes"):
+    for measured in ("cold_starts", "stuck_reader", "starved_modality", "shares", "non_finite", "loss_spikes"):
         assert verdicts[measured] == "healthy", measured

@@ -101,9 +101,36 @@ def _stick(step: int, dataset: StreamMixingDataset) -> None:
     pool.pick = pick  # type: ignore[method-assign]
 
 
+def _starve(step: int, dataset: StreamMixingDataset) -> None:
+    """From the onset on streams of modality b do not come in any more."""
+    if step != ONSET:
+        return
+    original = dataset._next_reader
+
+    def next_reader() -> Any:
+        while (reader := original()) is not None and reader.stream.modality == "b":
+            pass
+        return reader
+
+    dataset._next_reader = next_reader  # type: ignore[method-assign]
+
+
 def _spoil_states(step: int, states: torch.Tensor) -> None:
     if step == ONSET:
         states[0] = math.nan
+
+
+def _oversize(seed: int, path: Path) -> Path:
+    run = write_run(healthy_scenario(seed), path)
+    config = run / "config.resolved.toml"
+    config.write_text(config.read_text().replace("capacity = 64", "capacity = 1000000"))
+    environment = run / "env.json"
+    environment.write_text(environment.read_text().replace("128", "2048"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["metrics"]["ledger/fill_fraction"] *= 64 / 1000000
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return run
 
 
 def _ignore_state(rng: random.Random, rows: Rows) -> None:
@@ -111,6 +138,20 @@ def _ignore_state(rng: random.Random, rows: Rows) -> None:
         if "ledger/carry_gain" in row:
             for key, error in (("ledger/carry_gain", 1e-3), ("ledger/stale_gap", 2e-4)):
                 row[key], row[f"{key}_se"] = rng.gauss(0, error), error
+
+
+def _by_depth(*gains: float) -> Callable[[random.Random, Rows], None]:
+    """Evaluations with these gains of carrying from 128, 256, ... tokens on."""
+
+    def add(rng: random.Random, rows: Rows) -> None:
+        for step in list(rows)[:: max(len(rows) // 20, 1)]:
+            row, error = rows[step], 1e-3
+            for index, gain in enumerate((gains[0], *gains)):
+                key = f"eval/depth/{64 << index}" if index else "eval/depth/beyond_cell"
+                row |= {f"{key}/loss": 2.0} if index else {}
+                row |= {f"{key}/carry_gain": rng.gauss(gain, error), f"{key}/carry_gain_se": error}
+
+    return add
 
 
 def _grow_stale(rng: random.Random, rows: Rows) -> None:
@@ -204,9 +245,14 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
         stale_threshold=3,
     ),
     ("cold_starts", "full wipe every 50 steps", 50, 10): _scenario(wipe_mode="full", wipe_every=50),
+    ("ledger_oversize", "8 GB for a million places, 64 used", 0, 105): _oversize,
     ("refused_rows", "states that are NaN in one step", ONSET, 5): _scenario(on_states=_spoil_states),
     ("carry_worthless", "a model that ignores its state", 0, 100): _rows(_ignore_state),
     ("stale_states", "a gap of 30 to 80 % of the gain", ONSET, 150): _rows(_grow_stale),
+    ("context_unused", "a gain of carrying that ends at 512 tokens", 0, 100): _rows(_by_depth(0.05, 0.06, 0.0, 0.0)),
+    ("loss_rises_with_depth", "a gain of carrying below 0 from 512 tokens on", 0, 100): _rows(
+        _by_depth(0.05, 0.06, -0.05)
+    ),
     ("model_contract", "a trusted model that drops its state", 0, 5): _break_contract,
     ("stuck_reader", "a reader that is never picked", ONSET, 30): _scenario(
         **_BUSY, num_streams_mixed=4, documents=48, streams=12, on_dataset=_stick
@@ -218,6 +264,9 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
         streams=2,
         batch_size_by_modality={"a": 1, "b": 64},
         capacity=512,
+    ),
+    ("starved_modality", "no more streams of one modality", ONSET, 250): _scenario(
+        **_BUSY, steps=500, num_streams_mixed=4, documents=4, on_dataset=_starve
     ),
     ("exhaust_churn", "slices of 1 or 2 picks", 0, 80): _scenario(
         **_ONE_POOL, micro_batches=2, documents=1, max_group_cells=2

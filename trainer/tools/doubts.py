@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config.data_tables import SourceTable
-from trainer.config.rules import data_shards, tokens_per_micro
+from trainer.config.data_tables import MixingTable, SourceTable
+from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
 from trainer.config.schema import RunConfig, TrainTable
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
@@ -39,6 +41,7 @@ def doubts(
     if batches.unit == "steps":
         length = config.train.steps
     found = [*trained_on(sources, eval_sources), *_doubted_settings(config, eval_sources)]
+    found += _doubted_readers(config, sources)
     found += never_reached("train.micro_batches", [x for x, _ in batches.points], length, batches.unit)
     found += _unread(sources, eval_sources)
     if config.eval.holdout_fraction > 0:
@@ -67,6 +70,18 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
         if length and warmup > limits.LONG_WARMUP * length:
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the configured learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
+
+
+def _doubted_readers(config: RunConfig, sources: Sequence[Source]) -> Iterator[Doubt]:
+    """More readers than a source has streams, where the number is set and not the default."""
+    # A resolved config has the default written out.
+    default = MixingTable.model_fields["num_streams_mixed"].default
+    is_set = config.data.mixing.num_streams_mixed != default
+    for source in sources:
+        wanted, streams = mixing_of(config, source.table).num_streams_mixed, len(source.streams)
+        if (is_set or source.table.mixing.num_streams_mixed is not None) and wanted > streams > 0:
+            problem = f"{wanted} readers, but the source has {counted(streams, 'stream')}: all are open at once"
+            yield f"source {source.name}: mixing.num_streams_mixed", problem, f"set it to at most {streams}"
 
 
 def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
@@ -147,6 +162,7 @@ def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position
 
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
+COMPILER_SEC = 60.0
 FIXES = {
     "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
     "model": "lower dim or num_layers",
@@ -187,6 +203,21 @@ def _needs_of_cuda(train: TrainTable) -> Iterator[UserError]:
         if value == wanted:
             problem = f'"{str(value).lower()}" needs a CUDA device, and torch finds none here'
             yield UserError(key, problem, f"use a machine with one{other}")
+    compiler = os.environ.get("CXX", "g++")
+    if train.compile and not _compiles(compiler):
+        problem = f"needs a C++ compiler on a CPU, and {compiler} (CXX) is none that works"
+        yield UserError("train.compile", problem, "install g++, or set it to false")
+
+
+@cache
+def _compiles(compiler: str) -> bool:
+    """Whether a program makes assembly of C++."""
+    line = [compiler, "-x", "c++", "-S", "-o", "-", "-"]
+    try:
+        done = subprocess.run(line, input=b"#include <cmath>\n", capture_output=True, timeout=COMPILER_SEC, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and bool(done.stdout)
 
 
 def _memory_needs(plan: Plan, num_parameters: int, state_width: int) -> dict[str, tuple[int, str]]:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+import subprocess
+import sys
+import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,14 +24,15 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.data.formats import is_import_path, takes_option
 from trainer.data.groups import held_out
-from trainer.data.layout import Discovery, Stream, refuse_unheeded
+from trainer.data.layout import Discovery, Stream, discover_direct, refuse_unheeded
 from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.files import is_url
+from trainer.files import is_url, write_file
 from trainer.lab.cache import Cache
 from trainer.lab.stored import discover_stored
 from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.corpus.documents import discover, refuse_empty
+from trainer.tools.fitted_table import duration_text
 from trainer.tools.inspection.survey import Guess, describe, guess, look, not_text
 from trainer.wording import counted, few, printable
 
@@ -41,6 +46,13 @@ HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
 MOST_HELD_OUT = 0.3
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
 MOST_SOURCES = 32  # modalities that get a source of their own, each with open streams of its own
+TRIED_STEPS = 4  # the first is slower than the others, and is left out
+TIMEOUT_SEC = 60.0
+FEWEST_STEPS = 20
+QUIET = (
+    *("eval.every=0", "metrics.log_interval=1", "metrics.stdout=off", "metrics.wandb.mode=disabled"),
+    *("checkpoint.every=0", "scheduler.warmup_steps=0"),
+)
 # Names of the mark that ends a text.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 WIDTH = 120  # of notes
@@ -187,11 +199,7 @@ class Starter:
     suggests_eod: bool  # whether to suggest the key `eod`, which the sources lack
     end: tuple[str, int] | None  # the tokenizer's mark of the end of a text, and its id
     sizes: Sizes
-
-    @property
-    def length(self) -> str:
-        """Of the run, in words."""
-        return f"about {counted(self.sizes.passes, 'pass')} over the training documents on 1 rank"
+    length: str  # of the run, in words
 
 
 def make_starter(
@@ -217,7 +225,11 @@ def make_starter(
     # Only the user knows what a format of their own yields.
     if is_import_path(format) and tokenizer == "ids":
         kind = replace(kind, kind="ids")
-    named = tokenizer or {"text": "bytes", "ids": "ids"}[kind.kind]
+    near, named = None, tokenizer or "ids"
+    if kind.kind == "text" and tokenizer is None:
+        if not is_url(paths[0]):
+            near = _tokenizer_near(Path(paths[0]))
+        named = near or "bytes"
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
         how: dict[str, Any] = {"format": format, "eod": eod, "column": column, "report": report}
@@ -228,6 +240,8 @@ def make_starter(
     sizes = choose_sizes(chosen, lengths, share=share)
     parts = parts_of(chosen, lengths, sizes)
     notes = _notes(at, kind, share)
+    if near:
+        notes.append(f"the tokenizer of the data, {near}, is used; for bytes: --tokenizer bytes")
     strange = not_text(chosen, format)
     if strange:
         notes.append(describe(strange, len(chosen)))
@@ -248,7 +262,7 @@ def make_starter(
         name=name,
         found=_found(at, chosen, lengths, kind),
         notes=notes,
-        sources=_sources(at, parts, name, keys),
+        sources=_sources(at, parts, name, keys, format=format),
         tokenizer=named,
         vocab_size=vocab_size,
         num_ids=ids.vocab_size,
@@ -256,6 +270,7 @@ def make_starter(
         largest_id=largest,
         suggests_eod=eod is None and any(takes_option(name, "eod") for name in kind.formats),
         sizes=sizes,
+        length=f"about {counted(sizes.passes, 'pass')} over the training documents on 1 rank",
     )
 
 
@@ -267,6 +282,13 @@ def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tup
         return list(streams), 1.0
     chosen = range(0, len(streams), int(np.ceil(total / max_bytes)))
     return [streams[i] for i in chosen], float(sizes[list(chosen)].sum()) / total
+
+
+def _tokenizer_near(path: Path) -> str | None:
+    """A tokenizer.json in the folder of the data, or in the one above."""
+    folder = next(each for each in (path, *path.parents) if each.is_dir())
+    found = (each / "tokenizer.json" for each in (folder, folder.parent))
+    return next((str(each) for each in found if each.is_file()), None)
 
 
 def _end_mark(tokenizer: Tokenizer) -> tuple[str, int] | None:
@@ -308,14 +330,22 @@ def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
     return notes
 
 
-def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any]) -> list[StarterSource]:
-    """One source per modality of a root; otherwise a single one."""
-    if at.root is None:
-        return [(name, {"paths": list(at.paths), **keys}, None)]
-    whole = {"root": at.root}
-    if not 1 < len(parts) <= MOST_SOURCES:
+def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], *, format: str) -> list[StarterSource]:
+    """One source per modality, where a config can name each alone; otherwise a single one."""
+    whole: dict[str, Any] = {"paths": list(at.paths)} if at.root is None else {"root": at.root}
+    names = [part.modality for part in parts]
+    apart: dict[str, dict[str, list[str]]] = {}
+    if at.root is not None:
+        apart = {name: {"modalities": [name]} for name in names}
+    elif not any(map(is_url, at.paths)):
+        for path in at.paths:
+            found = {stream.modality for stream in discover_direct([path], format=format)}
+            # A glob over several modalities stands under no name, so the sources stay one.
+            modality = found.pop() if len(found) == 1 else ""
+            apart.setdefault(modality, {"paths": []})["paths"].append(path)
+    if not 1 < len(parts) <= MOST_SOURCES or apart.keys() != set(names):
         return [(name, whole | keys, None)]
-    return [(part.source, whole | {"modalities": [part.modality]} | keys, part) for part in parts]
+    return [(part.source, whole | apart[part.modality] | keys, part) for part in parts]
 
 
 # ---- The file
@@ -383,3 +413,47 @@ def _source_tables(starter: Starter) -> str:
             lines.append(f"# eod = {eod}   # {meaning}")
         blocks.append("\n".join(lines))
     return head + "\n" + "\n\n".join(blocks)
+
+
+# ---- The time of a run
+
+
+def timed(starter: Starter, minutes: float) -> Starter:
+    """The starter with as many steps as take `minutes` on a rank here, and the time in words.
+
+    The time is that of a few real steps; a note says why, if they cannot be timed.
+    """
+    try:
+        seconds = _seconds_per_step(starter)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        # Its text is the whole command, and what it captured is bytes.
+        if isinstance(error, subprocess.TimeoutExpired):
+            said = f"{TRIED_STEPS} steps took longer than {TIMEOUT_SEC:g} s"
+        last = said.strip().splitlines()[-1] if said.strip() else type(error).__name__
+        note = f"the time of a step could not be measured: {last}"
+        return replace(starter, notes=[*starter.notes, note])
+    sizes = starter.sizes
+    steps = min(sizes.steps, max(int(minutes * 60 / seconds), FEWEST_STEPS))
+    passes = sizes.passes * steps / sizes.steps
+    length = f"about {counted(round(passes, 2), 'pass')} over the training documents on 1 rank, "
+    length += f"{duration_text(steps * seconds)} on this machine ({seconds:.2g} s per step)"
+    return replace(starter, sizes=replace(sizes, steps=steps, passes=passes), length=length)
+
+
+def _seconds_per_step(starter: Starter) -> float:
+    """The median time of the steps after the first of a short run. Raises OSError, SubprocessError:
+    the run fails, or takes too long."""
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
+        write_file(config, render_starter(starter, schema=None).encode(), sync=False)
+        # A process of its own: its threads, caches and signals leave nothing behind here.
+        line = [sys.executable, "-m", "trainer", "--config", str(config), "--run-dir", str(run_dir)]
+        line += [part for setting in QUIET for part in ("--set", setting)]
+        line += ["--steps", str(TRIED_STEPS)]
+        subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=True)
+        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    metrics = [row["metrics"] for row in rows if row.get("mode") == "train"]
+    times: list[float] = [each["step_time_sec"] for each in metrics]
+    return statistics.median(times[1:])

@@ -3,12 +3,15 @@
 
 Above each threshold stand its unit and its reason. Those that follow from no formula were set by
 calibration: high enough that the healthy runs of `scripts/calibrate_diagnosis.py` raise no alarm,
-low enough that its injected faults are found in time (docs/diagnosis.md).
+low enough that its injected faults are found in time (docs/diagnosis.md). A limit that needs more
+than a number is a function below, which also says what to set instead.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 # Any rule
@@ -32,8 +35,14 @@ DEFAULT_LR: Final = 1e-3
 
 # share of a rank's ledger: of the capacity that is suggested instead, at least this share will be in use.
 OVERSIZE_FILL: Final = 0.25
-# bytes: unused rows below it are not worth a change.
+# bytes: unused rows below it are not worth a change, where the size of the device is not known.
 OVERSIZE_BYTES: Final = 1e9
+# share of the device's memory: the same where its size is known.
+OVERSIZE_DEVICE_SHARE: Final = 0.05
+# steps: of logged fill; before that, documents are still being opened.
+OVERSIZE_STEPS: Final = 100
+# probability: that a single reader waits longer than its bound, negligible over any run.
+RARE_WAIT: Final = 1e-9
 # probes: in the second half of a run; the scatter of fewer is no estimate of their error.
 MIN_PROBES: Final = 4
 # standard errors: a gain of carrying within them may be zero.
@@ -46,6 +55,10 @@ WORTHLESS_NATS: Final = 0.005
 STALE_NATS: Final = 0.001
 # share of the gain: what carrying may lose to the age of its states.
 STALE_SHARE: Final = 0.1
+# evaluations: by the first ones the model has not learned to use its state yet.
+MIN_EVALUATIONS: Final = 3
+# share of the largest gain: a fall with depth beyond it is no noise of the documents.
+LOST_GAIN: Final = 0.5
 
 # Mixing and full rows
 
@@ -53,6 +66,8 @@ STALE_SHARE: Final = 0.1
 LOW_FILL: Final = 0.9
 # logged rows: the fill of fewer is that of the first batches.
 FILL_ROWS: Final = 5
+# share of the positions that a shorter row may pad and still be a remedy: below 1 - LOW_FILL, with room for error.
+GOOD_PADDING: Final = 0.08
 # ratio of the picks of two slices: the reader with fewer waits about so many times longer for its next pick.
 UNEVEN_RATIO: Final = 16.0
 # share of the logged rows: single uneven rows are slices about to end.
@@ -67,6 +82,10 @@ CHURN_PICKS: Final = 4.0
 CHURN_EVENTS: Final = 20
 # epochs: repeated tokens are nearly as good as new ones for about four (Muennighoff et al. 2023, arXiv 2305.16264).
 MAX_EPOCHS: Final = 4.0
+# ratio of the share that is drawn to that of the corpus, or its inverse: more is worth a mention, since few mean it.
+SKEW: Final = 2.0
+# share of the tokens: a modality below it cannot be skewed in a way that matters.
+SEEN_SHARE: Final = 0.01
 
 # The gradient and its noise
 
@@ -140,6 +159,26 @@ RESTARTS: Final = 2
 NODE_SECONDS: Final = 120.0
 
 
+@dataclass(frozen=True)
+class Assessment:
+    """Whether some numbers exceed a limit, in words, and the value to set then."""
+
+    is_beyond: bool
+    words: str
+    better: int
+
+
+def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
+    """At most `OVERSIZE_FILL` of a rank's ledger is used at once, and the rest is large.
+    `capacity`, `used`: rows. `device_bytes`: memory of the device; 0: of unknown size."""
+    spare = (capacity - used) * row_bytes
+    much = OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES
+    share = f"at most {used / max(capacity, 1):.1%} of its room for {capacity:,} states"
+    words = f"the ledger uses {share}; the rest takes {spare / 1e9:.2g} GB per rank"
+    better = 2 ** math.ceil(math.log2(max(2 * used, 1)))
+    return Assessment(used < OVERSIZE_FILL * capacity and spare > much, words, better)
+
+
 def surprise_bound(picks: float) -> float:
     """Largest `pick_surprise_max` that chance explains after so many picks, in nats.
 
@@ -147,3 +186,30 @@ def surprise_bound(picks: float) -> float:
     exceeds ln(picks / ALPHA) in one of 1 / ALPHA runs.
     """
     return math.log(max(picks, 2) / ALPHA)
+
+
+def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:
+    """Upper bound on the wait of a group for its next cell, in optimizer steps.
+
+    With weighted picks, a reader with one pick left waits for about the remaining picks of the
+    whole pool, at most K n; waits beyond 2 K n are negligible (docs/ledger.md; counted in
+    docs/preview.md). This holds from about 20 picks per slice; below that, use the counted waits. A
+    single reader waits only for its source, whose draws are independent: longer than w
+    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K longest
+    slices. A source with a share of the m micro-batches per step needs 1 / (share m) steps per
+    pick.
+
+    Args:
+        picks_per_slice: n of every slice.
+        num_mixed: K.
+        share: of the micro-batches.
+        micro_batches: m, the smallest of the run.
+    """
+    if share <= 0:
+        return 0
+    if num_mixed > 1 and picks_per_slice:
+        longest = sorted(picks_per_slice)[-num_mixed:]
+        return math.ceil(2 * sum(longest) / (share * micro_batches))
+    if share >= 1:
+        return 1
+    return math.ceil(max(math.log(RARE_WAIT) / math.log1p(-share), 1) / micro_batches)

@@ -122,6 +122,8 @@ def test_full_rows_are_checked_by_their_fill_and_their_alignment(config, capsys)
     assert "#   align = stream: documents begin within rows" in full.stdout
     assert "#   fill = 1.0 " in full.stdout
     assert "without rows" not in full.stdout
+    cut = checked(config, capsys, *FULL_ROWS, "data.max_group_cells=3").stdout
+    assert "follow a cut of their document: their state reaches back to the cut, at most 48 tokens (data.max" in cut
     own = ("model.target=tests.support.models:dropout", "data.seq_len=128", "model.contract=false")
     padded = checked(config, capsys, *FULL_ROWS, *own)
     assert "document: each begins a row, since DropoutModel does not declare resets_in_one_pass" in padded.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.tools.preview.test_lanes_forecast import read
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.data.layout import discover_nested
+from trainer.errors import UserError
 from trainer.tools.init import choose_sizes, parts_of
 from trainer.tools.verbs.before_run import init
 from trainer.training.setup.plan import make_plan
@@ -101,7 +103,7 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     make, layout, tokenizer, vocab_size = KINDS[kind]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my data").mkdir()
-    init(["my data" + make(tmp_path / "my data")], out="x.toml")
+    init(["my data" + make(tmp_path / "my data")], out="x.toml", minutes=0)
     config = load_config("x.toml")
     source = config.data.source[0]
     found = ("nested" if source.root else "direct", config.data.tokenizer, config.data.vocab_size)
@@ -129,16 +131,16 @@ def data(tmp_path, monkeypatch) -> Path:
 
 
 def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_beside_a_file(data, tmp_path, capsys):
-    printed = program(["init", "data"], capsys)
+    printed = program(["init", "data", "--minutes", "0"], capsys)
     assert printed.returncode == 0, printed.stderr
     assert "#:schema" not in printed.stdout
     assert not (tmp_path / "config.schema.json").exists()
-    written = program(["init", "data", "--out", "x.toml"], capsys)
+    written = program(["init", "data", "--out", "x.toml", "--minutes", "0"], capsys)
     text = (tmp_path / "x.toml").read_text()
     assert text == "#:schema config.schema.json\n" + printed.stdout
     assert (tmp_path / "config.schema.json").read_text() == (ROOT / "docs" / "config.schema.json").read_text()
     assert "next: train check --config x.toml" in written.stderr
-    again = program(["init", "data", "--out", "x.toml"], capsys)
+    again = program(["init", "data", "--out", "x.toml", "--minutes", "0"], capsys)
     assert again.returncode == 2
     assert again.stderr == "x.toml: exists already; name another file, or add --force\n"
 
@@ -148,38 +150,49 @@ def test_what_cannot_be_one_run_is_refused(data, capsys):
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert "nowhere: no such file or directory; check the path" in nothing.stderr
     np.save(data / "ids.npy", ids(100, 50).astype(np.int64))
-    mixed = program(["init", "data"], capsys)
+    mixed = program(["init", "data", "--minutes", "0"], capsys)
     assert mixed.returncode == 2
     assert "is text, and data/ids.npy holds token ids" in mixed.stderr
 
 
+def test_all_empty_files_are_named_at_once(data):
+    for name in ("empty1.txt", "empty2.txt"):
+        (data / name).touch()
+    with pytest.raises(UserError, match=r"data/empty1.txt, data/empty2.txt: 2 of 8 files are empty"):
+        init(["data"], minutes=0)
+
+
 def test_text_files_that_are_not_text_are_noted(data, capsys):
     (data / "latin.txt").write_bytes(TEXT[:4000].encode() + b"caf\xe9")
-    ended = program(["init", "data", "--force"], capsys)
+    ended = program(["init", "data", "--minutes", "0", "--force"], capsys)
     assert ended.returncode == 0, ended.stderr
     words = " ".join((ended.stdout + ended.stderr).split())
     assert "1 of 7 files is not UTF-8 text: data/latin.txt (not UTF-8: byte 0xe9 at offset" in words
 
 
 @pytest.mark.usefixtures("data")
-def test_a_tokenizer_of_ones_own_is_named_in_the_config():
+def test_a_tokenizer_of_ones_own_is_named_in_the_config_or_found_above_the_data():
     tokenizers = pytest.importorskip("tokenizers")
     words = dict.fromkeys(["?", *TEXT.split()])
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="?")
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save("words.json")
-    init(["data"], out="x.toml", tokenizer="words.json", force=True)
-    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
-    assert plan.vocab_size == tokenizer.get_vocab_size() + 1
-    assert plan.config.objective.token_types is False
+    for name, option in (("words.json", "words.json"), ("tokenizer.json", None)):
+        tokenizer.save(name)
+        init(["data"], out="x.toml", minutes=0, tokenizer=option, force=True)
+        plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+        assert plan.vocab_size == tokenizer.get_vocab_size() + 1
+        assert plan.config.objective.token_types is False
     assert "eod" not in Path("x.toml").read_text()
-    tokenizer.add_special_tokens(["<end>", "</s>"])
-    tokenizer.save("words.json")
-    init(["data"], out="x.toml", tokenizer="words.json", force=True)
+    tokenizer.add_special_tokens(["</s>", "<end>"])
+    tokenizer.save("tokenizer.json")
+    for said, mark in (("{}", "</s>"), ('{"eos_token": {"content": "<end>"}}', "<end>")):
+        Path("tokenizer_config.json").write_text(said)
+        init(["data"], out="x.toml", minutes=0, force=True)
+        assert f"\n# eod = {tokenizer.token_to_id(mark)}   # {mark}, as a target" in Path("x.toml").read_text()
     Path("x.toml").write_text(Path("x.toml").read_text().replace("# eod", "eod"))
-    assert load_config("x.toml").data.eod == tokenizer.token_to_id("</s>")
+    assert load_config("x.toml").data.eod == tokenizer.token_to_id("<end>")
 
 
 LENGTHS = {"long": [6000] * 15, "few": [9000, 700, 300], "short": [120] * 160}
@@ -203,7 +216,7 @@ def corpus(tmp_path_factory) -> Path:
 def written(corpus, monkeypatch, capsys) -> None:
     """`x.toml` in the working directory, for the whole corpus."""
     monkeypatch.chdir(corpus)
-    init(["data"], out="x.toml", force=True)
+    init(["data"], out="x.toml", force=True, minutes=0)
     capsys.readouterr()
 
 
@@ -225,3 +238,72 @@ def test_the_tokens_that_are_drawn_have_the_shares_of_the_training_tokens():
     for name, share in drawn(Path("x.toml")).items():
         # One of the few long documents is on at most two rows, of as many epochs.
         assert share == pytest.approx(weights[name], rel=0.1, abs=0.01)
+
+
+@pytest.mark.usefixtures("written")
+def test_equal_weights_draw_another_mix_which_preview_and_check_show_and_warn_about(capsys):
+    ones = [part for name in LENGTHS for part in ("--set", f"data.source.{name}.weight=1.0")]
+    good = program(["check", "--config", "x.toml", "--no-contract"], capsys)
+    assert "of what is drawn;" not in " ".join((good.stdout + good.stderr).split())
+    for verb in (["preview"], ["check", "--no-contract"]):
+        skewed = program([*verb, "--config", "x.toml", *ones], capsys)
+        said = " ".join((skewed.stdout + skewed.stderr).split())
+        assert re.search(r"data\.source\.weight: .*few is \d+\.\d% of the corpus and .* of what is drawn", said)
+        suggested = dict(re.findall(r"(few|long|short) = ([\d.]+)", said.partition("come from the weights")[2]))
+    assert suggested.keys() == LENGTHS.keys()
+    asked = {source.name: source.weight for source in load_config("x.toml").data.source}
+    assert {name: float(weight) for name, weight in suggested.items()} == pytest.approx(asked, rel=0.01)
+
+
+@pytest.mark.usefixtures("written")
+def test_an_underdrawn_modality_alone_is_warned_about(capsys):
+    weights = {source.name: source.weight for source in load_config("x.toml").data.source}
+    few = ["--set", f"data.source.few.weight={weights['few'] / 5}"]
+    shown = json.loads(
+        program(["preview", "--config", "x.toml", "--json", *few], capsys).stdout.partition("\nwrote")[0]
+    )
+    (found,) = [each for each in shown["warnings"] if each["key"] == "data.source.weight"]
+    assert found["problem"].startswith("few is ")
+    assert "long is" not in found["problem"]
+
+
+@pytest.mark.usefixtures("written")
+def test_a_blend_that_is_meant_to_change_gives_no_warning(capsys):
+    fading = 'data.source.few.weight={schedule="linear",points={0=1.0,50=0.0}}'
+    assert "of what is drawn;" not in " ".join(
+        program(["preview", "--config", "x.toml", "--set", fading], capsys).stdout.split()
+    )
+
+
+def test_paths_that_name_one_modality_each_become_sources_and_others_stay_one(corpus, monkeypatch):
+    monkeypatch.chdir(corpus)
+    init(["data/long/*", "data/short/0.jsonl", "data/short/1.jsonl"], out="x.toml", force=True, minutes=0)
+    sources = load_config("x.toml").data.source
+    assert {source.name: source.paths for source in sources} == {
+        "long": ["data/long/*"],
+        "short": ["data/short/0.jsonl", "data/short/1.jsonl"],
+    }
+    init(["data/*/*"], out="x.toml", force=True, minutes=0)
+    (whole,) = load_config("x.toml").data.source
+    assert (whole.paths, whole.weight) == (["data/*/*"], 1.0)
+
+
+@pytest.mark.usefixtures("written")
+def test_a_run_ends_in_minutes_as_a_few_timed_steps_say(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.tools.init.TIMEOUT_SEC", 600.0)  # a busy machine
+    whole = load_config("x.toml").train.steps
+    assert program(["init", "data", "--out", "x.toml", "--force", "--minutes", "0.02"], capsys).returncode == 0
+    found = re.search(r"steps = (\d+) .* on this machine \(([\d.]+) s per step\)", Path("x.toml").read_text())
+    assert found is not None
+    steps, a_step = int(found[1]), float(found[2])
+    assert steps == load_config("x.toml").train.steps < whole
+    assert steps == 20 or steps * a_step <= 1.4
+
+
+def test_a_trial_that_fails_is_said_and_costs_the_prediction_alone(corpus, monkeypatch, capsys):
+    monkeypatch.chdir(corpus)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    ended = program(["init", "data"], capsys)
+    assert ended.returncode == 0
+    assert "# Note: the time of a step could not be measured: " in ended.stdout
+    assert "on this machine" not in ended.stdout

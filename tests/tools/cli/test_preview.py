@@ -13,9 +13,9 @@ from rich.console import Console
 from tests.support.in_process import program
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.tools.preview.summary import make_preview, print_preview
+from trainer.tools.preview.show import print_preview
+from trainer.tools.preview.summary import make_preview
 from trainer.training.setup.plan import make_plan
-from trainer.wording import counted
 
 FULL_ROWS = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}'
 
@@ -50,7 +50,7 @@ def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Pr
         "Ledger",
         "first",
         "at most 256 tokens per step",
-        "forecast of full rows of files only",
+        "forecast of full rows only",
     ):
         assert part in shown
     assert "has a point at 20, but the run has 6 steps" in " ".join(shown.split())
@@ -62,13 +62,14 @@ def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Pr
 def test_full_rows_show_their_fill_and_documents(previewed: Previewed) -> None:
     shown = " ".join(previewed("--set", FULL_ROWS, "--set", "data.max_group_cells=0").split())
     assert "256 tokens per step of 256 (fill 100.0%, by step 100.0% to 100.0%)" in shown
-    assert "at most 4 states (one per row)" in shown
+    for part in ("documents", "at most 4 states (one per row)", "1 step from one chunk", "fewest"):
+        assert part in shown
 
 
 def test_shares_are_expected_ones_and_only_full_rows_have_tokens(previewed: Previewed) -> None:
     for sets, has_tokens in ((), False), (("--set", FULL_ROWS), True):
         content = json.loads(previewed(*sets, "--json"))
-        assert content["schema_version"] == 3
+        assert content["schema_version"] == 2
         weights = [3.0 - step * 0.1 for step in range(1, 7)]
         share = sum(weight / (weight + 1) for weight in weights) / len(weights)
         assert [each["batch_share"] for each in content["sources"]] == pytest.approx([share, 1 - share])
@@ -89,18 +90,22 @@ def test_no_number_is_cut_on_a_narrow_screen(config: Path) -> None:
     for source in found.sources:
         assert source.tokens is not None
         assert f" {source.tokens:,.0f} " in shown
+        for view in source.modalities:
+            assert f" {view.picks:,.0f} " in shown
 
 
-def test_all_warnings_are_shown_once_and_counted(previewed: Previewed) -> None:
-    key = "train.micro_batches.points"
-    setting = (
-        "--set",
-        "data.source.first.weight=1.0",
-        "--set",
-        "train.micro_batches={schedule='step',points={0=1,99=2}}",
-    )
+def test_all_warnings_are_shown_once_and_counted(
+    config: Path, previewed: Previewed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "source second: mixing.num_streams_mixed"
+    setting = ("--set", "data.source.second.mixing.num_streams_mixed=5")
     found = json.loads(previewed(*setting, "--json"))["warnings"]
     assert key in [each["key"] for each in found]
     shown = previewed(*setting)
-    assert " ".join(shown.split()).count(f"warning: {key}: has a point at 99") == 1
-    assert shown.splitlines()[-1] == counted(len(found), "warning")
+    assert " ".join(shown.split()).count(f"warning: {key}: 5 readers") == 1
+    assert shown.splitlines()[-1] == f"{len(found)} warnings"
+    (config.parent / "corpus" / "a" / "x.csv").write_text("a,b")
+    beside = program(["preview", "--config", config, "--world-size", 2, *setting], capsys)
+    assert "does not read 1 file (.csv): a/x.csv" in beside.stderr
+    assert "5 readers" not in beside.stderr
+    assert beside.stdout.splitlines()[-1] == f"{len(found) + 1} warnings, 1 of them above the tables"

@@ -9,13 +9,14 @@ import pytest
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.errors import UserError
-from trainer.tools.preview.config_warnings import find_warnings
+from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings
 from trainer.tools.preview.summary import Preview, make_preview
 from trainer.training.setup.plan import make_plan
 
 FULL_ROWS = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}'
 FAULTS = {
+    "ledger.stale_threshold": ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1", "train.steps=40"],
+    "ledger.wipe_mode": ["ledger.wipe_mode=full", "ledger.wipe_every=2"],
     "ledger.capacity": ["ledger.capacity=10000000"],
     "data.mixing.repeat": [FULL_ROWS, "data.mixing.repeat=false", "train.steps=500"],
     "eval.every": ["eval.every=100", "eval.holdout_fraction=0.1"],
@@ -23,7 +24,7 @@ FAULTS = {
 }
 
 
-def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Preview, list[UserError]]:
+def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Preview, list[ConfigWarning]]:
     """ROOT in an override is the corpus."""
     if not (tmp_path / "corpus").exists():
         make_corpus(tmp_path / "corpus", streams=4, documents=40)
@@ -52,7 +53,8 @@ def test_a_harmful_setting_is_named_and_its_suggestion_helps(tmp_path: Path, key
     _, warnings = preview_of(tmp_path, *FAULTS[key])
     found = [each for each in warnings if each.key == key]
     assert found
-    _, after = preview_of(tmp_path, *FAULTS[key], f"{key}={found[0].fix.removeprefix('set it to ')}")
+    assert found[0].settable
+    _, after = preview_of(tmp_path, *FAULTS[key], f"{key}={found[0].value}")
     assert key not in {each.key for each in after}
 
 
@@ -67,6 +69,7 @@ def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
         ((LATE, "ledger.capacity=64"), "source one: weight.points", "a point at 500, but the run has 6 steps"),
         ((TINY,), "source two: weight", "hardly ever read"),
         ((FULL_ROWS, "train.steps=2000"), "", "epochs"),
+        ((FULL_ROWS, TINY, "train.steps=200"), "data.source.weight", "of the corpus and"),
         (
             (ONE, GROWN % "{0=1,9999=2},unit='tokens'"),
             "train.micro_batches.points",

@@ -13,8 +13,7 @@ import pytest
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.errors import UserError
-from trainer.tools.preview.config_warnings import find_warnings
+from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings
 from trainer.tools.preview.summary import Preview, make_preview
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import make_blend
@@ -98,10 +97,13 @@ def test_the_forecast_is_what_the_lanes_then_read(
     assert views == tokens
     assert (preview.ends_at_step or plan.config.train.steps) >= steps
     for source in preview.sources:
+        assert sum(source.rank_token_shares) == pytest.approx(1.0)
         sizes = [size for lengths in CORPORA[corpus][source.name] for size in lengths]
         assert sum(view.corpus_tokens for view in source.modalities) == sum(sizes)
         if repeat == "false" and preview.ends_at_step:
             assert source.epochs == pytest.approx(1.0)
+            assert sum(view.picks for view in source.modalities) == len(sizes)
+            assert sum(view.exhausts for view in source.modalities) >= len(CORPORA[corpus][source.name])
     if align == "stream" and repeat == "true" and corpus not in (HUGE, FEW):
         assert fill == 1.0
     elif align == "document" and repeat == "true" and corpus not in (HUGE, FEW, "two sources"):
@@ -110,7 +112,7 @@ def test_the_forecast_is_what_the_lanes_then_read(
         assert preview.fill.padding == pytest.approx(1 - expected)
     ledger = preview.ledger
     assert ledger is not None
-    assert ledger.groups_in_flight == ROWS
+    assert (ledger.wait_bound_steps, ledger.groups_in_flight) == (1, ROWS)
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
@@ -128,13 +130,15 @@ def test_beyond_what_is_counted_the_forecast_is_right_within_2_percent(tmp_path:
         assert source.tokens == pytest.approx(own, rel=0.1)
 
 
-def test_beyond_what_is_counted_data_without_repeat_is_read_once(tmp_path: Path) -> None:
-    preview = make_preview(plan_of(tmp_path, "many a file", "train.steps=2000", "data.mixing.repeat=false"), most=800)
-    assert not preview.is_counted
-    assert [source.epochs for source in preview.sources] == [1.0]
+def test_the_end_of_data_without_repeat_is_found_though_it_is_not_counted(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "many a file", "train.steps=2000", "data.mixing.repeat=false")
+    whole, short = make_preview(plan), make_preview(plan, most=800)
+    assert whole.is_counted > short.is_counted
+    assert short.ends_at_step == pytest.approx(whole.ends_at_step, rel=0.05)
+    assert [source.epochs for source in short.sources] == [1.0]
 
 
-def warned(folder: Path, corpus: str, *overrides: str, world_size: int = 1) -> tuple[Preview, list[UserError]]:
+def warned(folder: Path, corpus: str, *overrides: str, world_size: int = 1) -> tuple[Preview, list[ConfigWarning]]:
     plan = plan_of(folder, corpus, *overrides, world_size=world_size)
     preview = make_preview(plan)
     return preview, find_warnings(plan, preview)
@@ -148,6 +152,12 @@ BIG = "data.mixing.batch_size=16"
     [
         (HUGE, (BIG,), "data.mixing.batch_size", "the longest document has 6,000 tokens"),
         (FEW, (BIG,), "data.mixing.batch_size", "a run has 3 documents for 16 rows"),
+        (
+            "many a file",
+            ("model.target=tests.support.models:dropout", "data.seq_len=256"),
+            "data.seq_len",
+            "pads documents",
+        ),
         (SHORT, ('data.align="document"',), "data.align", "pads documents"),
     ],
 )
@@ -156,7 +166,8 @@ def test_low_fill_is_named_and_the_setting_helps(
 ) -> None:
     before, warnings = warned(tmp_path, corpus, *overrides)
     (found,) = [each for each in warnings if each.key == key and words in each.problem]
-    after, left = warned(tmp_path, corpus, *overrides, f"{key}={found.fix.split()[3]}")
+    assert found.settable
+    after, left = warned(tmp_path, corpus, *overrides, f"{key}={found.value}")
     assert before.fill is not None
     assert after.fill is not None
     assert before.fill.mean < 0.9 <= after.fill.mean
@@ -169,9 +180,12 @@ def test_full_rows_of_a_sound_corpus_have_no_warnings(tmp_path: Path, corpus: st
     assert [each.message for each in warnings] == []
 
 
-def test_a_run_with_a_data_set_of_ones_own_has_no_forecast(tmp_path: Path) -> None:
+def test_a_data_set_of_ones_own_is_not_opened_and_its_batches_are_not_counted(tmp_path: Path) -> None:
     plan_of(tmp_path, "many a file")  # writes it
     own, files = '{name="own",target="nowhere:nothing"}', f'{{name="one",paths=["{tmp_path}/many a file/one/*"]}}'
     preview = make_preview(plan_of(tmp_path, "many a file", f"data.source=[{own},{files}]"))
-    assert (preview.has_full_rows, preview.fill) == (False, None)
-    assert [source.batch_share for source in preview.sources] == [0.5, 0.5]
+    assert [source.tokens is None for source in preview.sources] == [True, False]
+    assert preview.fill is not None
+    assert preview.fill.mean == 1.0
+    assert preview.fill.full_tokens == pytest.approx(2 * ROWS * T / 2, rel=0.2)
+    assert make_preview(plan_of(tmp_path, "many a file", f"data.source=[{own}]")).fill is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from trainer.tools import limits
-from trainer.tools.diagnostics import gradients, loss, mixing, run, state
+from trainer.tools.diagnostics import depth, gradients, loss, mixing, run, state
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
 
@@ -16,7 +16,7 @@ NO_FINDING: Final = "no finding"
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 
 RULES: Final[tuple[Rule, ...]] = (
-    *state.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
+    *state.RULES, *depth.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
     *run.SPEED_RULES, run.restarts, run.ending,
 )  # fmt: skip
 """All rules, in display order."""
@@ -116,7 +116,7 @@ class Diagnosis:
 
     @property
     def coverage(self) -> str:
-        """How many rules judged: `14 of 20 rules judged the run, 4 could not yet, ...`."""
+        """How many rules judged: `14 of 24 rules judged the run, 4 could not yet, ...`."""
         text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
@@ -32,6 +33,7 @@ REMAINING_MIN = "stream_mixing/active/remaining_min"  # picks of the reader with
 REMAINING_MAX = "stream_mixing/active/remaining_max"  # picks of the reader with most left
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"  # share of its slice
 EXHAUSTED = "stream_mixing/refill/exhaust_events"  # readers since the row before
+MODALITIES = "stream_mixing/active/modalities/"  # its active readers
 ROWS_FILL = "data/fill"  # share of the positions of full rows
 SHARE_ERROR = "blend/max_share_error"  # largest difference of a share so far
 ENDED_SOURCES = "blend/ended_sources"  # sources without data left
@@ -122,6 +124,81 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
     if low <= 0 or share <= 0:
         return 0.0
     return high / (low / share + 1)
+
+
+@rule("warning", needs=[EXHAUSTED])
+def starved_modality(run: RunRecord) -> Outcome:
+    """A modality that is absent for longer than chance explains."""
+    # Only before a source is exhausted: then its modalities are gone, as `shares` reports.
+    gone, stop = series(run, ENDED_SOURCES), math.inf
+    if gone.positive:
+        stop = gone.steps[gone.positive[0]]
+    modalities = [series(run, key) for key in run.train.keys if key.startswith(MODALITIES)]
+    ended, *columns = aligned(series(run, EXHAUSTED), *modalities)
+    before = [index for index, step in enumerate(ended.steps) if step < stop]
+    ended, columns = ended.at(before), [column.at(before) for column in columns]
+    if not columns:
+        return not_measured(f"needs {MODALITIES}<modality>")
+    if len(columns) == 1:
+        return healthy("there is only one modality")
+    if not ended:
+        return not_measured("a source was exhausted before the first row")
+    # With a pool for all ranks, each rank counts its readers.
+    counters = 1 if _has_own_pools(run) else ranks(run)
+    refills = [events / counters for events in ended.values]
+    counts = [column.values for column in columns]
+    gaps = [_longest_absence(refills, counts, number) for number in range(len(counts))]
+    worst = max(range(len(gaps)), key=lambda number: gaps[number].surprise)
+    gap, column = gaps[worst], columns[worst]
+    name = column.key.removeprefix(MODALITIES)
+    if gap.surprise <= math.log(len(columns) / limits.ALPHA):
+        return healthy(f"no modality was missing for longer than chance explains (longest: {name})")
+    readers = run.setting("data.mixing.num_streams_mixed")
+    more: int | str = "twice as many; or give the modality its own source and weight"
+    if isinstance(readers, int):
+        more = 2 * readers
+    words = f"nothing of modality {name} was open for reading from step {column.steps[gap.first]} to "
+    words += f"{column.steps[gap.last]}, while {counted(gap.refills, 'other stream')} were opened"
+    shown = column.evidence(range(max(gap.first - 1, 0), gap.last + 1))
+    return finding(words, shown, knob=Knob("data.mixing.num_streams_mixed", readers, more))
+
+
+class _Absence(NamedTuple):
+    """Rows `first` to `last` without a modality."""
+
+    first: int
+    last: int
+    refills: float  # readers that entered the pool meanwhile
+    surprise: float  # -ln of the probability
+
+
+def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]], column: int) -> _Absence:
+    """The absence of a modality during which most readers entered the pool.
+
+    Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest
+    stretch without it has g or more readers with a probability of at most (x + 1) (1 - g / N)^x
+    (spacings of x points among N).
+    """
+    sums = [math.fsum(values) for values in counts]
+    share = sums[column] / (math.fsum(sums) or 1.0)
+    total = math.fsum(refills) + sum(values[0] for values in counts)
+    first, since, longest = 0, 0.0, (0, 0, 0.0)
+    for row, present in enumerate(counts[column]):
+        if present > 0:
+            first, since = row + 1, 0.0
+            continue
+        if row > first:
+            since += refills[row]
+        if since > longest[2]:
+            longest = first, row, since
+    # Its readers among all that entered, as its share of the pool over the run says.
+    entered = share * total
+    if longest[2] <= 0:
+        return _Absence(0, 0, 0.0, -1.0)
+    if entered < 1:
+        return _Absence(*longest, surprise=0.0)
+    fraction = min(longest[2] / total, 1.0 - 1e-12)
+    return _Absence(*longest, surprise=-entered * math.log1p(-fraction) - math.log(entered + 1))
 
 
 @rule("warning", needs=[EXHAUSTED])
@@ -217,4 +294,4 @@ def _what_ended(run: RunRecord, ended: Series) -> str:
     return what
 
 
-RULES = (stuck_reader, uneven_slices, exhaust_churn, low_fill, shares)
+RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

@@ -1,4 +1,4 @@
-"""Rules about recurrent state: lost while needed, worthless or stale."""
+"""Rules about recurrent state: lost while needed, too much memory, worthless or stale."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainer.tools.diagnostics.rule import (
     has_full_rows,
     healthy,
     lower_lr,
+    not_measured,
     not_yet,
     rule,
     series,
@@ -31,6 +32,7 @@ FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/fal
 EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
+FILL = "ledger/fill_fraction"  # share of the capacity, on the fullest rank
 GAIN = ("ledger/carry_gain", f"ledger/carry_gain{ERROR_SUFFIX}")
 GAP = ("ledger/stale_gap", f"ledger/stale_gap{ERROR_SUFFIX}")
 PROBES = "a model with state is probed every ledger.probe_every steps"
@@ -96,6 +98,23 @@ def cold_starts(run: RunRecord) -> Outcome:
     else:  # no capacity would help: the data set continues groups that it has not begun
         words += "; nothing was evicted: the chunks before them were never stored"
     return finding(words, *evidence, knob=knob)
+
+
+@rule("warning", needs=[FILL])
+def ledger_oversize(run: RunRecord) -> Outcome:
+    """A ledger that takes much memory and is hardly used."""
+    fill, capacity, width = series(run, FILL), run.setting("ledger.capacity"), run.environment.get("state_width")
+    if not isinstance(capacity, int) or not width:
+        return not_measured("how large a state is was not recorded")
+    if fill.steps[-1] < limits.OVERSIZE_STEPS:
+        return not_yet(f"needs {limits.OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
+    device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9
+    row_bytes = width * (2 if run.setting("ledger.dtype") == "bfloat16" else 4)
+    judged = limits.ledger_oversize(capacity, max(fill.values) * capacity, row_bytes, device)
+    if not judged.is_beyond:
+        return healthy(judged.words)
+    knob = Knob("ledger.capacity", capacity, judged.better)
+    return finding(judged.words, fill.evidence(fill.largest()), knob=knob)
 
 
 @rule("error", needs=[REFUSED])
@@ -187,5 +206,6 @@ def stale_states(run: RunRecord) -> Outcome:
 
 
 RULES = (
-    false_evictions_lru, false_evictions_stale, cold_starts, refused_rows, carry_worthless, stale_states,
+    false_evictions_lru, false_evictions_stale, cold_starts, ledger_oversize, refused_rows,
+    carry_worthless, stale_states,
 )  # fmt: skip

@@ -7,26 +7,43 @@ applies after the run; settings that need no forecast are doubts of the plan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import starmap
 
 from trainer.config.data_tables import ScheduleTable
 from trainer.config.schema import RunConfig
-from trainer.errors import UserError
 from trainer.tools import limits
-from trainer.tools.doubts import Doubt, never_reached
+from trainer.tools.doubts import never_reached
 from trainer.tools.preview.summary import FillView, LedgerView, Preview, SourceView
 from trainer.training.setup.plan import Plan
 from trainer.wording import counted
 
 
-def _to_set(key: str, problem: str, value: object) -> Doubt:
-    return key, problem, f"set it to {value}"
+@dataclass(frozen=True)
+class ConfigWarning:
+    """A harmful setting, and its effect on this run."""
+
+    key: str
+    problem: str
+    value: str  # a better one: as TOML if it is `settable`, otherwise what to do in words
+    settable: bool = False  # `--set key=value` is the fix
+
+    @property
+    def message(self) -> str:
+        fix = self.value
+        if self.settable:
+            fix = f"set it to {self.value}"
+        return f"{self.key}: {self.problem}; {fix}"
 
 
-def find_warnings(plan: Plan, preview: Preview) -> list[UserError]:
+def _to_set(key: str, problem: str, value: object) -> ConfigWarning:
+    return ConfigWarning(key, problem, str(value), settable=True)
+
+
+def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     """All warnings: the doubts of the plan, then those of the forecast in the config's order."""
-    found: list[Doubt] = []
+    found = [ConfigWarning(doubt.key, doubt.problem, doubt.fix) for doubt in plan.doubts]
     for source, view in zip(plan.sources, preview.sources, strict=True):
         found += _blend_warnings(source.table.weight, view, preview)
     found += fill_warnings(plan, preview)
@@ -35,12 +52,36 @@ def find_warnings(plan: Plan, preview: Preview) -> list[UserError]:
         problem = f"is false, and the data is exhausted at {when}"
         found.append(_to_set("data.mixing.repeat", problem, "true"))
     if preview.ledger is not None:
-        found += _ledger_warnings(preview.ledger)
-    found += _run_warnings(plan.config)
-    return [*plan.doubts, *(UserError(*each) for each in found)]
+        found += _ledger_warnings(plan.config, preview, preview.ledger)
+    return [*found, *mix_warnings(plan, preview), *_run_warnings(plan.config)]
 
 
-def fill_warnings(plan: Plan, preview: Preview) -> Iterator[Doubt]:
+def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
+    """About modalities that are drawn in another share of the tokens than the corpus has."""
+    # The shares of a blend with a schedule are meant to change.
+    is_constant = not any(isinstance(each.table.weight, ScheduleTable) for each in plan.sources)
+    if not preview.has_full_rows or not is_constant:
+        return
+    skewed: list[str] = []
+    shares: dict[str, float] = {}
+    for source in preview.sources:
+        for view in source.modalities:
+            drawn, corpus = view.drawn_share or 0.0, view.corpus_share
+            shares[source.name] = shares.get(source.name, 0.0) + corpus
+            is_alike = corpus <= limits.SKEW * drawn and drawn <= limits.SKEW * corpus
+            if max(corpus, drawn) >= limits.SEEN_SHARE and not is_alike:
+                shown = f"{corpus:.1%} of the corpus and {drawn:.1%} of what is drawn"
+                skewed.append(f"{view.name} is {shown}")
+    fix = "give each modality a source of its own, with a weight (train init writes that), "
+    fix += "or train longer"
+    if len(shares) > 1:
+        weights = ", ".join(f"{name} = {share:.3g}" for name, share in shares.items())
+        fix = f"if that is not meant, the shares of the corpus come from the weights {weights}"
+    if skewed:
+        yield ConfigWarning("data.source.weight", "; ".join(skewed), fix)
+
+
+def fill_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
     """Why full rows have gaps: too few or too long documents for so many rows, or padding."""
     fill, config, rows = preview.fill, plan.config, plan.config.data.mixing.batch_size
     if fill is None or fill.mean >= limits.LOW_FILL:
@@ -62,47 +103,56 @@ def fill_warnings(plan: Plan, preview: Preview) -> Iterator[Doubt]:
     if fitting:
         yield _to_set(key, f"{problem} ({others} would also help)", fitting)
     else:
-        yield key, problem, f"set {others}, or use fewer ranks"
+        yield ConfigWarning(key, problem, f"set {others}, or use fewer ranks")
 
 
-def _padding(plan: Plan, fill: FillView) -> Doubt:
+def _padding(plan: Plan, fill: FillView) -> ConfigWarning:
     data, why = plan.config.data, f"pads documents, each of which begins a row, by {fill.padding:.0%}"
     if data.align == "document" and getattr(plan.weightless_model(), "resets_in_one_pass", False):
         return _to_set("data.align", f'"document" {why}', '"stream"')
-    fix = "shorten it, or train a model that runs resets in one pass (docs/models.md), which needs no padding"
-    return "data.seq_len", f"{data.seq_len} {why}", fix
+    problem = f"{data.seq_len} {why}"
+    model = "a model that runs resets in one pass (docs/models.md), which needs no padding"
+    if not fill.better_seq_len:
+        return ConfigWarning("data.seq_len", problem, f"train {model}, or on longer documents")
+    return _to_set("data.seq_len", f"{problem}; or train {model}", fill.better_seq_len)
 
 
-def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[Doubt]:
+def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[ConfigWarning]:
     key = f"source {view.name}: weight"
     if isinstance(weight, ScheduleTable):
         length, unit = preview.num_batches, "micro-batches per rank"
         if weight.unit == "step":
             length, unit = preview.steps, "steps"
-        yield from never_reached(key, weight.points, length, unit)
+        yield from starmap(ConfigWarning, never_reached(key, weight.points, length, unit))
     if 0 < view.batches < 1:
         problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: "
         problem += "the source is hardly ever read"
         fix = f"raise it {1 / view.batches:.0f} times or more, or set it to 0"
-        yield key, problem, fix
+        yield ConfigWarning(key, problem, fix)
     if view.epochs is not None and view.epochs > limits.MAX_EPOCHS:
         problem = f"reads the source for {view.epochs:.1f} epochs; "
         problem += f"beyond {limits.MAX_EPOCHS:.0f}, repeated tokens add little"
         times = view.epochs / limits.MAX_EPOCHS
-        yield key, problem, f"lower it about {times:.1f} times, or lower train.steps"
+        yield ConfigWarning(key, problem, f"lower it about {times:.1f} times, or lower train.steps")
 
 
-def _ledger_warnings(ledger: LedgerView) -> Iterator[Doubt]:
+def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:
+    threshold, bound = ledger.stale_threshold, ledger.wait_bound_steps
+    if threshold is not None and threshold < min(bound, preview.steps):
+        problem = f"{threshold} steps: a document may wait up to {bound} steps for its next chunk, "
+        yield _to_set("ledger.stale_threshold", problem + "and its state is evicted", bound)
+    if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
+        times = preview.steps // config.ledger.wipe_every
+        problem = f'"full" drops every state {times} times in this run, '
+        problem += "and does not count false evictions"
+        yield _to_set("ledger.wipe_mode", problem, '"lru"')
     row_bytes = round(ledger.megabytes * 1e6 / ledger.capacity)
-    unused = (ledger.capacity - ledger.groups_in_flight) * row_bytes
-    share = ledger.groups_in_flight / ledger.capacity
-    if share < limits.OVERSIZE_FILL and unused > limits.OVERSIZE_BYTES:
-        problem = f"the run uses at most {share:.1%} of {ledger.capacity:,} states; "
-        problem += f"the rest takes {unused / 1e9:.2g} GB per rank"
-        yield _to_set("ledger.capacity", problem, 2 ** math.ceil(math.log2(2 * ledger.groups_in_flight)))
+    oversize = limits.ledger_oversize(ledger.capacity, ledger.groups_in_flight, row_bytes)
+    if oversize.is_beyond:
+        yield _to_set("ledger.capacity", oversize.words, oversize.better)
 
 
-def _run_warnings(config: RunConfig) -> Iterator[Doubt]:
+def _run_warnings(config: RunConfig) -> Iterator[ConfigWarning]:
     steps, interval = config.train.steps, config.metrics.log_interval
     if config.eval.every > steps:
         problem = f"{config.eval.every} exceeds the {steps} steps of the run: it is never evaluated"

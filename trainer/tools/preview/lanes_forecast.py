@@ -8,8 +8,8 @@ this seed does, as far as it is counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.blend import BlendSource, UnreadSource
-from trainer.data.groups import OpenStream, StreamOpener
+from trainer.data.groups import Handed, OpenStream, StreamOpener
 from trainer.data.lanes import LaneBlend
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
@@ -36,7 +36,17 @@ class Corpus:
     streams: Counter[str]
     groups: Counter[str]
     tokens: Counter[str]
-    padded: int  # positions of its groups, each beginning a row
+    behind_cuts: int  # tokens that follow a cut of their document
+    padded: Ints  # positions of its groups, each beginning a row of T, T / 2, T / 4, ... tokens
+
+
+@dataclass
+class Tally:
+    """Counts of one source on one data shard, by modality."""
+
+    picks: Counter[str] = field(default_factory=Counter)  # documents begun
+    exhausts: Counter[str] = field(default_factory=Counter)  # streams ended
+    tokens: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -46,16 +56,38 @@ class LanesForecast:
     num_batches: int
     is_whole: bool  # these are all batches of the run
     ended_at: int | None  # the batch at which no shard has data left, if that is counted
-    tokens: Ints  # of each step over all shards: [steps]
+    tokens: Ints  # of each step over all shards, without data sets of the user's own: [steps]
     full: Ints  # those of rows without a gap: [steps]
-    drawn: Mapping[str, Counter[str]]  # tokens by modality, of each source that has streams and is read
+    tallies: Mapping[str, Sequence[Tally]]  # of each source that has streams and is read, by shard
     # Of each of them [shards, 3]: tokens of all groups and of the longest, number of groups.
     shards: Mapping[str, Ints]
     runs_on: bool  # documents begin within rows
 
 
 class CountedSource(ShardSource):
-    """A shard's part of a source that says what it has."""
+    """A shard's part of a source that counts what is handed out."""
+
+    def __init__(self, *options: Any, **where: Any) -> None:
+        super().__init__(*options, **where)
+        self.tally = Tally()
+        self._opened: Counter[str] = Counter()
+
+    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
+        """As for `ShardSource`."""
+        found = super().hand(may_begin_epoch, room)
+        self.tally.picks.update(handed.source.stream.modality for handed in found)
+        return found
+
+    def counted(self) -> Tally:
+        """The counts so far, with the readers that ended."""
+        still_open = Counter(each.stream.modality for each in self._pool.readers)
+        return replace(self.tally, exhausts=self._opened - still_open)
+
+    def _next_reader(self) -> Any:
+        reader = super()._next_reader()
+        if reader is not None:
+            self._opened[reader.stream.modality] += 1
+        return reader
 
     def dealt(self) -> list[int]:
         """Tokens of the groups dealt to this shard, of the longest of them, and their number."""
@@ -87,55 +119,62 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
 
 def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
     """The content of an epoch of the open streams of a source."""
-    num_streams, groups, tokens, padded = Counter[str](), Counter[str](), Counter[str](), 0
+    num_streams, groups, tokens = Counter[str](), Counter[str](), Counter[str]()
+    lengths = [row_tokens >> halvings for halvings in range(max(row_tokens.bit_length() - 4, 1))]
+    padded, behind_cuts = np.zeros(len(lengths), np.int64), 0
     for opened in streams.values():
         sizes, modality = opened.num_tokens(), opened.stream.modality
         num_streams[modality] += 1
         groups[modality] += len(sizes)
         tokens[modality] += int(sizes.sum())
-        padded += int((-(-sizes // row_tokens)).sum()) * row_tokens
-    return Corpus(num_streams, groups, tokens, padded)
+        behind_cuts += opened.tokens_behind_cuts[0]
+        padded += [int((-(-sizes // length)).sum()) * length for length in lengths]
+    return Corpus(num_streams, groups, tokens, behind_cuts, padded)
 
 
 def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
     """Count what the lanes of a run with this config and seed will read, one step at least.
-    `streams`: from `open_lengths`, of each source that is read. `most`: rows that
+    `streams`: from `open_lengths`, of each source that has streams and is read. `most`: rows that
     are counted, over all data shards."""
     config, batches, num_shards = plan.config, plan.batches_by_steps, plan.facts.data_shards
     rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
     limit = min(most // rows, MOST_POSITIONS // (rows * row_tokens)) // num_shards
     steps = min(config.train.steps, max(batches.step_of(limit) - 1, 1))
     firsts = [batches.batches_before(step) for step in range(1, steps + 2)]
-    tokens = np.zeros(firsts[-1], np.int64)
+    tokens, full = np.zeros((2, firsts[-1]), np.int64)
+    full += num_shards * rows * row_tokens
     parts: dict[str, list[CountedSource]] = {name: [] for name in streams}
-    drawn = {name: Counter[str]() for name in streams}
     ends = []
     for shard in range(num_shards):
         blend = _blend(plan, streams, shard, parts)
+        tallies = {name: each[-1].tally for name, each in parts.items()}  # of this shard
         for index in range(len(tokens)):
             batch = next(blend, None)
             if batch is None:
                 ends.append(index)
                 break
+            if "segment_ids" not in batch:
+                full[index] -= rows * row_tokens
+                continue
             read = chain.from_iterable(batch["instability_meta_json"].rows)
             for segment, modality in zip(read, batch["dataset_segments"], strict=True):
                 size = segment.stop - segment.start
                 tokens[index] += size
-                drawn[segment.source][modality] += size
+                tallies[segment.source].tokens[modality] += size
     num_batches = len(tokens)
     ended_at: int | None = None
     # Shards without data run masked rows until none has any.
     if len(ends) == num_shards:
         num_batches = ended_at = max(ends)
     begun = [first for first in firsts[:-1] if first < num_batches]  # of the steps that have data
-    ends_of_steps = firsts[: len(begun) + 1]
+    tokens, full = tokens[: firsts[len(begun)]], full[: firsts[len(begun)]]
     return LanesForecast(
         num_batches=num_batches,
         is_whole=steps == config.train.steps or ended_at is not None,
         ended_at=ended_at,
-        tokens=np.add.reduceat(tokens[: ends_of_steps[-1]], begun),
-        full=np.diff(ends_of_steps) * (num_shards * rows * row_tokens),
-        drawn=drawn,
+        tokens=np.add.reduceat(tokens, begun),
+        full=np.add.reduceat(full, begun),
+        tallies={name: [part.counted() for part in each] for name, each in parts.items()},
         shards={name: np.array([part.dealt() for part in each]) for name, each in parts.items()},
         runs_on=runs_on(plan, None),
     )
@@ -144,9 +183,12 @@ def count_lanes(plan: Plan, streams: Opened, *, most: int) -> LanesForecast:
 def _blend(plan: Plan, streams: Opened, shard: int, parts: Mapping[str, list[CountedSource]]) -> LaneBlend:
     """The lanes of a data shard, whose counted sources are added to `parts`."""
     config, sources = plan.config, []
+    rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
     for source in plan.sources:
-        dataset: Any = UnreadSource()
-        if source.name in streams:
+        dataset: Any = _unknown(rows, row_tokens)
+        if source.is_off:
+            dataset = UnreadSource()
+        elif source.name in streams:
             where: Any = {"shard": shard, "num_shards": plan.facts.data_shards}
             where["in_memory"] = streams[source.name]
             dataset = CountedSource(source.streams, *reading(plan, source), **where)
@@ -155,9 +197,15 @@ def _blend(plan: Plan, streams: Opened, shard: int, parts: Mapping[str, list[Cou
     return LaneBlend(
         sources,
         seed=config.run.seed,
-        rows=config.data.mixing.batch_size,
-        row_tokens=config.row_tokens,
+        rows=rows,
+        row_tokens=row_tokens,
         runs_on=runs_on(plan, None),
         tokenizer=IdsTokenizer(1),
         micro_batches=plan.batches_by_steps,
     )
+
+
+def _unknown(rows: int, row_tokens: int) -> Iterator[dict[str, Any]]:
+    """A data set of the user's own: full batches of unknown content."""
+    while True:
+        yield {"targets": np.zeros((rows, row_tokens), np.int64), "dataset_labels": ()}

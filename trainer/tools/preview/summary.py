@@ -1,24 +1,23 @@
-"""The numbers of a run before it starts, and the tables in which `train preview` prints them."""
+"""The numbers of a run before it starts, for `train preview` to print and to warn about."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console, RenderableType
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from trainer.arrays import Ints
+from trainer.config.data_tables import MixingTable
 from trainer.config.rules import mixing_of, reads_lanes
+from trainer.data.groups import OpenStream
+from trainer.data.mixing import Slice, num_rows
 from trainer.data.weights import WeightSpec, positions
-from trainer.errors import UserError
 from trainer.micro_batches import MicroBatches
-from trainer.tools.fitted_table import Column, fitted_table
+from trainer.tools import limits
 from trainer.tools.preview.lanes_forecast import MAX_COUNTED, Corpus, LanesForecast, count_lanes, measure, open_lengths
 from trainer.training.setup.plan import Plan, ledger_bytes
 from trainer.training.setup.sources import Source
@@ -37,6 +36,8 @@ class ModalityView:
     corpus_tokens: int
     corpus_share: float = 0.0  # of the tokens of all countable sources in such a pass
     drawn_share: float | None = None  # of the tokens that the run reads
+    picks: float | None = None  # documents begun
+    exhausts: float | None = None  # streams that end
     tokens: float | None = None
 
 
@@ -50,6 +51,9 @@ class SourceView:
     tokens: float | None = None  # None: not forecast, as `epochs`
     epochs: float | None = None
     num_mixed: int = 0  # K, or the number of streams if that is less
+    rank_token_shares: tuple[float, ...] = ()  # of its tokens in an epoch of full rows
+    behind_cuts_share: float = 0.0  # of its tokens, those that follow a cut of their document
+    wait_bound_steps: int = 0
     modalities: tuple[ModalityView, ...] = ()
 
     @property
@@ -67,6 +71,8 @@ class LedgerView:
     groups_in_flight: int  # states needed at once, at most: one per row, or K x batch size
     capacity_to_change_ranks: int  # as many after a resume on other ranks
     megabytes: float
+    stale_threshold: int | None
+    wait_bound_steps: int  # from a chunk of a document to the next, at most
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class FillView:
     most: float
     full_tokens: float  # of an average step whose rows are full, over all ranks
     padding: float  # share of the positions behind a document's end, where each begins a row
+    better_seq_len: int  # a shorter `data.seq_len` that pads few positions; 0: none does
     documents: int  # of the data shard with fewest in an epoch
     longest: int  # tokens of the longest document of the shard where it is most in the way
     row_tokens: float  # that a row of that shard reads in an epoch
@@ -94,12 +101,11 @@ class Preview:
     micro_batches: str  # in words
     num_batches: int  # micro-batches per rank; with `auto`, if it never grew
     tokens_per_step: int  # at most, over all ranks
-    # Only of such a run, without data sets of the user's own, it is forecast what it will draw.
-    has_full_rows: bool = False
-    is_counted: bool = False  # tokens are those of this seed, not averages
+    has_full_rows: bool = False  # only of such a run it is forecast what it will draw
+    is_counted: bool = False  # picks, exhausts and tokens are those of this seed, not averages
     counted_batches: int = 0  # per rank
     ends_at_step: int | None = None  # where a source without `repeat` runs out of data
-    fill: FillView | None = None
+    fill: FillView | None = None  # None also with data sets of the user's own alone
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None  # None for a model without recurrent state
 
@@ -120,7 +126,7 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
     for source, batches in zip(plan.sources, expected, strict=True):
         view = SourceView(name=source.name, batches=batches, batch_share=batches / plan.num_batches)
         if source.name in corpora:
-            view = _with_corpus(plan, source, view, corpora[source.name], total)
+            view = _with_corpus(plan, source, view, streams[source.name], corpora[source.name], total)
         sources.append(view)
     preview = Preview(
         name=plan.config.run.name,
@@ -131,24 +137,38 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
         num_batches=plan.num_batches,
         tokens_per_step=plan.facts.tokens_per_step,
         sources=tuple(sources),
-        ledger=_ledger_view(plan),
+        ledger=_ledger_view(plan, sources),
     )
-    has_own = any(source.table.target is not None and not source.is_off for source in plan.sources)
-    if not reads_lanes(plan.config) or has_own:
+    if not reads_lanes(plan.config):
         return preview
     lanes = count_lanes(plan, streams, most=most // 2)  # a row costs as much as two counted batches
-    fill, ends_at = _fill(plan, corpora, lanes), None
-    if lanes.ended_at is not None:
-        ends_at = plan.batches_by_steps.step_of(lanes.ended_at)
+    fill = _fill(plan, corpora, lanes)
     return replace(
         preview,
         has_full_rows=True,
         is_counted=lanes.is_whole,
         counted_batches=lanes.num_batches,
-        ends_at_step=ends_at,
+        ends_at_step=_ends_at(plan, lanes, sources, fill),
         fill=fill,
         sources=tuple(_with_draws(plan, sources, lanes, fill)),
     )
+
+
+def _ends_at(plan: Plan, forecast: LanesForecast, sources: Sequence[SourceView], fill: FillView | None) -> int | None:
+    """The step at which the data is exhausted; where so much was not counted, about."""
+    if forecast.ended_at is not None:
+        return plan.batches_by_steps.step_of(forecast.ended_at)
+    if fill is None or forecast.is_whole:
+        return None
+    for source in plan.sources:
+        endless = source.table.target is not None or mixing_of(plan.config, source.table).repeat
+        if endless and not source.is_off:
+            return None
+    tokens = sum(source.corpus_tokens for source in sources)
+    step = math.ceil(tokens / (fill.mean * fill.full_tokens))
+    if step >= plan.config.train.steps:
+        return None
+    return step
 
 
 def _micro_batches(batches: MicroBatches) -> str:
@@ -160,44 +180,101 @@ def _micro_batches(batches: MicroBatches) -> str:
     return f"{batches.least} to {batches.most} micro-batches"
 
 
-def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView:
-    """The fill of the counted steps, which stand for all."""
+def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView | None:
+    """The fill over the run: uncounted steps repeat the last epoch, or the second half."""
+    tokens, full = (column[forecast.full > 0] for column in (forecast.tokens, forecast.full))
+    if not len(full):
+        return None
     shards = np.array(list(forecast.shards.values()))  # [sources, shards, 3]
-    by_row = shards[:, :, 0].sum(axis=0) / plan.config.data.mixing.batch_size
-    longest = shards[:, :, 1].max(axis=0)
+    rows, mean = plan.config.data.mixing.batch_size, tokens.sum() / full.sum()
+    by_row, longest = shards[:, :, 0].sum(axis=0) / rows, shards[:, :, 1].max(axis=0)
     # A document longer than a row's share of an epoch leaves the other rows idle until it ends.
     worst = int((longest / np.maximum(by_row, 1)).argmax())
-    padding = 0.0
-    if not forecast.runs_on:  # rows that run on from one document to the next have no padding
-        positions = sum(each.padded for each in corpora.values())
-        padding = 1 - float(shards[:, :, 0].sum()) / max(positions, 1)
-    fills = forecast.tokens / forecast.full
+    if not forecast.is_whole:
+        steps = len(full)
+        epoch_tokens = max(longest[worst], by_row[worst]) * rows * plan.facts.data_shards
+        period = math.ceil(epoch_tokens / full.mean())
+        begin = steps // 2
+        if period <= steps:
+            begin = steps - period
+        times, more = divmod(plan.config.train.steps - steps, steps - begin)
+        sums = []
+        for column in (tokens, full):
+            repeated, rest = column[begin:].sum(), column[begin : begin + more].sum()
+            sums.append(column.sum() + times * repeated + rest)
+        mean = sums[0] / sums[1]
+    positions_padded = np.maximum(sum(each.padded for each in corpora.values()), 1)
+    padding = 1 - shards[:, :, 0].sum() / positions_padded
+    padded, better_seq_len = 0.0, 0
+    # Rows that run on from one document to the next have no padding.
+    if not forecast.runs_on:
+        padded = float(padding[0])
+        good = np.flatnonzero(padding <= limits.GOOD_PADDING)
+        if len(good):
+            better_seq_len = plan.config.data.seq_len >> int(good[0])
+    fills = tokens / full
     return FillView(
         least=float(fills.min()),
-        mean=float(forecast.tokens.sum() / forecast.full.sum()),
+        mean=float(mean),
         most=float(fills.max()),
         full_tokens=float(forecast.full.mean()),
-        padding=padding,
+        padding=padded,
+        better_seq_len=better_seq_len,
         documents=int(shards[:, :, 2].sum(axis=0).min()),
         longest=int(longest[worst]),
         row_tokens=float(by_row[worst]),
     )
 
 
-def _with_corpus(plan: Plan, source: Source, view: SourceView, corpus: Corpus, total: int) -> SourceView:
+def _with_corpus(
+    plan: Plan,
+    source: Source,
+    view: SourceView,
+    streams: Mapping[str, OpenStream],
+    corpus: Corpus,
+    total: int,
+) -> SourceView:
     """The source with its content; all sources together have `total` tokens."""
+    mixing, wait = mixing_of(plan.config, source.table), 1  # full rows are read each time
+    if not reads_lanes(plan.config):
+        picks = _picks_per_slice(plan, mixing, streams.values())
+        readers = min(mixing.num_streams_mixed, len(picks))
+        wait = limits.wait_bound(picks, readers, view.batch_share, plan.batches_by_steps.least)
     modalities = []
     for name, tokens in sorted(corpus.tokens.items()):
         counts = corpus.streams[name], corpus.groups[name]
         modalities.append(ModalityView(name, *counts, tokens, tokens / total))
-    readers = mixing_of(plan.config, source.table).num_streams_mixed
-    return replace(view, num_mixed=min(readers, corpus.streams.total()), modalities=tuple(modalities))
+    return replace(
+        view,
+        num_mixed=min(mixing.num_streams_mixed, len(streams)),
+        behind_cuts_share=corpus.behind_cuts / corpus.tokens.total(),
+        wait_bound_steps=wait,
+        modalities=tuple(modalities),
+    )
 
 
-def _with_draws(plan: Plan, sources: Sequence[SourceView], forecast: LanesForecast, fill: FillView) -> list[SourceView]:
+def _picks_per_slice(plan: Plan, mixing: MixingTable, streams: Iterable[OpenStream]) -> list[int]:
+    """The picks that a data shard gets out of its slice of each stream, without empty ones."""
+    shards, picks = plan.facts.data_shards, list[int]()
+    for opened in streams:
+        lanes = mixing.batch_size_by_modality.get(opened.stream.modality, mixing.batch_size)
+        cells = opened.groups.num_cells
+        slices = [Slice(0, at, shards).of(opened, cells) for at in range(shards)]
+        own = [num_rows(cells[each], lanes) for each in slices]
+        if mixing.batching_mode == "per_stream":  # the ranks read a stream together
+            own = [max(own)]
+        picks += filter(None, own)
+    return picks
+
+
+def _with_draws(
+    plan: Plan, sources: Sequence[SourceView], forecast: LanesForecast, fill: FillView | None
+) -> list[SourceView]:
     """The sources of full rows. Where the run was not counted to its end, a source gives its share
     of the tokens, and its modalities theirs of an epoch."""
-    tokens_per_batch = fill.mean * fill.full_tokens * plan.config.train.steps / plan.num_batches
+    tokens_per_batch = 0.0
+    if fill is not None:
+        tokens_per_batch = fill.mean * fill.full_tokens * plan.config.train.steps / plan.num_batches
     found = []
     for source, view in zip(plan.sources, sources, strict=True):
         epoch = view.corpus_tokens
@@ -205,12 +282,11 @@ def _with_draws(plan: Plan, sources: Sequence[SourceView], forecast: LanesForeca
             passes = view.batches * tokens_per_batch / epoch
             if not mixing_of(plan.config, source.table).repeat:
                 passes = min(passes, 1.0)
-            tokens = {each.name: passes * each.corpus_tokens for each in view.modalities}
-            if forecast.is_whole:
-                tokens = {each.name: float(forecast.drawn[view.name][each.name]) for each in view.modalities}
-            modalities = tuple(replace(each, tokens=tokens[each.name]) for each in view.modalities)
-            drawn = sum(tokens.values())
-            view = replace(view, tokens=drawn, epochs=drawn / epoch, modalities=modalities)
+            modalities = tuple(_drawn(each, view.name, passes, forecast) for each in view.modalities)
+            tokens = sum(each.tokens or 0.0 for each in modalities)
+            shares = tuple((forecast.shards[view.name][:, 0] / epoch).tolist())
+            view = replace(view, tokens=tokens, epochs=tokens / epoch, rank_token_shares=shares)
+            view = replace(view, modalities=modalities)
         found.append(view)
     total = max(sum(view.tokens or 0.0 for view in found), 1)
     for at, view in enumerate(found):
@@ -219,16 +295,33 @@ def _with_draws(plan: Plan, sources: Sequence[SourceView], forecast: LanesForeca
     return found
 
 
-def _ledger_view(plan: Plan) -> LedgerView | None:
+def _drawn(view: ModalityView, source: str, passes: float, forecast: LanesForecast) -> ModalityView:
+    """A modality with what the run draws of it: counted, or `passes` times its content."""
+    if not forecast.is_whole:
+        picks, exhausts = passes * view.corpus_documents, passes * view.streams
+        return replace(view, picks=picks, exhausts=exhausts, tokens=passes * view.corpus_tokens)
+    tallies, name = forecast.tallies[source], view.name
+    picks = float(sum(tally.picks[name] for tally in tallies))
+    exhausts = float(sum(tally.exhausts[name] for tally in tallies))
+    tokens = sum(tally.tokens[name] for tally in tallies)
+    return replace(view, picks=picks, exhausts=exhausts, tokens=tokens)
+
+
+def _ledger_view(plan: Plan, sources: Sequence[SourceView]) -> LedgerView | None:
     width, table = plan.state_width(), plan.config.ledger
     if width == 0:
         return None
+    threshold = None
+    if table.wipe_mode == "periodic_stale":
+        threshold = table.stale_threshold
     return LedgerView(
         mode=table.wipe_mode,
         capacity=table.capacity,
         groups_in_flight=plan.facts.groups_in_flight,
         capacity_to_change_ranks=plan.facts.capacity_to_change_ranks,
         megabytes=ledger_bytes(table, width) / 1e6,
+        stale_threshold=threshold,
+        wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
     )
 
 
@@ -259,108 +352,3 @@ def _shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: Micr
     total = raw.sum(axis=0)
     shares: npt.NDArray[np.float64] = np.divide(raw, total, out=np.zeros_like(raw), where=total > 0)
     return shares
-
-
-# ---- In the terminal
-
-
-def print_preview(preview: Preview, warnings: Sequence[UserError], console: Console) -> None:
-    """Print tables and warnings."""
-    tables = [_source_columns(preview), _modality_columns(preview)]
-    parts: list[RenderableType] = [Text(_headline(preview))]
-    for title, columns in tables:
-        parts.append(fitted_table(columns, width=console.width, title=title))
-    if preview.ledger is not None:
-        parts.append(_ledger_table(preview, preview.ledger))
-    parts += [Text(f"warning: {warning.message}") for warning in warnings]
-    count = counted(len(warnings), "warning") if warnings else "no warnings"
-    for part in (*parts, Text(count)):
-        console.print(part, highlight=False)
-
-
-def _headline(preview: Preview) -> str:
-    part, ranks, fill = _part(preview), counted(preview.world_size, "rank"), preview.fill
-    if part != "rank":
-        ranks += f" with {preview.data_shards} data shards"
-    size = f"at most {preview.tokens_per_step:,} tokens per step"
-    if fill is not None:
-        size = f"{fill.mean * fill.full_tokens:,.0f} tokens per step of {fill.full_tokens:,.0f} "
-        size += f"(fill {fill.mean:.1%}, by step {fill.least:.1%} to {fill.most:.1%})"
-    text = f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} "
-    text += f"on {ranks} ({preview.num_batches:,} per {part}); {size}"
-    if not preview.has_full_rows:
-        return f'{text}\nwhat the run will draw is forecast of full rows of files only (data.mixing.batching_mode = "per_row")'
-    if preview.ends_at_step is not None:
-        return f"{text}\nthe data is exhausted at step {preview.ends_at_step:,}"
-    if not preview.is_counted:
-        counted_part = f"the first {preview.counted_batches:,} of {preview.num_batches:,} batches"
-        return f"{text}\nthe fill was counted over {counted_part}; all other numbers are averages"
-    return text
-
-
-def _part(preview: Preview) -> str:
-    """The name of a reader of a part of the data."""
-    if preview.data_shards == preview.world_size:
-        return "rank"
-    return "data shard"
-
-
-def _number(value: float | None, form: str, unknown: str) -> str:
-    return unknown if value is None else format(value, form)
-
-
-def _numbers(heading: str, values: Sequence[float | None], leave_out: int = 0, form: str = ",.0f") -> Column:
-    return Column(heading, [format(value or 0.0, form) for value in values], "right", leave_out)
-
-
-def _source_columns(preview: Preview) -> tuple[str, list[Column]]:
-    sources = preview.sources
-    columns = [
-        Column("source", [escape(each.name) for each in sources]),
-        _numbers("expected\nshare", [each.batch_share for each in sources], form=".1%"),
-    ]
-    if preview.has_full_rows:
-        tokens = [_number(each.tokens, ",.0f", "unknown") for each in sources]
-        epochs = [_number(each.epochs, ".2f", "") for each in sources]
-        columns += [Column("tokens", tokens, "right"), Column("epochs", epochs, "right")]
-    columns.append(Column("open\nstreams", [str(each.num_mixed or "") for each in sources], "right", leave_out=2))
-    return "Sources, over all ranks", columns
-
-
-def _modality_columns(preview: Preview) -> tuple[str, list[Column]]:
-    names: list[str] = []
-    views: list[ModalityView] = []
-    for source in preview.sources:
-        names += [escape(source.name)] * len(source.modalities)
-        views += source.modalities
-    columns = [
-        Column("source", names),
-        Column("modality", [escape(view.name) for view in views]),
-        _numbers("streams", [view.streams for view in views], 3),
-    ]
-    share = _numbers("of\ncorpus", [view.corpus_share for view in views], 1, ".1%")
-    if not preview.has_full_rows:
-        columns.append(_numbers("documents", [view.corpus_documents for view in views]))
-        columns.append(_numbers("tokens", [view.corpus_tokens for view in views]))
-        return "Modalities, in a pass over the training documents", [*columns, share]
-    columns += [
-        _numbers("tokens", [view.tokens for view in views], 2),
-        share,
-        _numbers("of\ndrawn", [view.drawn_share for view in views], 1, ".1%"),
-    ]
-    return "Modalities, over all ranks", columns
-
-
-def _ledger_table(preview: Preview, ledger: LedgerView) -> Table:
-    part, needed = _part(preview), "open streams x batch size"
-    if preview.has_full_rows:
-        needed = "one per row"
-    others = f"a resume on another number of {part}s may need {ledger.capacity_to_change_ranks:,}"
-    if ledger.capacity < ledger.capacity_to_change_ranks:
-        others += ": more than the capacity"
-    table = Table("", "", title=f"Ledger, per {part}", title_justify="left", show_header=False)
-    table.add_row("mode", ledger.mode)
-    table.add_row("capacity", f"{ledger.capacity:,} states, {ledger.megabytes:,.1f} MB")
-    table.add_row("needed", f"at most {ledger.groups_in_flight:,} states ({needed})")
-    table.add_row("on other ranks", others)
-    return table

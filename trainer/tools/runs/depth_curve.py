@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
@@ -41,6 +41,11 @@ class DepthCurve(NamedTuple):
     gain: Number  # beyond a cell
 
     @property
+    def gains(self) -> list[tuple[int, Number]]:
+        """(first depth, gain) of the buckets with carried states and known errors."""
+        return [(each.start, each.gain) for each in self.points if each.gain and math.isfinite(each.gain.error)]
+
+    @property
     def is_known(self) -> bool:
         """Whether there are gains, and all of them are finite."""
         gains = [each.gain.value for each in self.points if each.gain]
@@ -68,13 +73,14 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
     return curves
 
 
-def last_curves(run: RunRecord) -> dict[str, DepthCurve]:
-    """The curve of each set in the last evaluation, if all its gains are finite."""
+def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
+    """(number of evaluations, the curve of each set in the last one, if all its gains are finite)."""
     columns = {key: run.column(key) for key in run.keys if is_by_depth(key)}
     columns = {key: column for key, column in columns.items() if column[0]}
+    number = max((len(steps) for steps, _ in columns.values()), default=0)
     last = max((steps[-1] for steps, _ in columns.values()), default=0)
     curves = curves_of({key: values[-1] for key, (steps, values) in columns.items() if steps[-1] == last})
-    return {name: curve for name, curve in curves.items() if curve.is_known}
+    return number, {name: curve for name, curve in curves.items() if curve.is_known}
 
 
 def is_by_depth(key: str) -> bool:
@@ -86,6 +92,16 @@ def lines_of(metrics: Mapping[str, float], config: Any) -> list[str]:
     """The worth of carrying in each set of an evaluation, in words, for the end of a run."""
     cell, curves = config.data.seq_len, curves_of(metrics)
     return [f"{name or 'held out'}: {in_words(each, cell)}" for name, each in curves.items()]
+
+
+def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None:
+    """The depth from which on no gain can be `least`; None if the deepest can."""
+    found = None
+    for start, gain in reversed(gains):
+        if gain.value + ERRORS_SHOWN * gain.error >= least:
+            break
+        found = start
+    return found
 
 
 def in_words(curve: DepthCurve, cell: int) -> str:
@@ -102,4 +118,7 @@ def in_words(curve: DepthCurve, cell: int) -> str:
         return f"{carrying} changes the loss by {loss} {beyond}: nothing to tell from 0"
     if gain.value < 0:
         return f"{carrying} raises the loss by {loss} {beyond}"
-    return f"{carrying} lowers the loss by {gain} {beyond}"
+    words, depth = f"{carrying} lowers the loss by {gain} {beyond}", unused_from(curve.gains, gain.value / 4)
+    if depth is not None and depth > curve.gains[0][0]:
+        words += f"; nothing beyond {depth:,}"
+    return words

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +100,7 @@ def check(
         if report["forward"].status == "held":
             facts["forward_pass"] = "ran"
         facts["contract"] = report.to_json() if as_json else report.summary()
-    facts["sources"] = {source.name: _source(source) for source in plan.sources}
+    facts["sources"] = {source.name: _source(plan, source, preview) for source in plan.sources}
     facts["eval_sources"] = {
         source.name: {"streams": len(source.streams), "bytes": _num_bytes(source)} for source in plan.eval_sources
     }
@@ -184,14 +187,14 @@ def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
     """Log what a run on this machine would be refused for, and what the forecast shows."""
     from trainer.metrics.logger import get_logger
-    from trainer.tools.preview.config_warnings import fill_warnings
+    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings
 
     logger = get_logger("check")
     for unmet in plan.unmet_needs(device):
         logger.warning("a run on this machine is refused: %s", unmet.message)
     if preview is not None:
-        for warning in fill_warnings(plan, preview):
-            logger.warning("%s: %s; %s", *warning)
+        for warning in (*mix_warnings(plan, preview), *fill_warnings(plan, preview)):
+            logger.warning("%s", warning.message)
 
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -242,10 +245,15 @@ def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     return facts
 
 
-def _source(source: Source) -> dict[str, Any]:
-    """Streams and modalities of a source."""
+def _source(plan: Plan, source: Source, preview: Preview | None) -> dict[str, Any]:
+    """Streams and modalities of a source, and how much of it is read behind a cut."""
     modalities = sorted({stream.modality for stream in source.streams})
-    return {"streams": len(source.streams), "modalities": modalities}
+    found: dict[str, Any] = {"streams": len(source.streams), "modalities": modalities}
+    if preview is not None and source.streams:
+        view = next(each for each in preview.sources if each.name == source.name)
+        found["behind_cuts_share"] = view.behind_cuts_share
+        found["state_reach_tokens"] = plan.config.max_group_rows * plan.config.row_tokens
+    return found
 
 
 def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
@@ -296,6 +304,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
         if found["streams"]:
             what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
         echo(f"#   source {name}: {what}")
+        if found.get("behind_cuts_share"):
+            reach = f"at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
+            what = f"{found['behind_cuts_share']:.1%} of the tokens follow a cut of their document"
+            echo(f"#     {what}: their state reaches back to the cut, {reach}")
     for name, found in evals.items():
         echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
 
@@ -310,19 +322,36 @@ def preview(
     config_path = require_config(config, "train preview")
     from trainer.config.load import load_config, located
     from trainer.tools.preview.config_warnings import find_warnings
-    from trainer.tools.preview.summary import make_preview, print_preview
+    from trainer.tools.preview.show import print_preview
+    from trainer.tools.preview.summary import make_preview
     from trainer.training.setup.plan import make_plan
 
     resolved = load_config(config_path, overrides or [])
-    with located(config_path, overrides or []):
+    with _collected_warnings() as logged, located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS, logs_doubts=False)
         forecast = make_preview(plan)
     warnings = find_warnings(plan, forecast)
     if as_json:
-        found = [{name: getattr(each, name) for name in ("key", "problem", "fix", "message")} for each in warnings]
-        print_json({"schema_version": 3, "config": config_path, **asdict(forecast), "warnings": found})
+        found = [{**asdict(each), "message": each.message} for each in warnings]
+        print_json({"schema_version": 2, "config": config_path, **asdict(forecast), "warnings": found})
         return
-    print_preview(forecast, warnings, output())
+    print_preview(forecast, warnings, output(), num_logged=len(logged))
+
+
+@contextmanager
+def _collected_warnings() -> Iterator[list[logging.LogRecord]]:
+    """The warnings that are logged within the block."""
+    from logging.handlers import BufferingHandler  # which imports sockets and more
+
+    from trainer.metrics.logger import ROOT
+
+    handler = BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger(ROOT).addHandler(handler)
+    try:
+        yield handler.buffer
+    finally:
+        logging.getLogger(ROOT).removeHandler(handler)
 
 
 def doctor(
@@ -455,20 +484,25 @@ def init(
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     tokenizer: Annotated[
         str | None,
-        Option(help="As data.tokenizer; default: bytes, or ids.", metavar="NAME"),
+        Option(help="As data.tokenizer; default: a tokenizer.json of the data, bytes, or ids.", metavar="NAME"),
     ] = None,
     format: shared.FormatOption = "auto",
     dtype: Annotated[str | None, Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")] = None,
     eod: shared.EodOption = None,
     column: shared.ColumnOption = None,
+    minutes: Annotated[
+        float, Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
+    ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
-    from trainer.tools.init import make_starter, render_starter
+    from trainer.tools.init import make_starter, render_starter, timed
     from trainer.tools.reference_docs import render_config_schema
 
     if out is not None:
         shared.refuse_existing(out, force=force)
     starter = make_starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
+    if minutes:
+        starter = timed(starter, minutes)
     put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
     if out is not None:
         put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
