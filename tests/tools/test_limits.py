@@ -23,7 +23,7 @@ JUDGING = (  # files that compare what was measured or forecast with a threshold
     "verbs/compare.py",
 )
 NOT_A_JUDGEMENT = {
-    "MAX_EVIDENCE", "_MOST_ROWS",  # shown
+    "MAX_EVIDENCE", "_MOST_ROWS", "_MOST_TEXT",  # shown
     "DIAGNOSIS_VERSION", "EXIT_BREACH",  # of an output
     "COUNTED", "MAX_COUNTED", "MOST_BYTES", "MOST_POSITIONS", "SAMPLED",  # how much is read before a run
 }  # fmt: skip

@@ -185,14 +185,11 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config_or_found_above_the_data(
         assert plan.vocab_size == tokenizer.get_vocab_size() + 1
         assert plan.config.objective.token_types is False
     assert "eod" not in Path("x.toml").read_text()
-    tokenizer.add_special_tokens(["</s>", "<end>"])
+    tokenizer.add_special_tokens(["<end>", "</s>"])
     tokenizer.save("tokenizer.json")
-    for said, mark in (("{}", "</s>"), ('{"eos_token": {"content": "<end>"}}', "<end>")):
-        Path("tokenizer_config.json").write_text(said)
-        init(["data"], out="x.toml", minutes=0, force=True)
-        assert f"\n# eod = {tokenizer.token_to_id(mark)}   # {mark}, as a target" in Path("x.toml").read_text()
+    init(["data"], out="x.toml", minutes=0, force=True)
     Path("x.toml").write_text(Path("x.toml").read_text().replace("# eod", "eod"))
-    assert load_config("x.toml").data.eod == tokenizer.token_to_id("<end>")
+    assert load_config("x.toml").data.eod == tokenizer.token_to_id("</s>")
 
 
 LENGTHS = {"long": [6000] * 15, "few": [9000, 700, 300], "short": [120] * 160}

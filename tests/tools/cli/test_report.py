@@ -42,8 +42,8 @@ def runs(tmp_path_factory) -> list[Path]:
     return [first, second]
 
 
-def make_report(out: Path, *runs: Path) -> Path:
-    report(list(map(str, runs)), str(out), force=False)
+def make_report(out: Path, *runs: Path, assets: bool = False) -> Path:
+    report(list(map(str, runs)), str(out), force=False, assets=assets)
     return out
 
 
@@ -98,13 +98,50 @@ def check_smoothing(page):
     assert card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.length") == 1
 
 
+PLOTS = """[...document.querySelectorAll('.plot')].map(plot => ({
+    name: plot.getAttribute('aria-labelledby'),
+    paths: plot.querySelectorAll('.scatterlayer .trace path').length,
+    titles: ['.xtitle', '.ytitle'].map(title => plot.querySelector(title).textContent),
+    ink: plot._fullLayout.font.color,
+    card: plot.parentElement.getBoundingClientRect(),
+    box: plot.querySelector('.main-svg').getBoundingClientRect(),
+}))"""
+
+
+def plots_of(page):
+    """All charts, each of which has a line."""
+    plots = page.evaluate(PLOTS)
+    assert [plot["name"] for plot in plots if not plot["paths"]] == []
+    return plots
+
+
+def check_paper(page):
+    """Paper gets every chart and section, in the light theme."""
+    dark = plots_of(page)[0]["ink"]
+    page.emulate_media(media="print", color_scheme="dark")
+    page.set_viewport_size({"width": 700, "height": 1000})
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+    assert page.locator("details:not([open]) dl").first.is_visible()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator(".toolbar").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+    plots = plots_of(page)
+    assert plots[0]["ink"] != dark
+    # A chart as wide as the card, also where the screen's was wider.
+    for plot in plots:
+        assert plot["box"]["left"] >= plot["card"]["left"] - 1
+        assert plot["box"]["right"] <= plot["card"]["right"] + 1
+
+
 def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_request_leaves_the_page(runs, tmp_path):
     logged = read_rows(runs[0] / "metrics.jsonl")
     assert "reaches back to the cut, at most 128 tokens" in (runs[0] / "logs" / "rank_000.log").read_text()
     with opened(make_report(tmp_path / "one.html", runs[0]), scheme="dark") as seen:
         page = seen.page
-        shown = " ".join(page.locator("#outcome").inner_text().split())
-        assert re.search("Parameters 14,032", shown)
+        shown = (
+            "Model rglru dim 16, 2 layers.* cpu 1 rank, fp32 Data first, second .*Parameters 14,032 .* of at most 128"
+        )
+        assert re.search(shown, " ".join(page.locator("#outcome").inner_text().split()))
         assert page.locator("#verdict").inner_text().strip()
         train, held_out = drawn_points(page, "Loss")
         assert train == pytest.approx([logged["train", step]["loss"] for step in range(1, STEPS + 1)], rel=1e-5)
@@ -114,24 +151,25 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
         assert "restart" in card(page, "Loss").locator(".plot").text_content()
         assert card(page, "Loss").locator(".shapelayer path").count() >= 1
         page.locator("html[data-drawn=all]").wait_for()
-        plots = page.evaluate(
-            "[...document.querySelectorAll('.plot')].map(p => p.querySelectorAll('.trace path').length)"
-        )
+        plots = plots_of(page)
         assert len(plots) > 20
-        assert all(plots)
+        for plot in plots:
+            assert plot["titles"][0] == "optimizer step"
+            assert plot["titles"][1] != ""
         check_hover_and_zoom(page, logged["train", 10]["loss"])
         check_smoothing(page)
+        check_paper(page)
         assert seen.complaints == []
         assert seen.requests == []
 
 
-def test_several_runs_are_overlaid_and_a_switch_hides_one(tmp_path):
+def test_several_runs_are_overlaid_by_a_script_next_to_the_page_and_a_switch_hides_one(tmp_path):
     norms = {"first": [1.0, 3.0], "second": [2.0, 4.0]}
     runs = []
     for name, values in norms.items():
         config = {"run": {"name": name}, "optimizer": {"lr": values[0] / 100}}
         runs.append(write_record(tmp_path / name, {"loss": [2.0, 1.0], "grad_norm": values}, config=config))
-    with opened(make_report(tmp_path / "two.html", *runs)) as seen:
+    with opened(make_report(tmp_path / "two.html", *runs, assets=True)) as seen:
         page = seen.page
         assert page.locator(".verdict").count() == 2
         differs = page.locator("#what-differs").inner_text()
@@ -142,7 +180,7 @@ def test_several_runs_are_overlaid_and_a_switch_hides_one(tmp_path):
         page.locator(".runs button", has_text="second").click()
         assert drawn_points(page, "Gradient norm") == [norms["first"]]
         assert seen.complaints == []
-        assert seen.requests == []
+        assert seen.requests == [path.as_uri() for path in tmp_path.glob("plotly-*.js")] != []
 
 
 def test_the_loss_against_depth_is_drawn(tmp_path):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.records import write_record
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import depth_figure, depth_figures, make_charts, make_curve
+from trainer.tools.report.charts import make_charts, make_curve
+from trainer.tools.report.figures import depth_figure, depth_figures
 from trainer.tools.report.page import DEPTH, render_page
 from trainer.tools.report.run_summary import summarize, with_distinct_names
 from trainer.tools.runs.depth_curve import curves_of, in_words
+from trainer.tools.runs.load import load_run
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
 WITH_WORST = [f"{spec.name}_max" for spec in CATALOG if spec.ranks == "sum_and_worst"]
@@ -79,13 +84,15 @@ def test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row(m
         assert all(f"{key} at step 3" in text for text in (tile.note, ruling.outcome.sentence))
 
 
-def test_keys_of_a_pattern_share_a_chart_in_the_order_of_their_numbers(make_run):
+def test_layers_of_one_run_are_heat_maps_in_the_order_of_their_numbers(make_run):
     names = ["blocks.10", "blocks.2", "blocks.9", "embedding"]
     run = make_run("a", {f"layer/{name}/grad_norm": [1.0, 2.0] for name in names})
-    (chart,) = make_charts([run])
-    assert chart.title == "Gradient norm by layer"
-    assert [line.label for line in chart.lines] == ["blocks.2", "blocks.9", "blocks.10", "embedding"]
-    assert len(make_charts([run, make_run("b", {"layer/embedding/grad_norm": [1.0]})])) == len(names)
+    (heat,) = make_charts([run])
+    assert (heat.is_heat, heat.title) == (True, "Gradient norm by layer")
+    assert [line.label for line in heat.lines] == ["blocks.2", "blocks.9", "blocks.10", "embedding"]
+    lines = make_charts([run, make_run("b", {"layer/embedding/grad_norm": [1.0]})])
+    assert {chart.is_heat for chart in lines} == {False}
+    assert len(lines) == len(names)
 
 
 def test_runs_of_the_same_name_get_distinct_names(make_run):
@@ -122,6 +129,19 @@ def test_one_value_that_is_not_zero_is_drawn(make_run, odd):
     assert [chart.is_drawn for chart in make_charts([make_run("a", rows)])] == [True]
 
 
+def test_a_page_is_bounded_in_keys_and_marks(tmp_path):
+    run_dir = write_record(tmp_path, {"loss": [2.0, 1.0], **{f"own/{number}": [1.0, 2.0] for number in range(20_000)}})
+    pair = {"data.source.a.weight": {"before": 1, "after": 2}}
+    event = {"event": "mix", "batch": 2, "changed": pair, "note": "x" * 50_000}
+    (run_dir / "events.jsonl").write_text("".join(json.dumps({**event, "global_step": n}) + "\n" for n in range(1000)))
+    (run_dir / "env.json").write_text(json.dumps({f"key{n}": n for n in range(100_000)}))
+    began = time.process_time()
+    page = render_page([diagnose(load_run(run_dir))])
+    assert len(page) < 10e6
+    assert "keys too many for a page: metrics.jsonl has them" in page
+    assert time.process_time() - began < 20, "2 s where it was written, and 15 s with a search in each row's keys"
+
+
 LOSSES = [(1, 3.5), (2, 3.1), (4, 2.9), (8, 2.6), (16, 2.5), (32, 2.4), (64, 2.3)]
 
 
@@ -141,6 +161,7 @@ def numbers(gains=(0.0, 0.1, 0.2), error=0.02, name="") -> dict[str, float]:
     ("gains", "words"),
     [
         ((0.12, 0.12, 0.12), "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens"),
+        ((0.12, 0.03, 0.02), "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens; nothing beyond 64"),
         ((0.0, 0.0, 0.001), "changes the loss by -0.0010 +- 0.0040 (95 %) beyond 16 tokens: nothing to tell from 0"),
         ((-0.1, -0.1, -0.1), "raises the loss by 0.1000 +- 0.0040 (95 %) beyond 16 tokens"),
     ],

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.records import record_of
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import encode_charts, make_charts
+from trainer.tools.report.charts import make_charts
+from trainer.tools.report.figures import encode_charts
 from trainer.tools.report.page import plotly_script, render_page
 
 
@@ -43,6 +44,20 @@ def test_charts_are_strict_json_that_cannot_end_its_script_element(make_run):
     assert other["name"] == "Not in the catalog: </script><b>"
 
 
+@pytest.mark.parametrize(
+    ("losses", "skipped"),
+    [
+        ([90.0, *[3.0, 2.9] * 6], 1),
+        ([6.0, *[3.0, 1.0] * 6], None),
+        ([1.0, *[0.0] * 12], None),
+        ([90.0, 3.0, 2.9], None),
+    ],
+)
+def test_a_first_value_that_would_flatten_the_others_is_shown_on_zooming_only(make_run, losses, skipped):
+    (figure,) = figures(make_run("a", {"loss": losses})).values()
+    assert figure["skipped"] == skipped
+
+
 def test_the_first_step_of_times_does_not_set_their_range(make_run):
     found = figures(make_run("a", {"loss": [3.0, 2.0], "step_time_sec": [90.0, 1.0]}))
     assert {name: figure["skipped"] for name, figure in found.items()} == {
@@ -51,14 +66,15 @@ def test_the_first_step_of_times_does_not_set_their_range(make_run):
     }
 
 
-def test_restarts_and_changes_of_the_mix_are_marked(make_run):
-    run = make_run("a", {"loss": [1.0] * 49 + [2.0]})
+def test_words_of_close_marks_do_not_overlap_even_in_a_chart_of_few_steps(make_run):
+    run = make_run("a", {"loss": [1.0] * 49 + [2.0], "time/open/all": [1.0, 2.0]})
     restarts = [SimpleNamespace(global_step=step) for step in (22, 49)]
     mix = {"event": "mix", "global_step": 20, "changed": {"data.source.a.weight": {"before": 1, "after": 2}}}
     events = [mix, {"event": "mix", "global_step": 9, "problem": "refused"}]
-    (figure,) = figures(replace(run, restarts=restarts, events=events)).values()
-    marks = [(shape["x0"], shape["label"]["text"]) for shape in figure["layout"]["shapes"]]
-    assert marks == [(49, "restart"), (22, "restart"), (20, "mix")]
+    for figure in figures(replace(run, restarts=restarts, events=events)).values():
+        shapes = [(shape["x0"], shape["label"]) for shape in figure["layout"]["shapes"]]
+        words = [(step, label["text"], label.get("xanchor")) for step, label in shapes]
+        assert words == [(49, "restart", "right"), (22, "restart", "left"), (20, "", None)]
 
 
 def test_the_healthy_band_is_shaded(make_run):
@@ -77,6 +93,16 @@ def test_errors_are_bars_of_two_and_buckets_have_a_shade_of_their_range(make_run
     assert (max(shade["y"]), min(shade["y"])) == (900.0, -50.0)
     assert max(mean["y"]) < 900.0
     assert len(shade["x"]) == 2 * len(mean["x"])
+
+
+def test_cells_of_a_heat_map_are_logarithms_by_layer(make_run):
+    rows = {"layer/blocks.10/grad_norm": [1.0, 10.0], "layer/blocks.9/grad_norm": [None, 0.0]}
+    (figure,) = figures(make_run("a", rows)).values()
+    (heat,) = figure["data"]
+    assert (heat["y"], heat["x"]) == (["blocks.9", "blocks.10"], [1, 2])
+    assert heat["z"][1] == [0.0, 1.0]
+    assert math.isnan(heat["z"][0][0])
+    assert heat["z"][0][1] == heat["zmin"] == 0.0  # 0 has the color of the lowest
 
 
 def test_a_page_of_many_logged_steps_of_sixty_keys_stays_below_15_mb():

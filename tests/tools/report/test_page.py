@@ -65,7 +65,8 @@ def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(make_ru
 @pytest.mark.parametrize(("loss", "class_"), [([3.0, 2.0], "verdict"), ([3.0, float("nan")], "verdict bad")])
 def test_few_rules_that_judged_the_run_are_no_good_verdict(make_run, loss, class_):
     page = rendered(make_run("a", {"loss": loss}))
-    assert ": 2 of " in page.partition('id="verdict"')[2].partition('id="outcome"')[0]
+    assert ": 2 of " in page.partition('id="findings"')[2]
+    assert "rules" not in page.partition('id="verdict"')[2].partition('id="outcome"')[0]
     assert f'class="{class_}"' in page
 
 

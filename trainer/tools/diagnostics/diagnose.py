@@ -10,6 +10,7 @@ from trainer.tools import limits
 from trainer.tools.diagnostics import depth, gradients, loss, mixing, run, state
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
+from trainer.wording import counted
 
 DIAGNOSIS_VERSION: Final = 2
 NO_FINDING: Final = "no finding"
@@ -135,6 +136,21 @@ class Diagnosis:
         if self.verdict == "healthy":
             return "healthy"
         return f"{NO_FINDING} by {self.num_judged} of {len(self.rulings)} rules"
+
+    @property
+    def summary(self) -> str:
+        """One sentence: healthy or not, with the names of the findings and of the suggestions."""
+        if self.verdict is None:
+            return "Not diagnosed: no training rows"
+        found = {
+            "healthy": "Healthy: nothing wrong was found",
+            "no_findings": "Nothing wrong was found, but little could be checked",
+            "findings": f"{counted(len(self.findings), 'finding')}: {self.brief}",
+        }[self.verdict]
+        if not self.advice:
+            return found
+        names = ", ".join(each.rule.name for each in self.advice)
+        return f"{found}; {counted(len(self.advice), 'suggestion')}: {names}"
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""

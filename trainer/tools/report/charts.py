@@ -1,19 +1,12 @@
-"""From runs to charts: which keys share one, under which heading, and as figures of plotly.
-
-Figures are JSON: colors name the page's CSS variables, numbers are base64.
-"""
+"""From runs to charts: which keys share a chart, and under which heading of the catalog."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,21 +14,22 @@ from numpy.typing import ArrayLike, NDArray
 from trainer.metrics.catalog.lookup import (
     CATALOG,
     ERROR_SUFFIX,
-    ERRORS_SHOWN,
     EVAL_PREFIX,
     WORST_SUFFIX,
     family,
     is_known,
     lookup,
 )
+from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
-from trainer.tools.runs.depth_curve import DepthCurve, Number, in_words, is_by_depth, last_curves
-from trainer.tools.runs.load import RunRecord, mix_changes
+from trainer.tools.runs.depth_curve import is_by_depth
+from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of
 
 # Over all curves: the page stays below 15 MB, including the 5 MB of plotly.
 POINT_BUDGET: Final = 150_000
 MOST_POINTS, FEWEST_POINTS = 1_500, 100  # of a curve
+MOST_CURVES: Final = POINT_BUDGET // FEWEST_POINTS
 OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
@@ -118,6 +112,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
+    """One chart. In a heat map, a line is a row of cells over steps, with logarithmic colors."""
+
     title: str
     unit: str
     group: str
@@ -126,6 +122,7 @@ class Chart:
     band: Band | None = None
     facts: tuple[tuple[str, str], ...] = ()  # (heading, text) pairs shown below it
     is_wide: bool = False  # a combined view
+    is_heat: bool = False
 
     @property
     def is_drawn(self) -> bool:
@@ -222,15 +219,18 @@ def _chart(columns: Columns, keys: Sequence[str], title: str = "") -> Chart:
             title += f": {parts[0]}"
         if len({*variants}) == 1 and variants[0]:
             title += f", {VARIANTS[variants[0]]}"
+    rows = {family(base)[0] for base in bases}
+    is_heat = columns.is_single and rows <= {row.name for row in LAYER_ROWS}
     return Chart(
         title,
         spec.unit,
         spec.group,
         tuple(keys),
         tuple(lines),
-        band=None if len({family(base)[0] for base in bases}) > 1 else spec.band,
+        band=spec.band if len(rows) == 1 else None,
         facts=_facts(bases),
-        is_wide=len({family(base)[0] for base in bases}) > 1,
+        is_wide=is_heat or len(rows) > 1,
+        is_heat=is_heat,
     )
 
 
@@ -247,6 +247,16 @@ def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
+def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
+    """The keys that the budget has curves for, known ones first; and how many are left out."""
+    # The loss against depth has a drawing of its own.
+    keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
+    num_left_out = max(len(keys) - MOST_CURVES // max(len(runs), 1), 0)
+    if num_left_out:
+        keys = sorted(keys, key=lambda key: not is_known(key))[:-num_left_out]
+    return keys, num_left_out
+
+
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Charts of every other key, under the headings of the catalog, in each the views first.
 
@@ -256,8 +266,8 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """
     num_curves = max(sum(len(run.keys) for run in runs), 1)
     columns = Columns(runs, min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS))
-    # The loss against depth has a drawing of its own.
-    keys = dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key) and not _is_error(key))
+    drawn, _ = drawn_keys(runs)
+    keys = dict.fromkeys(key for key in drawn if not _is_error(key))
     charts: list[Chart] = []
     scale = next((scale.key for scale in map(noise_scale_of, runs) if scale is not None), READINGS[1])
     views = {"Noise scale and batch size": [scale, f"{scale}_low", f"{scale}_high", B_BIG], **VIEWS}
@@ -287,203 +297,3 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     charts += [_chart(columns, together) for together in shared.values()]
     groups = [*(spec.group for spec in CATALOG if spec.group not in LAST_GROUPS), *LAST_GROUPS]
     return sorted(charts, key=lambda chart: groups.index(chart.group))
-
-
-# ---- Figures
-
-NUM_COLORS: Final = 8
-DASHES: Final = ("solid", "dot", "dash", "dashdot")
-_LEAST_SMOOTHED: Final = 12  # points
-_FEW_POINTS: Final = 25  # drawn with markers
-_MOST_BAD_STEPS: Final = 200  # that are marked; the chart states their number
-_MOST_MARKS: Final = 50  # restarts and changed weights, the latest
-Json = dict[str, Any]
-Mark = tuple[int, int, str]  # run, step, word
-
-
-class _Columns:
-    """Columns of numbers, each distinct one once: most keys of a run share their steps."""
-
-    def __init__(self) -> None:
-        self.encoded: list[Json] = []
-        self._numbers: dict[bytes, int] = {}
-
-    def number(self, values: Any) -> Json:
-        """A reference to a column; in single precision, where that can hold the values."""
-        column, kind = np.asarray(values, "<f8"), "f8"
-        with np.errstate(over="ignore", under="ignore"):
-            single = column.astype("<f4")
-        if np.allclose(single, column, rtol=1e-6, atol=0.0, equal_nan=True):
-            column, kind = single, "f4"
-        data = column.tobytes()
-        if data not in self._numbers:
-            self._numbers[data] = len(self.encoded)
-            self.encoded.append({"dtype": kind, "bdata": b64encode(data).decode()})
-        return {"column": self._numbers[data]}
-
-
-@cache
-def asset(name: str) -> Any:
-    """The JSON in a file of the assets, which is not to be changed."""
-    file = resources.files("trainer.tools.report") / "assets" / name
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def look(part: str) -> Json:
-    """The part of a figure that is always the same, from traces.json."""
-    return dict(asset("traces.json")[part])
-
-
-def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: Sequence[Json] = ()) -> str:
-    """All charts as JSON for a <script> element, None for undrawn ones; then `more` figures."""
-    columns, marks = _Columns(), _marks(runs)
-    figures: list[Json | None] = [None for _ in charts]
-    for number, chart in enumerate(charts):
-        if chart.is_drawn:
-            figures[number] = _figure(chart, runs, columns, marks)
-    curves = [line.curve for chart in charts for line in chart.lines if len(line.curve.mean)]
-    first = min((int(curve.first[0]) for curve in curves), default=0)
-    last = max((int(curve.last[-1]) for curve in curves), default=1)
-    pad = max((last - first) * 0.015, 0.5)
-    template = {"layout": asset("layout.json"), "data": {"scatter": [{"showlegend": False}]}}
-    page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template}
-    # "</script>" in the name of a run would end the element.
-    text = json.dumps(page | {"charts": [*figures, *more]}, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
-
-
-def _marks(runs: Sequence[RunRecord]) -> list[Mark]:
-    """Restarts and changes of the mix, the latest first."""
-    found = set[Mark]()
-    for number, run in enumerate(runs):
-        found |= {(number, each.global_step, "restart") for each in run.restarts}
-        found |= {(number, step, "mix") for step, *_ in mix_changes(run)}
-    return sorted(found, key=lambda each: -each[1])[:_MOST_MARKS]
-
-
-def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: Sequence[Mark]) -> Json:
-    can_be_log = all(bool((line.curve.low > 0).all()) for line in chart.lines)
-    is_single, traces = len(runs) == 1, []
-    for line in chart.lines:
-        traces += _line_traces(chart, line, columns, has_legend=is_single and len(chart.lines) > 1)
-    layout: Json = {
-        "yaxis": {"title": {"text": chart.unit or "no unit"}},
-        "hovermode": "x unified",
-        "showlegend": True,
-        "shapes": _shapes(chart, runs, marks),
-        "annotations": _crosses(chart),
-    }
-    return {
-        "name": f"{chart.group}: {chart.title}",
-        "data": traces,
-        "layout": layout,
-        "isLog": B_BIG in chart.keys and can_be_log,
-        "canBeLog": can_be_log,
-        "skipped": skipped_step(chart),
-    }
-
-
-def _line_traces(chart: Chart, line: Line, columns: _Columns, *, has_legend: bool) -> list[Json]:
-    curve, hue = line.curve, f"c{line.color % NUM_COLORS}"
-    common: Json = {"name": line.label, "legendgroup": line.label, "x": columns.number(curve.steps)}
-    common["meta"] = {"run": line.run, "smooths": len(curve.mean) >= _LEAST_SMOOTHED}
-    drawn: Json = {"mode": "lines", "marker": {"color": hue}, "showlegend": has_legend}
-    if len(curve.mean) <= _FEW_POINTS:
-        drawn["mode"] = "lines+markers"
-    drawn["line"] = {"color": hue, "width": 1.8, "dash": DASHES[line.dash % len(DASHES)]}
-    drawn |= {"y": columns.number(curve.mean), "hovertemplate": "%{y:,.6~g}"}
-    # The page shows the step of the first line.
-    if not np.array_equal(curve.first, chart.lines[0].curve.first):
-        drawn["hovertemplate"] += " at %{x:,}"
-    if line.errors is not None:
-        bars = np.nan_to_num(ERRORS_SHOWN * line.errors)
-        drawn["error_y"] = look("errors") | {"array": columns.number(bars), "color": f"{hue}/0.5"}
-    if curve.is_reduced:
-        return [common | _outline(curve, columns) | {"fillcolor": f"{hue}/0.2"}, common | drawn]
-    return [common | drawn]
-
-
-def _outline(curve: Curve, columns: _Columns) -> Json:
-    """The area between low and high of buckets: a polygon there and back."""
-    steps = np.concatenate([curve.steps, curve.steps[::-1]])
-    ends = np.concatenate([curve.high, curve.low[::-1]])
-    return look("outline") | {"x": columns.number(steps), "y": columns.number(ends)}
-
-
-def skipped_step(chart: Chart) -> float | None:
-    """The first step of a chart of times, which is out of the range of values until one zooms: data
-    is opened in it, which may take as long as a hundred other steps."""
-    steps = [float(line.curve.steps[0]) for line in chart.lines if len(line.curve.mean)]
-    if chart.unit != "s" or not steps:
-        return None
-    return min(steps)
-
-
-def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[Mark]) -> list[Json]:
-    """The healthy band and marks; None ends at the axis, the name is the run's index."""
-    shapes: list[Json] = []
-    if chart.band is not None:
-        low, high = chart.band
-        shapes.append({**look("band"), "y0": low, "y1": high})
-    shown = {line.run for line in chart.lines}
-    for run, step, word in marks:
-        if run in shown:
-            color = f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"
-            stroke = {"color": color, "width": 1.2, "dash": "dot"}
-            place = {"x0": step, "x1": step, "label": look("label") | {"text": word}}
-            shapes.append({**look("mark"), **place, "name": str(run), "line": stroke})
-    return shapes
-
-
-def _crosses(chart: Chart) -> list[Json]:
-    """A × where a value was not finite."""
-    found = []
-    for line in chart.lines:
-        steps = line.curve.bad_steps.tolist()
-        shown = steps[:: max(-(-len(steps) // _MOST_BAD_STEPS), 1)]
-        found += [{"x": step, "name": str(line.run), **look("cross")} for step in shown]
-    return found
-
-
-HEIGHT = 380  # pixels
-
-
-def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
-    """(name of the set, what carrying is worth, the chart) for each set of the last evaluation."""
-    cell, curves = run.setting("data.seq_len", 0), last_curves(run)
-    return [(name or "held out", in_words(curve, cell), depth_figure(curve)) for name, curve in curves.items()]
-
-
-def depth_figure(curve: DepthCurve) -> Json:
-    """Both losses over the depth on a logarithmic axis; below, the gain with its errors.
-
-    The losses have no error bars: how hard documents are cancels in the gain.
-    """
-    points = [point for point in curve.points if point.start]
-    gains = [(point.start, point.gain) for point in points if point.gain]
-    from_zero = [(point.start, point.from_zero) for point in points if point.from_zero]
-    errors = {"array": [_bar(gain) for _, gain in gains], "color": "c2/0.5", "thickness": 1, "width": 4}
-    traces = [
-        _trace("carried", "c0", [(point.start, point.loss) for point in points]),
-        _trace("from zero at each cell", "c1", from_zero),
-        _trace("gain of carrying", "c2", gains) | {"yaxis": "y2", "error_y": errors},
-    ]
-    return {"name": "depth", "isOfSteps": False, "data": traces, "layout": look("depth layout")}
-
-
-def _bar(gain: Number) -> float | None:
-    """Half the length of an error bar; None where the error is not known."""
-    return ERRORS_SHOWN * gain.error if math.isfinite(gain.error) else None
-
-
-def _trace(label: str, color: str, line: Sequence[tuple[int, Number]]) -> Json:
-    return {
-        "name": label,
-        "x": [start * math.sqrt(2) for start, _ in line],  # a bucket is drawn at its geometric middle
-        "y": [number.value for _, number in line],
-        "text": [f"{label}, {start:,} tokens on: {number}" for start, number in line],
-        "hovertemplate": "%{text}<extra></extra>",
-        "mode": "lines+markers",
-        "line": {"color": color, "width": 2},
-        "showlegend": True,
-    }

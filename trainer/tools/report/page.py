@@ -13,20 +13,15 @@ from typing import Any, Final
 from trainer.config.load import flatten
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-from trainer.tools.report.charts import (
-    HEIGHT,
-    NUM_COLORS,
-    Chart,
-    depth_figures,
-    encode_charts,
-    make_charts,
-    skipped_step,
-)
-from trainer.tools.report.run_summary import config_differences, rows_text, summaries, summarize, value_text
+from trainer.tools.report.charts import Chart, drawn_keys, make_charts
+from trainer.tools.report.figures import HEIGHT, NUM_COLORS, depth_figures, encode_charts, skipped_step
+from trainer.tools.report.run_summary import config_differences, ran, rows_text, summaries, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
+_MOST_SETTINGS: Final = 2_000  # no file of a run makes a page of any size
+FINDINGS: Final = "Findings"
 DEPTH: Final = "Is context worth its cost?"
 # By verdict: its mark and its class.
 LOOKS: Final = {
@@ -102,18 +97,24 @@ def _optional(tag: str, text: str, class_: str | None = None) -> Html:
 
 
 def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html:
-    """The verdict with its findings."""
-    front, parts = NOTHING, []
+    """The verdict in a sentence, and of one of several runs its findings too."""
+    front = found = NOTHING
     sign, look = LOOKS.get(diagnosis.verdict or "", ("", "verdict"))
     if not is_single:
-        front = element("h3", _swatch(number), diagnosis.run.name)
-    if sign:
-        parts.append(element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note"))
+        front, found = element("h3", _swatch(number), diagnosis.run.name), _findings(diagnosis)
+    mark = element("span", sign, class_="mark", aria_hidden="true")
+    return element("div", front, element("p", mark, diagnosis.summary), found, class_=look)
+
+
+def _findings(diagnosis: Diagnosis) -> Html:
+    """What was found, and by how many rules; nothing of a run without training rows."""
+    if diagnosis.verdict is None:
+        return NOTHING
+    parts = [element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note")]
     items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
     if items:
         parts.append(element("ol", *items))
-    mark = element("span", sign, class_="mark", aria_hidden="true")
-    return element("div", front, element("p", mark, diagnosis.brief), *parts, class_=look)
+    return join(parts)
 
 
 def _finding(ruling: Ruling) -> Html:
@@ -138,7 +139,7 @@ def _notes(runs: Sequence[RunRecord]) -> Html:
         for key, value in settings_by_step(run).items():
             if isinstance(value, Mapping):
                 notes.append(f"changed on a resume: {key} = {value_text(value)}")
-        items += [element("li", front, note) for note in notes]
+        items += [element("li", front, note) for note in notes[:_MOST_SETTINGS]]
     if not items:
         return NOTHING
     return element("ul", *items, class_="notes")
@@ -147,7 +148,7 @@ def _notes(runs: Sequence[RunRecord]) -> Html:
 def _tiles(run: RunRecord) -> Html:
     """The results of one run; of those that it does not have, the ones that say why."""
     tiles = []
-    for row in summarize(run):
+    for row in [*ran(run), *summarize(run)]:
         if row.value is not None or row.note:
             unit = row.unit if row.value is not None else ""
             value = element("dd", row.text, " ", _optional("span", unit, "unit"), class_="value")
@@ -173,7 +174,7 @@ def _differences(runs: Sequence[RunRecord]) -> Html:
     rows = [[_code(key), *(_code(value_text(value)) for value in values)] for key, values in config_differences(runs)]
     if not rows:
         return element("p", "All settings and recorded versions are the same.")
-    return _table(["Setting", *_head(runs)], rows)
+    return _table(["Setting", *_head(runs)], rows[:_MOST_SETTINGS])
 
 
 # ---- Charts
@@ -213,10 +214,13 @@ def _card(number: int, chart: Chart) -> Html:
     about = NOTHING
     if facts:
         about = element("details", element("summary", "About"), element("dl", *facts))
+    height = 228 + 20 * (len(chart.lines) // 6)  # of a legend that breaks
+    if chart.is_heat:
+        height = max(17 * len(chart.lines) + 60, 160)
     return element(
         "article",
         element("header", title, element("p", _code(few(chart.keys)), class_="keys")),
-        _plot(number, 228 + 20 * (len(chart.lines) // 6)),  # of a legend that breaks
+        _plot(number, height),
         _small_print(chart),
         about,
         class_="card wide" if chart.is_wide else "card",
@@ -267,7 +271,9 @@ def _settings(file: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Html:
         rows = [[_code(key), _code(value_text(value))] for key, value in flatten(values).items()]
         if rows:
             summary = element("summary", f"{name}: {counted(len(rows), 'value')}")
-            tables.append(element("details", summary, _table(("Key", "Value"), rows), open=len(runs) == 1))
+            tables.append(
+                element("details", summary, _table(("Key", "Value"), rows[:_MOST_SETTINGS]), open=len(runs) == 1)
+            )
     return join(tables or [element("p", f"No {file} next to metrics.jsonl.")])
 
 
@@ -283,9 +289,9 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
+def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str = "", plotly_file: str = "") -> str:
     """The whole page of one run, or of several to overlay in the order of the colors.
-    `plotly`: the source of plotly.js."""
+    `plotly`: the source of plotly.js; empty: it is in `plotly_file`, next to the page."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     title, legend, is_single = runs[0].name, NOTHING, len(runs) == 1
     charts = make_charts(runs)
@@ -294,6 +300,9 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
     overview = {"Verdict": join(cards), "About the record": _notes(runs)}
     if is_single:
         overview["Outcome"] = _tiles(runs[0])
+        found = _findings(diagnoses[0])
+        if found:
+            overview[FINDINGS] = element("div", found, class_="verdict")
     else:
         overview |= {"Outcome": _outcome_table(runs), "What differs": _differences(runs)}
         title, switches = f"{len(runs)} runs: {', '.join(run.name for run in runs)}", []
@@ -302,11 +311,19 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
             switches.append(element("button", _swatch(place), run.name, **look))
         legend = element("div", *switches, class_="runs legend", role="group", aria_label="Runs")
     overview[DEPTH] = depth
+    _, num_left_out = drawn_keys(runs)
+    left_out = NOTHING
+    if num_left_out:
+        left_out = element("p", f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them.")
     details = {
         **chart_groups(charts),
+        "Not drawn": left_out,
         "Config": _settings("config.resolved.toml", [(run.name, run.config) for run in runs]),
         "Environment": _settings("env.json", [(run.name, run.environment) for run in runs]),
     }
+    script, policy = Html(f"<script>{plotly}</script>"), ""
+    if not plotly:
+        script, policy = element("script", src=plotly_file), " 'self' file:"
     assets = resources.files("trainer.tools.report") / "assets"
     files = ("page.html", "report.css", "report.js")
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in files}
@@ -320,7 +337,8 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
         switches=legend,
         details=_sections(details),
         data=encode_charts(charts, runs, more=figures),
-        plotly=f"<script>{plotly}</script>",
+        plotly=script,
+        scripts=policy,
         script=texts["report.js"],
     )
 

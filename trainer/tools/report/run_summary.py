@@ -13,12 +13,13 @@ from typing import Any, Final
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
 from trainer.metrics.catalog.rows_data import EPOCHS
+from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
-_MOST_ROWS = 20
+_MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/", EPOCHS)
@@ -124,13 +125,17 @@ def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> Summar
     return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
 
 
-def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median") -> SummaryRow:
+def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median", front: str = "") -> SummaryRow:
     """The median, or the mean, of a key's finite values."""
     values = _finite(run, key)
     if not values:
         return SummaryRow(label, None, unit)
-    middle = statistics.fmean(values.values()) if of == "mean" else statistics.median(values.values())
-    return SummaryRow(label, middle, unit, f"{of} of {rows_text(list(values))}", digits=4)
+    middle, rows = statistics.median(values.values()), rows_text(list(values))
+    if of == "mean":
+        middle = statistics.fmean(values.values())
+    if len(values) > 1:
+        rows = f"{of} of {rows}"
+    return SummaryRow(label, middle, unit, front + rows, digits=4)
 
 
 def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
@@ -172,33 +177,72 @@ def _time(run: RunRecord) -> SummaryRow:
 
 
 def _epochs(run: RunRecord) -> SummaryRow:
-    """How often the source was read that was read most."""
+    """How often the data were read: the source that was read most, and in the note the others."""
     columns = {key.removeprefix(EPOCHS): _finite(run, key) for key in run.keys if key.startswith(EPOCHS)}
     # A count that became unknown during the run is no total.
     end = max(_finite(run, "tokens_seen"), default=0)
     last = {name: column[end] for name, column in columns.items() if end in column}
-    if not last:
-        return SummaryRow("Data read", None, "epochs")
-    most = max(last, key=last.__getitem__)
-    return SummaryRow("Data read", last[most], "epochs", f"source {most}", digits=3)
+    first, *others = sorted(last, key=last.__getitem__, reverse=True) or [""]
+    note = ""
+    if others:
+        rest = [f"{name} {number_text(last[name], digits=3)}" for name in others]
+        note = f"source {first}; {few(rest)}"
+    return SummaryRow("Data read", last.get(first), "epochs", note, digits=3)
+
+
+def ran(run: RunRecord) -> list[SummaryRow]:
+    """The model, the device and the data of a run, as far as they are recorded."""
+    model, name, sizes = run.setting("model"), "", ""
+    if isinstance(model, Mapping):
+        name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
+        sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
+        if model.get("num_layers") == 1:
+            sizes = sizes.removesuffix("s")
+    parts = [run.setting("train.precision")]
+    if run.world_size:
+        parts.insert(0, counted(run.world_size, "rank"))
+    if run.world_size != 1:
+        parts.append(run.setting("distributed.strategy"))
+    rows = [
+        SummaryRow("Model", name, note=sizes),
+        SummaryRow("Device", _device(run), note=", ".join(map(str, filter(None, parts)))),
+        SummaryRow("Data", few([str(table.get("name")) for table in sources(run)])),
+    ]
+    return [row for row in rows if row.value]
+
+
+def _device(run: RunRecord) -> str:
+    wanted, devices = run.setting("train.device"), run.environment.get("devices")
+    if wanted is None or devices is None:
+        return ""
+    if wanted == "cpu" or not devices:
+        return "cpu"
+    return few(list(dict.fromkeys(devices)))
 
 
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
-    steps, redone = SummaryRow("Steps", None), ""
+    steps, ratio, of_full, redone = SummaryRow("Steps", None), None, "", ""
     if run.steps:
         steps = SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
+    tokens = _last_row("Tokens seen", run, "tokens_seen", "tokens")
+    parameters, full = (run.environment.get(key) for key in ("parameters", "tokens_per_step"))
+    size = float(parameters or 0) or None
+    if size and isinstance(tokens.value, float):
+        ratio = tokens.value / size
+    if full:
+        of_full = f"of at most {full:,}, "
     if run.steps_redone:
         redone = f"{counted(run.steps_redone, 'step')} repeated"
-    size = float(run.environment.get("parameters") or 0) or None
     return [
         _state(run),
         steps,
         _time(run),
-        _last_row("Tokens seen", run, "tokens_seen", "tokens"),
+        tokens,
         _epochs(run),
         SummaryRow("Parameters", size),
-        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean"),
+        SummaryRow("Tokens per parameter", ratio),
+        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", of_full),
         _middle("Fill", run, "data/fill", "of full rows", "mean"),
         _middle("Speed", run, "tokens_per_sec", "tokens/s"),
         _middle("MFU", run, "mfu", "of the peak"),
@@ -257,10 +301,10 @@ def value_text(value: Any) -> str:
     if isinstance(value, Mapping) and value:
         first, *later = value.items()
         parts = [value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)]
-        return "; ".join(parts)
+        return "; ".join(parts)[:_MOST_TEXT]
     if value is None:
         return "–"
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]
 
 
 def _strict(value: Any) -> Any:

@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SHOWN_REASON, SHOWN_STEPS = 80, 4
 EXIT_FINDINGS = 3
+ASSETS_HELP = "Put plotly.js (5 MB) next to the page, for all reports of the directory."
 ALL_HELP = "Say what each rule without anything to measure needs."
 
 
@@ -45,7 +47,7 @@ class RunEntry:
     tokens_in_step: float | None = None
     fill: float | None = None
     age_sec: float = math.inf  # since the run last logged, or wrote its state if it has logged nothing
-    # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 20 rules`.
+    # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
     verdict: str | None = None
     reason: str | None = None  # why the run ended, if status.json says it
     changed: list[str] = field(default_factory=list)  # the settings that a resume changed
@@ -251,6 +253,7 @@ def report(
     runs: shared.RunsArgument,
     out: Annotated[str, Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
+    assets: Annotated[bool, Option("--assets", help=ASSETS_HELP)] = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
@@ -264,11 +267,14 @@ def report(
     plotly = plotly_script()
     refuse_existing(out, force=force)
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
-    page = render_page(diagnoses, plotly=plotly)
+    file = f"plotly-{metadata.version('plotly')}.min.js"
+    page = render_page(diagnoses, plotly="" if assets else plotly, plotly_file=file)
     content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
     with writing("--out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, content, follow=True)
+        if assets:
+            write_file(target.with_name(file), plotly.encode(), follow=True)
     for diagnosis in diagnoses:
         run = diagnosis.run
         echo(f"{run.name}: {len(run.steps):,} logged steps: {diagnosis.brief}", err=True)

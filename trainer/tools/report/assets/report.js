@@ -80,6 +80,7 @@
   function layoutOf(figure, traces) {
     if (figure.isOfSteps === false) return { ...structuredClone(figure.layout), template: page.template, dragmode: false };
     const layout = { ...figure.layout, template: page.template, dragmode: isTouch ? false : "zoom", xaxis: { range: [...(state.range ?? page.span)] } };  // plotly writes into it
+    if (figure.isHeat) return layout;
     const type = isLog(figure) ? "log" : "linear", range = valueRange(figure, traces);
     layout.yaxis = { ...layout.yaxis, type, ...(range ? { range } : { rangemode: "tozero" }) };
     if (type === "log") layout.yaxis.title = { text: `${figure.layout.yaxis.title.text}, log scale` };
@@ -90,10 +91,19 @@
     return layout;
   }
 
+  /* A drawing that can be scaled to the width of paper. */
+  function scalable(plot) {
+    for (const svg of plot.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
+    plot.style.setProperty("--ratio", `${plot.clientWidth} / ${plot.clientHeight}`);
+  }
+
   function draw(plot) {
     const figure = figureOf(plot), isFirst = !plot.data, traces = tracesOf(figure);
     Plotly.react(plot, traces, layoutOf(figure, traces), CONFIG);
-    if (!isFirst || figure.isOfSteps === false) return;
+    if (!isFirst) return;
+    plot.on("plotly_afterplot", () => scalable(plot));
+    scalable(plot);
+    if (figure.isOfSteps === false) return;
     plot.on("plotly_relayout", (change) => {
       if ("xaxis.range[0]" in change) setRange([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
     });
@@ -151,6 +161,13 @@
     if (Number.isNaN(step)) return;
     setRange([step - half, step + half]);
     $("charts").scrollIntoView();
+  });
+
+  /* Paper gets the light theme; the style sheet does the rest. */
+  matchMedia("print").addEventListener("change", ({ matches }) => {
+    document.documentElement.dataset.theme = matches ? "light" : "auto";
+    load();
+    if (matches) plots.forEach(draw); else drawAll();
   });
 
   load();
