@@ -9,6 +9,7 @@ from typing import Any
 from tests.support.runs import ROOT
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.metrics.catalog.spec import MetricSpec
+from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import RULES
 
 
@@ -20,10 +21,13 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
         calibration: output of `scripts/calibrate_diagnosis.py`.
     """
     lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
+    text = (ROOT / "trainer" / "tools" / "reference" / "rules.md").read_text(encoding="utf-8")
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    assert sections.keys() == {rule.name for rule in RULES}
     for rule in RULES:
-        condition, why, change = rule.texts
-        reason = re.split(r"(?<! al)\. ", why.removesuffix("."))[0] + "."  # reports have all of it
-        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {reason}", "", f"Change: {change}.", ""]
+        parts = re.split(r"\n\n|\nChange: ", sections[rule.name].format(limits=limits).strip())
+        condition, reason, change = (" ".join(part.split()).rstrip(".") for part in parts)
+        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {reason}.", "", f"Change: {change}.", ""]
     lines += ["## False alarms and injected faults", ""]
 
     def names(kind: str, part: str) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 import tomli_w
 
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.table import RowTable
+from trainer.tools.runs.load import RowTable, RunRecord
 
 Rows = dict[int, dict[str, float]]
 Column = Mapping[int, float] | Sequence[float | None]

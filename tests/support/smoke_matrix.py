@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from trainer.tools.diagnostics import run as run_rules
-from trainer.tools.diagnostics.facts import series
+from trainer.tools.diagnostics.rule import series
 from trainer.tools.runs.load import RunRecord
 
 RECALL_LOSS: Final = "modality/recall/loss"

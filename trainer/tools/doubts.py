@@ -13,7 +13,7 @@ import torch
 
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
-from trainer.config.schema import FIRST_PROFILED, RunConfig, TrainTable
+from trainer.config.schema import RunConfig, TrainTable
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
 from trainer.files import is_url
@@ -70,10 +70,6 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
         if length and warmup > limits.LONG_WARMUP * length:
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the configured learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
-    first, last = FIRST_PROFILED, FIRST_PROFILED + config.metrics.profile - 1
-    if config.metrics.profile and 0 < train.steps < last:
-        problem = f"records steps {first} to {last}, after those that settle, and the run has {train.steps}"
-        yield "metrics.profile", problem, f"set train.steps to at least {last}"
 
 
 def _doubted_readers(config: RunConfig, sources: Sequence[Source]) -> Iterator[Doubt]:

@@ -32,21 +32,16 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
 
-COUNTED_BYTES = 2_000_000_000
-"""The most bytes of a set's files whose documents are counted when a run starts."""
-LEAST = 8
-"""Documents, and files, that are drawn besides the certain ones: fewer say little about the error."""
+COUNTED_BYTES = 2_000_000_000  # the most of a set's files whose documents are counted when a run starts
+LEAST = 8  # documents, and files, that are drawn besides the certain ones: fewer say little about the error
 
 
 class Drawn(NamedTuple):
     """Some of a population of N, drawn without replacement."""
 
-    chosen: Ints
-    """Ascending, int64 [n]."""
-    chances: npt.NDArray[np.float64]
-    """The probability that each was drawn, [n]."""
-    spread: float
-    """Sum of the squared probabilities below 1, over the population."""
+    chosen: Ints  # ascending, int64 [n]
+    chances: npt.NDArray[np.float64]  # the probability that each was drawn, [n]
+    spread: float  # sum of the squared probabilities below 1, over the population
 
 
 def chances_of(sizes: npt.NDArray[Any], num: int) -> npt.NDArray[np.float64]:
@@ -85,24 +80,16 @@ class Sample:
     `max_group_cells` cuts, each part is drawn by itself.
 
     Their sums are weighted by 1 / probability, so that those of all metrics have the sums over the whole set as expectations.
-
-    Args:
-        groups: group id -> number of the document, from 0.
-        tokens: of each, int64 [n].
-        chances: of each to be drawn, float64 [n]; 1: always.
-        spread: see `Drawn`.
-        files: the file of each, numbers from 0, int64 [n], if documents were drawn from some of the files alone.
-        file_chances: the probability that its file was drawn, float64 [n].
-        documents: of which document each is, numbers from 0, int64 [n]; None: each is one.
     """
 
-    groups: Mapping[int, int]
-    tokens: Ints
-    chances: npt.NDArray[np.float64]
-    spread: float
+    groups: Mapping[int, int]  # group id -> number of the document, from 0
+    tokens: Ints  # of each, int64 [n]
+    chances: npt.NDArray[np.float64]  # of each to be drawn, [n]; 1: always
+    spread: float  # see `Drawn`
+    # The file of each, numbers from 0, [n], if documents were drawn from some of the files alone.
     files: Ints | None = None
-    file_chances: npt.NDArray[np.float64] | float = 1.0
-    documents: Ints | None = None
+    file_chances: npt.NDArray[np.float64] | float = 1.0  # the probability that its file was drawn, [n]
+    documents: Ints | None = None  # of which document each is, numbers from 0, [n]; None: each is one
 
     def parts(self, micro: MicroBatch) -> Iterator[tuple[slice, MicroBatch, float]]:
         """The rows of a micro-batch one by one, each with its weight, without masked ones."""
@@ -205,16 +192,11 @@ class SampledLosses(EvalRider):
 class _Documents(NamedTuple):
     """n documents, or parts of at most `max_group_cells` cells, as they are read."""
 
-    files: list[tuple[int, Stream]]
-    """The index of a data set, and a stream of it."""
-    of_file: Ints
-    """Index of `files`, ascending, [n]."""
-    group: Ints
-    """Number in the file, [n]."""
-    document: Ints
-    """Number among all that were counted, [n]; parts of a document share it."""
-    tokens: Ints
-    """[n]."""
+    files: list[tuple[int, Stream]]  # the index of a data set, and a stream of it
+    of_file: Ints  # index of `files`, ascending, [n]
+    group: Ints  # number in the file, [n]
+    document: Ints  # number among all that were counted, [n]; parts of a document share it
+    tokens: Ints  # [n]
 
     @property
     def num_whole(self) -> int:

@@ -64,8 +64,6 @@ LOST_GAIN: Final = 0.5
 
 # share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small.
 LOW_FILL: Final = 0.9
-# share of the positions: rows that reach it have no padding by design, so something else leaves the gaps.
-WHOLE_FILL: Final = 0.999
 # logged rows: the fill of fewer is that of the first batches.
 FILL_ROWS: Final = 5
 # share of the positions that a shorter row may pad and still be a remedy: below 1 - LOW_FILL, with room for error.
@@ -99,10 +97,6 @@ WASTEFUL_BATCH: Final = 4.0
 NOISE_STEPS: Final = 20
 # standard errors: of gns/consistency.
 CONSISTENCY_ERRORS: Final = 3.0
-# relative error: of the noise scale, as far as it is worth a word.
-INCONSISTENT: Final = 0.2
-# consistency: a lower one, which may be negative by chance, counts as this.
-LEAST_CONSISTENCY: Final = 0.01
 # consistency: ranks that read slices of one stream still differ by their rows; those that read the same data do not.
 SAME_DATA: Final = 0.02
 # consistency: gradients that differ more were clipped or scaled, or are of different kinds of data.
@@ -136,28 +130,12 @@ SPIKE_RANGES: Final = 1.5
 SPIKE_GIVEN_BACK: Final = 0.2
 # logged rows: spikes that last as long are a new level.
 NEW_LEVEL: Final = 8
-# share of the logged rows: flags that return more often are a source whose losses differ.
-MAX_FLAGGED: Final = 0.05
-# steps: that the average of train.spike_sigma spans, in which a change of the mix may have caused a rise.
-MIX_STEPS: Final = 50
 # logged rows: fewer have neither a beginning nor an end.
 DIVERGED_ROWS: Final = 5
 # logged rows: the end of a run is a quarter of them, at least and at most so many.
 END_ROWS: Final = (3, 16)
 # ratio to the first loss: an end above it has diverged whatever the noise.
 DOUBLED: Final = 2.0
-# logged rows: from which on the noise is known well enough to judge a smaller rise.
-MANY_ROWS: Final = 17
-# share of the first loss: the rise that is judged by the noise.
-END_RISE: Final = 0.25
-# standard deviations: of that rise.
-END_SIGMAS: Final = 5.0
-# ratio to the first loss: of two rows, one after the other, in a rise that came back.
-BUMP: Final = 1.5
-# ratio to the first loss: of a single row.
-LONE_BUMP: Final = 3.0
-# standard deviations: of that row.
-BUMP_SIGMAS: Final = 10.0
 
 # Speed, and how the run went
 
@@ -165,8 +143,6 @@ BUMP_SIGMAS: Final = 10.0
 WARM_UP_SHARE: Final = 0.05
 # share of the time of the steps: waiting for data beyond it is a bottleneck, below it jitter.
 DATA_SHARE: Final = 0.15
-# share of a typical step: with less, single steps wait, which reading ahead can hide.
-STEADY_WAIT: Final = 0.05
 # share of the wait: that the stages of reading must explain, or something else took the time.
 EXPLAINED_WAIT: Final = 0.5
 # share of a step: that the fastest rank waits for the slowest; less is a matter of batches.

@@ -78,9 +78,9 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
     assert "cut off" in done.stdout
     assert "error false_evictions_stale: 80 evicted states " in done.stdout
     assert "ledger/false_evictions/stale: step 1: 2" in done.stdout
-    assert "four times as long" in done.stdout
+    assert "twice as many" in done.stdout
     (tmp_path / "config.resolved.toml").write_text("[ledger]\nstale_threshold = 5\n", encoding="utf-8")
-    assert "try ledger.stale_threshold = 20 (now 5)" in diagnosed(tmp_path).stdout
+    assert "try ledger.stale_threshold = 10 (now 5)" in diagnosed(tmp_path).stdout
     found = json.loads(diagnosed(tmp_path, "--json").stdout)
     assert (found["diagnosis_version"], found["verdict"]) == (2, "findings")
     assert found["findings"] == ["false_evictions_stale"]
@@ -89,7 +89,7 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
     assert (ruling["severity"], ruling["needs"]) == ("error", ["ledger/false_evictions/stale"])
     assert ruling["evidence"][0]["steps"][0] == 1
     assert ruling["knob"]["key"] == "ledger.stale_threshold"
-    assert ruling["fix"].startswith("try ledger.stale_threshold = 20 (now 5)")
+    assert ruling["fix"].startswith("try ledger.stale_threshold = 10 (now 5)")
 
 
 def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, diagnosed: Diagnosed) -> None:

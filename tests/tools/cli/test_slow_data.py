@@ -142,10 +142,6 @@ def test_the_slow_source_and_stage_are_named(tmp_path, monkeypatch, stage, torto
     assert sum(seconds.values()) < slow / 4, "no other source or stage has it"
 
 
-def test_fast_sources_are_no_finding(tmp_path, monkeypatch):
-    assert judged(tmp_path, monkeypatch, "none").verdict == "healthy"
-
-
 def test_no_key_names_a_source_unless_asked_for(tmp_path, monkeypatch):
     found = judged(tmp_path, monkeypatch, "tokenize", per_source=False)
     assert "went into tokenizing the files (metrics.per_source = true names the source)" in found.sentence

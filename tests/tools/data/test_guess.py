@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from trainer.data.groups import held_out
 from trainer.data.layout import Stream
 from trainer.tools.corpus import documents
-from trainer.tools.init.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
-from trainer.tools.init.survey import sample_streams
+from trainer.tools.init import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes, sample_streams
 
 
 @given(

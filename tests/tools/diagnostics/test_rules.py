@@ -14,8 +14,7 @@ import pytest
 from tests.support.records import record_of, rows_of
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.diagnostics.diagnose import RULES, Ruling, diagnose
-from trainer.tools.diagnostics.facts import batches_through, micro_batches
-from trainer.tools.diagnostics.rule import Outcome
+from trainer.tools.diagnostics.rule import Outcome, batches_through, micro_batches
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 
@@ -148,7 +147,7 @@ HEALTHY: dict[str, RunRecord] = {
     "loss_spikes": make_run({"loss": noisy(2.0, 60)}),
     "data_bound": make_run({"time/data_sec": [0.01] * 40, "step_time_sec": [1.0] * 40}),
     "straggling_rank": make_run({**BUSY, "time/slowest_rank_sec": [0.6] * 80}, environment={"world_size": 2}),
-    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[2]),
+    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=2),
     "ending": make_run({"loss": [1.0]}, status={"state": "done"}),
 }
 FAULTY: dict[str, RunRecord] = {
@@ -178,7 +177,7 @@ FAULTY: dict[str, RunRecord] = {
     "loss_spikes": make_run({"loss": [*noisy(2.0, 40), 3.0, *noisy(2.0, 10)]}),
     "data_bound": make_run({"time/data_sec": [0.2] * 80, "step_time_sec": [1.0] * 80}),
     "straggling_rank": make_run(BUSY, environment={"world_size": 2}, config=mixed(batching_mode="device_per_stream")),
-    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[6]),
+    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=6),
     "ending": make_run({"loss": [1.0]}, status={"state": "failed", "reason": "a reason", "last_step": 1}),
 }
 
@@ -195,9 +194,9 @@ def test_healthy_rows_are_healthy_and_a_fault_is_reported_with_evidence_and_a_kn
     outcome = check(name, FAULTY[name])
     assert outcome.verdict == "finding", outcome.sentence
     assert any(evidence.steps for evidence in outcome.evidence)
-    assert name == "ending" or outcome.knob is not None
-    # Only the config has the size of a state.
+    assert name in ("ending", "straggling_rank", "model_contract") or outcome.knob is not None
     without = check(name, replace(FAULTY[name], config={}, environment={}))
+    # Only the config has the size of a state.
     assert without.verdict == ("not_measured" if name == "ledger_oversize" else "finding"), without.sentence
 
 
@@ -287,7 +286,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "loss_spikes: a rise by half the improvement": losses(*PLATEAU, 4.0, *AFTER_IT),
         "loss_spikes: a spike in a steep fall": falling(40, 32, 2.0),
         "loss_spikes: worse than untrained": falling(30, 22, 6.0),
-        "restarts: a crash loop": make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)] * 3, steps_redone=[1, 1, 1]),
+        "restarts: a crash loop": make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)] * 3, steps_redone=3),
         "model_contract: broken resets in rows of several documents": contract_run(
             ("causality", "held", ""), ("resets", "broken", "x"), align="stream"
         ),
@@ -357,55 +356,25 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
     return None if knob is None else (knob.key, knob.current, knob.suggested)
 
 
-def evicting_stale(threshold: int) -> RunRecord:
-    ledger = {**CONFIG["ledger"], "stale_threshold": threshold}
-    return make_run({FALSE["stale"]: [1.0] * 60, **pool_rows()}, config={**CONFIG, "ledger": ledger})
-
-
-def loop_without_config(world_size: int | None) -> RunRecord:
-    rows = {FALSE["lru"]: [0.0, 3.0], "ledger/live_groups": [6.0, 12.0], "ledger/fill_fraction": [0.5, 1.0]}
-    status = {"state": "done", "loop": "own", **({"world_size": world_size} if world_size else {})}
-    return make_run(rows, config={}, environment={}, status=status)
-
-
 EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
-STEPPED = {**CONFIG, "train": {"micro_batches": {"schedule": "step", "points": {"0": 1, "20": 4}}}}
-GREW = {**GNS, "gns/b_big": [1.0] * 40, "train/micro_batches": [1.0] * 20 + [4.0] * 20}
 ONE_SEQUENCE = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
 
 KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**SKIPPED, "ledger/cold_starts": [0.0, 4.0]}), None),  # no capacity would have kept these
     ("cold_starts", make_run(EVICTED), ("ledger.capacity", 64, 128)),
     ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}, config={}), ("ledger.wipe_mode", None, "lru")),
-    ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 20)),
-    # 2 K n, and more than the present one.
-    ("false_evictions_stale", evicting_stale(5), ("ledger.stale_threshold", 5, 2 * 4 * (50 + 1) / 2)),
-    ("false_evictions_stale", evicting_stale(500), ("ledger.stale_threshold", 500, 1000)),
-    # Live groups are a sum over ranks; where nobody says how many there are, no number is made up.
-    ("false_evictions_lru", loop_without_config(1), ("ledger.capacity", 12, 24)),
-    ("false_evictions_lru", loop_without_config(2), ("ledger.capacity", 6, 12)),
-    ("false_evictions_lru", loop_without_config(None), ("ledger.capacity", None, "twice as many")),
-    ("straggling_rank", of_ranks(BUSY, 2), None),
-    ("straggling_rank", replace(FAULTY["straggling_rank"], config=full_rows()), None),
+    ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 10)),
+    (
+        "false_evictions_lru",
+        make_run({FALSE["lru"]: [0.0, 3.0]}, config={}),
+        ("ledger.capacity", None, "twice as many"),
+    ),
     ("low_fill", FAULTY["low_fill"], ("data.mixing.batching_mode", "per_stream", "per_row")),
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
-    (
-        "low_fill",
-        replace(FAULTY["low_fill"], config=full_rows(mixing={**MIXING, "batching_mode": "per_row", "batch_size": 1})),
-        ("data.source", None, "more data"),
-    ),
-    ("low_fill", replace(FAULTY["low_fill"], config=full_rows(align="document")), ("data.align", "document", "stream")),
-    ("low_fill", replace(FAULTY["low_fill"], config=full_rows({"target": "mine:build"})), ("data.seq_len", 64, 32)),
-    (
-        "false_evictions_stale",
-        replace(evicting_stale(5), config={**full_rows(), "ledger": {"stale_threshold": 5}}),
-        ("ledger.stale_threshold", 5, 10),
-    ),
     ("stale_states", make_run(STALE, config=full_rows()), ("optimizer.lr", 1e-3, 5e-4)),
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
-    ("batch_size", make_run(GREW, config=STEPPED), ("train.micro_batches", 4, "a schedule that ends at 40")),
     ("stale_states", make_run(STALE), ("data.mixing.num_streams_mixed", 4, 2)),
     ("stale_states", make_run(STALE, config={**mixed(num_streams_mixed=1)}), ("optimizer.lr", 1e-3, 5e-4)),
     # No rule suggests a learning rate that `check` warns about; plain SGD trains with larger ones.
@@ -415,7 +384,6 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("non_finite", changed("non_finite", optimizer={"name": "sgd", "lr": 1e30}), ("optimizer.lr", 1e30, 1e-3)),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9}), None),
     ("model_contract", contract_run(("gradient", "broken", "half of it arrives"), trust=("carry",)), None),
-    ("model_contract", contract_run(("carry", "broken", "x"), trust=("carry",)), ("model.trust", ["carry"], [])),
 ]
 
 
@@ -423,21 +391,6 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
 def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, knob) -> None:
     assert check(name, run).verdict in ("finding", "healthy")
     assert knob_of(name, run) == knob
-
-
-@pytest.mark.parametrize(
-    "levels", [((6.0, 10), (2.0, 70), (4.0, 20)), ((0.4, 80), (2.0, 30)), ((1.0, 80), (4.0, 9), (0.9, 90))]
-)
-def test_a_spike_a_divergence_or_a_bump_right_after_the_mix_changed_is_blamed_on_it(levels) -> None:
-    rows, rise = [value for level in levels for value in noisy(*level)], 81
-    for step, is_blamed in ((rise, True), (rise - 9, True), (rise + 20, False), (rise - 60, False)):
-        changed = {"data.source.a.weight": {"before": 1.0, "after": 2.0}}
-        events = [{"event": "mix", "global_step": step, "changed": changed}, {"event": "mix", "problem": "refused"}]
-        outcome = check("loss_spikes", make_run({"loss": rows}, events=events))
-        assert outcome.verdict == "finding"
-        assert (f"; the mix changed at step {step}" in outcome.sentence) == is_blamed
-        assert outcome.knob is not None
-        assert outcome.knob.key == ("data.source.a.weight" if is_blamed else "optimizer.lr")
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -468,41 +421,6 @@ def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: flo
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "batch", "doubts"),
-    [
-        (0.6, 0.05, 16.0, True),
-        (0.6, 0.2, 16.0, False),
-        (0.9, 0.01, 16.0, False),
-        (-0.1, 0.1, 16.0, True),
-        (0.9, 0.01, 8.0, True),  # the larger the noise scale, the more a dependence matters
-    ],
-)
-def test_micro_batches_that_depend_on_each_other_raise_a_doubt(
-    value: float, error: float, batch: float, doubts: bool
-) -> None:
-    rows = {**GNS, "gns/b_big": [batch] * 40, "gns/consistency": [value] * 40, "gns/consistency_se": [error] * 40}
-    assert ("components_every" in check("batch_size", make_run(rows)).sentence) == doubts
-
-
-def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> None:
-    """A source that is rarely drawn, and whose losses differ, is flagged again and again."""
-
-    def flagged(*rows: int, every: int = 10) -> Outcome:
-        steps = range(every, 41 * every, every)
-        values, flags = noisy(2.0, 40, 0.001), [float(row in rows) for row in range(40)]
-        columns = {"loss": dict(zip(steps, values, strict=True)), "loss_spike": dict(zip(steps, flags, strict=True))}
-        return check("loss_spikes", make_run(columns))
-
-    assert flagged().verdict == "healthy"
-    outcome = flagged(30)
-    assert outcome.verdict == "finding"
-    assert "1 flagged between two rows" in outcome.sentence
-    assert flagged(20).verdict == "healthy", "a source that is read for the first time"
-    assert flagged(*range(4, 40, 4)).verdict == "healthy"
-    assert flagged(30, every=1).verdict == "healthy", "the row's own loss says more than the flag"
-
-
-@pytest.mark.parametrize(
     ("name", "run", "severity"),
     [
         ("uneven_slices", wide(0.0), "advice"),
@@ -520,7 +438,7 @@ def test_a_source_that_ended_is_named_with_its_step() -> None:
     rows = {"blend/max_share_error": [0.0] * 40, "blend/ended_sources": [0.0] * 20 + [1.0] * 20}
     named = check("shares", make_run(rows, events=[{"event": "source_ended", "global_step": 21, "sources": ["small"]}]))
     assert (named.verdict, named.severity) == ("finding", "advice")
-    assert named.sentence.startswith("source small exhausted at step 21")
+    assert named.sentence.startswith("1 source exhausted, the first by step 21 (small)")
     off = make_run({**rows, "blend/max_share_error": dict.fromkeys(range(100, 4001, 100), 0.5)})
     assert (knob_of("shares", off) or ("",))[0] == "data.mixing.repeat"
 
@@ -533,10 +451,10 @@ def test_a_machine_that_is_busy_for_some_seconds_is_not_called_slow_yet(row_sec:
     assert check("data_bound", make_run({"time/data_sec": [0.5 * row_sec] * 100, **times})).verdict == verdict
 
 
-def data_bound(waits: list[float], tokenizer: str = "bytes", sources: str = "", **stages: list[float]) -> Ruling:
+def data_bound(waits: list[float], sources: str = "", **stages: list[float]) -> Ruling:
     """The ruling on these waits; `stages`: the seconds of all sources in a stage."""
     named = [{"name": name} for name in sources.split()]
-    config = {**CONFIG, "data": {**CONFIG["data"], "tokenizer": tokenizer, "prefetch": 2, "source": named}}
+    config = {**CONFIG, "data": {**CONFIG["data"], "prefetch": 2, "source": named}}
     rows = {"time/data_sec": waits, "step_time_sec": [0.6 + wait for wait in waits]}
     rows |= {f"time/{stage}/all": seconds for stage, seconds in stages.items()}
     (ruling,) = diagnose(make_run(rows, config=config), [BY_NAME["data_bound"]]).rulings
@@ -545,13 +463,13 @@ def data_bound(waits: list[float], tokenizer: str = "bytes", sources: str = "", 
 
 def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     waits = [0.3] * 80
-    only = data_bound(waits, "tokenizer.json", "books", open=[0.3] * 80, read=[0.1] * 80)
+    only = data_bound(waits, "books", open=[0.3] * 80, read=[0.1] * 80)
     assert "75% of the time of reading went into opening the files" in only.outcome.sentence
     assert "fewer, larger files" in only.fix
     several = data_bound(waits, sources="books code", open=[0.1] * 80, own_code=[0.3] * 80)
     assert "the own code (metrics.per_source = true names the source)" in several.outcome.sentence
     other = data_bound(waits, sources="books", read=[0.1] * 80)
-    assert "went into" not in other.outcome.sentence, "the time that was spent reading does not explain the wait"
+    assert other.fix == "try data.prefetch = 4 (now 2)", "the time that was spent reading does not explain the wait"
     first = data_bound([9.0, *waits], sources="books", tokenize=[20.0] + [0.0] * 80, read=[0.3] * 81)
     assert "100% of the time of reading went into reading" in first.outcome.sentence, "not what the first rows took"
 

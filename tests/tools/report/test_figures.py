@@ -15,7 +15,7 @@ from tests.support.records import record_of
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
 from trainer.tools.report.figures import encode_charts
-from trainer.tools.report.page import plotly_script, render_page, render_parts
+from trainer.tools.report.page import plotly_script, render_page
 
 
 def decoded(text):
@@ -44,13 +44,6 @@ def test_charts_are_strict_json_that_cannot_end_its_script_element(make_run):
     assert other["name"] == "Not in the catalog: </script><b>"
 
 
-def test_a_line_is_broken_where_its_key_was_absent_for_long(make_run):
-    (figure,) = figures(make_run("a", {"loss": [float(n) if n < 12 or n > 40 else None for n in range(50)]})).values()
-    (trace,) = figure["data"]
-    (gap,) = [place for place, y in enumerate(trace["y"]) if math.isnan(y)]
-    assert (trace["x"][gap - 1], trace["x"][gap + 1]) == (12, 42)
-
-
 @pytest.mark.parametrize(
     ("losses", "skipped"),
     [
@@ -65,6 +58,14 @@ def test_a_first_value_that_would_flatten_the_others_is_shown_on_zooming_only(ma
     assert figure["skipped"] == skipped
 
 
+def test_the_first_step_of_times_does_not_set_their_range(make_run):
+    found = figures(make_run("a", {"loss": [3.0, 2.0], "step_time_sec": [90.0, 1.0]}))
+    assert {name: figure["skipped"] for name, figure in found.items()} == {
+        "Training: Loss": None,
+        next(name for name in found if "Loss" not in name): 1,
+    }
+
+
 def test_words_of_close_marks_do_not_overlap_even_in_a_chart_of_few_steps(make_run):
     run = make_run("a", {"loss": [1.0] * 49 + [2.0], "time/open/all": [1.0, 2.0]})
     restarts = [SimpleNamespace(global_step=step) for step in (22, 49)]
@@ -76,25 +77,20 @@ def test_words_of_close_marks_do_not_overlap_even_in_a_chart_of_few_steps(make_r
         assert words == [(49, "restart", "right"), (22, "restart", "left"), (20, "", None)]
 
 
-def test_a_far_level_is_not_drawn_and_the_band_and_a_near_level_are(make_run):
-    rows = {"ledger/live_groups": [5.0, 6.0], "ledger/fill_fraction": [0.1, 0.2]}
-    for capacity, levels in ((8, [8.0]), (800, [])):
-        run = make_run(f"r{capacity}", rows, config={"ledger": {"capacity": capacity}}, environment={"world_size": 1})
-        found = figures(run)
-        view = found["Ledger: Ledger: live groups"]
-        assert view["levels"] == [shape["y0"] for shape in view["layout"]["shapes"]] == levels
-        (band,) = found["Ledger: Fill of the ledger"]["layout"]["shapes"]
-        assert (band["type"], band["y0"], band["y1"], band["layer"]) == ("rect", None, 0.95, "below")
+def test_the_healthy_band_is_shaded(make_run):
+    (figure,) = figures(make_run("a", {"ledger/fill_fraction": [0.1, 0.2]})).values()
+    (band,) = figure["layout"]["shapes"]
+    assert (band["type"], band["y0"], band["y1"], band["layer"]) == ("rect", None, 0.95, "below")
 
 
 def test_errors_are_bars_of_two_and_buckets_have_a_shade_of_their_range(make_run):
     gain = {"ledger/carry_gain": [0.1, 0.3], "ledger/carry_gain_se": [0.01, 0.02]}
-    (trace,) = figures(make_run("a", gain))["Ledger: Ledger: what carrying is worth"]["data"]
+    ((trace,),) = (figure["data"] for figure in figures(make_run("a", gain)).values())
     assert trace["error_y"]["array"] == pytest.approx([0.02, 0.04])
     values = [1.0] * 4000
-    values[1234] = 900.0
+    values[1234], values[2345] = 900.0, -50.0
     shade, mean = figures(make_run("b", {"loss": values}))["Training: Loss"]["data"]
-    assert (max(shade["y"]), min(shade["y"])) == (900.0, 1.0)
+    assert (max(shade["y"]), min(shade["y"])) == (900.0, -50.0)
     assert max(mean["y"]) < 900.0
     assert len(shade["x"]) == 2 * len(mean["x"])
 
@@ -113,6 +109,6 @@ def test_a_page_of_many_logged_steps_of_sixty_keys_stays_below_15_mb():
     rows = np.random.Generator(np.random.Philox(1)).normal(size=(20_000, 60))
     keys = [f"objective/part{n}" for n in range(60)]
     run = record_of({step: dict(zip(keys, row, strict=True)) for step, row in enumerate(rows.tolist(), start=1)})
-    page = render_page(["long"], render_parts([diagnose(run)]), plotly=plotly_script())
+    page = render_page([diagnose(run)], plotly=plotly_script())
     assert len(page.encode()) < 15e6
     assert "points are buckets" in page

@@ -11,7 +11,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
-from trainer.tools.report.page import chart_groups, render_page, render_parts
+from trainer.tools.report.page import chart_groups, render_page
 from trainer.tools.report.run_summary import with_distinct_names
 from trainer.tools.verbs.records import report
 
@@ -44,7 +44,7 @@ class Elements(HTMLParser):
 
 def rendered(*runs):
     runs = with_distinct_names(runs)
-    return render_page([run.name for run in runs], render_parts([diagnose(run) for run in runs]), plotly="$plotly")
+    return render_page([diagnose(run) for run in runs], plotly="$plotly")
 
 
 @pytest.mark.parametrize("num_runs", [1, 2])
@@ -53,11 +53,10 @@ def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(make_ru
     evictions = {"ledger/false_evictions/lru": [0.0, 2.0], "</script><img>": [1.0, 2.0]}
     runs = [make_run(f"{n}{hostile}", evictions, config={"run": {"name": hostile}}) for n in range(num_runs)]
     runs[0].notes.append(hostile)
-    runs[0].events.append({"event": hostile})
     page = Elements(rendered(*runs))
     assert "img" not in page.tags
     assert page.tags.count("h1") == 1
-    for section in ("About the record", "Outcome", "Ledger", "Not in the catalog", "Events", "Config", "Environment"):
+    for section in ("About the record", "Outcome", "Ledger", "Not in the catalog", "Config", "Environment"):
         assert section in page.headings
     assert page.headings.count("false_evictions_lru") == num_runs
     assert hostile in page.headings[0]
@@ -72,9 +71,10 @@ def test_few_rules_that_judged_the_run_are_no_good_verdict(make_run, loss, class
 
 
 def test_what_is_not_drawn_is_said_with_its_values_and_its_keys(make_run):
-    zeros = {key: [0.0, 0.0] for key in ("ledger/evictions/lru", "ledger/evictions/stale", "ledger/refused_rows")}
+    zeros = {"ledger/refused_rows": [0.0, 0.0]}
     sets = {f"eval/{name}/loss": loss for name, loss in {"books": 3.5, "code": 2.5, "news": 3.5}.items()}
     run = make_run("a", {**zeros, "loss": [3.0, 2.0]}, {2: sets})
-    shown = " ".join(html.unescape(re.sub("<[^>]*>", " ", chart_groups(make_charts([run])))).split())
-    assert "The same throughout Ledger: evictions, running total: 0 groups ledger/evictions/lru, " in shown
-    assert "Loss, by validation set: books, news 3.5 · code 2.5 nats/token eval" in shown
+    text = "".join(chart_groups(make_charts([run])).values())
+    shown = " ".join(html.unescape(re.sub("<[^>]*>", " ", text)).split())
+    assert "The same throughout " in shown
+    assert "Loss, by validation set: books 3.5 · code 2.5 · news 3.5 nats/token eval" in shown

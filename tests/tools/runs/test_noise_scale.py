@@ -35,7 +35,7 @@ def test_a_lower_bound_of_0_alone_is_no_number_and_with_an_upper_one_it_is(row, 
     found = noise_scale_of(record({5: row}))
     assert found is not None
     assert (found.number, found.is_known) == (number, is_known)
-    why = "not known yet: neither a lower nor an upper bound (gns/b_now at step 5, from the last 8 steps)"
+    why = "not known yet: neither a lower nor an upper bound"
     assert why_unknown(record({5: row})) == ("" if is_known else why)
 
 

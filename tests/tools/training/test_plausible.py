@@ -38,7 +38,6 @@ DOUBTS = [
         ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"],
         "scheduler.warmup_tokens: 2,000 of 500 tokens: most of the run",
     ),
-    (["metrics.profile=3", "train.steps=12"], "metrics.profile: records steps 11 to 13"),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight"),
     (["data.source.first.weight=1.0", GROWN], "train.micro_batches.points: has a point at 7, but the run has 6 steps"),
     (["data.source.second.mixing.num_streams_mixed=5"], "mixing.num_streams_mixed: 5 readers"),

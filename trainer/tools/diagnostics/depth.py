@@ -5,34 +5,21 @@ from __future__ import annotations
 import math
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.facts import Evidence, Knob, series
-from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measured, not_yet, rule
-from trainer.tools.runs.depth_curve import DepthCurve, Number, curves_of, unused_from
+from trainer.tools.diagnostics.rule import (
+    Evidence,
+    Knob,
+    Outcome,
+    finding,
+    healthy,
+    not_measured,
+    not_yet,
+    rule,
+    series,
+)
+from trainer.tools.runs.depth_curve import DepthCurve, Number, last_curves, unused_from
 from trainer.tools.runs.load import RunRecord
 
-KEYS = "eval/depth/<bucket>/carry_gain"
 NEEDED = "needs eval/depth: eval.depth, a model with state and documents longer than a cell"
-
-
-def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
-    """(number of evaluations, the curve of each set in the last one, if its errors are known)."""
-    number, found = all_last_curves(run)
-    return number, {name: curve for name, curve in found.items() if curve.gains}
-
-
-def all_last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
-    """The same, also of too few documents to know any error."""
-    columns = [series(run, key) for key in run.keys if "depth/" in key and key.startswith("eval/")]
-    last = max((column.steps[-1] for column in columns if column), default=0)
-    ends = [column for column in columns if column and column.steps[-1] == last]
-    values = {column.key: column.values[-1] for column in ends}
-    known = {name: curve for name, curve in curves_of(values).items() if _is_known(curve)}
-    return max(map(len, columns), default=0), known
-
-
-def _is_known(curve: DepthCurve) -> bool:
-    gains = [point.gain.value for point in curve.points if point.gain]
-    return bool(gains) and all(map(math.isfinite, gains))
 
 
 def _evidence(run: RunRecord, name: str, *depths: int) -> list[Evidence]:
@@ -43,7 +30,8 @@ def _evidence(run: RunRecord, name: str, *depths: int) -> list[Evidence]:
 
 def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
     """The curves of the last evaluation, if there are enough evaluations to judge them."""
-    number, curves = last_curves(run)
+    number, found = last_curves(run)
+    curves = {name: curve for name, curve in found.items() if curve.gains}  # with known errors
     if not curves:
         return not_measured(NEEDED)
     if number < limits.MIN_EVALUATIONS:
@@ -51,7 +39,7 @@ def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
     return curves
 
 
-@rule("advice", uses=[KEYS])
+@rule("advice")
 def context_unused(run: RunRecord) -> Outcome:
     """Context beyond some depth that does not lower the loss."""
     curves = _curves(run)
@@ -90,7 +78,7 @@ def _risen(curve: DepthCurve) -> tuple[int, int] | None:
     return None
 
 
-@rule("warning", uses=[KEYS])
+@rule("warning")
 def loss_rises_with_depth(run: RunRecord) -> Outcome:
     """States that harm where they are older than any that training made."""
     curves = _curves(run)

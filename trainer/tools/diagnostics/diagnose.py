@@ -129,6 +129,8 @@ class Diagnosis:
     @property
     def brief(self) -> str:
         """A few words: the names of the findings, `healthy`, or how few rules found nothing."""
+        if self.verdict is None:
+            return "no training rows"
         if self.findings:
             return ", ".join(ruling.rule.name for ruling in self.findings)
         if self.verdict == "healthy":

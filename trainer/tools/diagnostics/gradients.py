@@ -5,21 +5,34 @@ from __future__ import annotations
 import math
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.facts import MICRO_BATCHES, Knob, Series, aligned, micro_batches, ranks, series
-from trainer.tools.diagnostics.rule import Outcome, explained, finding, healthy, not_measured, not_yet, rule
+from trainer.tools.diagnostics.rule import (
+    MICRO_BATCHES,
+    Knob,
+    Outcome,
+    Series,
+    aligned,
+    explained,
+    finding,
+    healthy,
+    micro_batches,
+    not_measured,
+    not_yet,
+    ranks,
+    rule,
+    series,
+)
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
 
 CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
 B_SMALL = "gns/b_small"  # sequences of a micro-batch
-DRAWN = "gns/b_drawn"
 TR_SIGMA = "gns/tr_sigma"  # noise: trace of the covariance of a sequence's gradient
 GRAD_SQ = "gns/grad_sq"  # signal: squared norm of the true gradient
 HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
 
 
-@rule("error", needs=(TR_SIGMA, GRAD_SQ, B_BIG), uses=(CONSISTENCY, f"{CONSISTENCY}_se", B_SMALL), hint=HINT)
+@rule("error", needs=(TR_SIGMA, GRAD_SQ, B_BIG), hint=HINT)
 def repeated_data(run: RunRecord) -> Outcome:
     """Ranks or micro-batches whose gradients are too much alike, or differ too much."""
     noise, signal, batch = aligned(*(series(run, key) for key in (TR_SIGMA, GRAD_SQ, B_BIG)))
@@ -73,7 +86,7 @@ def batch_size(run: RunRecord) -> Outcome:
     if scale.steps is not None and scale.steps < limits.NOISE_STEPS:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
     words = f"{number_text(scale.batch)} sequences per step, "
-    words += f"noise scale {scale.number} ({scale.where}){_doubt(run, scale)}"
+    words += f"noise scale {scale.number} ({scale.where})"
     keys = (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)
     rows = [_row(run, key, scale) for key in keys]
     shown = [row.evidence() for row in rows if len(row)]
@@ -92,18 +105,14 @@ def batch_size(run: RunRecord) -> Outcome:
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
     """Towards the noise scale, at most tenfold; None where a rank has one sequence per step."""
     # A noise scale is an order of magnitude: no step beyond ten is suggested at once.
-    factor = min(_middle(scale) / scale.batch, 1 / limits.SMALL_BATCH)
+    middle = scale.low if scale.value is None else scale.value
+    factor = min(middle / scale.batch, 1 / limits.SMALL_BATCH)
     if not run.config and not series(run, MICRO_BATCHES):
         wanted = counted(max(round(scale.batch * factor), 1), "sequence")
         return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
     micros = micro_batches(run, since=scale.step)
     if factor > 1 or micros > 1:
-        better = max(round(micros * factor), 1)
-        if factor > 1:
-            better = max(better, micros + 1)
-        if isinstance(run.setting("train.micro_batches", 1), int):
-            return Knob("train.micro_batches", micros, better)
-        return Knob("train.micro_batches", micros, f"a schedule that ends at {better}")
+        return Knob("train.micro_batches", micros, max(round(micros * factor), micros + 1 if factor > 1 else 1))
     # One micro-batch cannot be fewer: its rows can.
     size = run.setting("data.mixing.batch_size")
     if not isinstance(size, int):
@@ -111,34 +120,9 @@ def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
     return Knob("data.mixing.batch_size", size, max(round(size * factor), 1)) if size > 1 else None
 
 
-def _middle(scale: NoiseScale) -> float:
-    return scale.low if scale.value is None else scale.value
-
-
 def _row(run: RunRecord, key: str, scale: NoiseScale) -> Series:
     column = series(run, key)
     return column.at(index for index, step in enumerate(column.steps) if step == scale.step)
-
-
-def _doubt(run: RunRecord, scale: NoiseScale) -> str:
-    """A remark if the rows of a step depend on each other, and the noise scale does not know it."""
-    value, error = (_row(run, key, scale).values for key in (CONSISTENCY, f"{CONSISTENCY}_se"))
-    if scale.key == DRAWN or not value or not error:
-        return ""
-    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise,
-    # which is B / batch of the signal in a step's gradient.
-    excess = abs(1.0 / max(value[0], limits.LEAST_CONSISTENCY) - 1.0)
-    shift = excess * max(_middle(scale) / scale.batch, 1.0)
-    is_chance = abs(value[0] - 1.0) < limits.CONSISTENCY_ERRORS * error[0]
-    if shift < limits.INCONSISTENT or is_chance:
-        return ""
-    more, drawn = "", _row(run, f"{DRAWN}_low", scale).values
-    if drawn:
-        more = f": {DRAWN}, which does not, is at least {number_text(drawn[0])} so far"
-    elif run.config and not run.setting("gns.components_every"):
-        more = ": gns.components_every measures what that does"
-    consistency = f"(consistency {number_text(value[0])})"
-    return f", which takes micro-batches for independent, and they are not {consistency}{more}"
 
 
 RULES = (repeated_data, batch_size)

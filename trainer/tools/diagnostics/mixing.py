@@ -7,9 +7,23 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trainer.tools import limits
-from trainer.tools.diagnostics import facts
-from trainer.tools.diagnostics.facts import MODALITIES, Knob, Series, aligned, batches_through, ranks, series
-from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measured, not_yet, rule, unlogged
+from trainer.tools.diagnostics.rule import (
+    Knob,
+    Outcome,
+    Series,
+    aligned,
+    batches_through,
+    finding,
+    has_full_rows,
+    healthy,
+    is_one_pool,
+    not_measured,
+    not_yet,
+    ranks,
+    rule,
+    series,
+    sources,
+)
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, few, number_text
 
@@ -19,6 +33,7 @@ REMAINING_MIN = "stream_mixing/active/remaining_min"  # picks of the reader with
 REMAINING_MAX = "stream_mixing/active/remaining_max"  # picks of the reader with most left
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"  # share of its slice
 EXHAUSTED = "stream_mixing/refill/exhaust_events"  # readers since the row before
+MODALITIES = "stream_mixing/active/modalities/"  # its active readers
 ROWS_FILL = "data/fill"  # share of the positions of full rows
 SHARE_ERROR = "blend/max_share_error"  # largest difference of a share so far
 ENDED_SOURCES = "blend/ended_sources"  # sources without data left
@@ -32,7 +47,7 @@ def _has_own_pools(run: RunRecord) -> bool:
     return run.setting("data.mixing.batching_mode") in ("per_row", "device_per_stream")
 
 
-@rule("error", needs=[SURPRISE], uses=[WAIT])
+@rule("error", needs=[SURPRISE])
 def stuck_reader(run: RunRecord) -> Outcome:
     """A reader that is no longer picked."""
     surprise, waits = series(run, SURPRISE), series(run, WAIT)
@@ -42,7 +57,7 @@ def stuck_reader(run: RunRecord) -> Outcome:
     picks = batches_through(run, surprise.steps[-1])
     if _has_own_pools(run):
         picks *= ranks(run)
-    if facts.has_full_rows(run):  # a document is a token at least
+    if has_full_rows(run):  # a document is a token at least
         picks *= int(run.setting("data.mixing.batch_size", 1)) * int(run.setting("data.seq_len", 1))
     limit = limits.surprise_bound(picks)
     hits = surprise.where(lambda value: value > limit)
@@ -66,20 +81,12 @@ def _odds(nats: float) -> str:
     return f"1 in 10^{digits:.0f}"
 
 
-def _batch_sizes(run: RunRecord) -> list[int]:
-    found, own = [], [table.get("mixing", {}) for table in facts.sources(run)]
-    for table in (run.setting("data.mixing", {}), *own):
-        by_modality = dict(table.get("batch_size_by_modality") or {})
-        found += [table.get("batch_size"), *by_modality.values()]
-    return [size for size in found if isinstance(size, int)]
-
-
-@rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN), uses=[WAIT])
+@rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN))
 def uneven_slices(run: RunRecord) -> Outcome:
     """Slices so different in length that readers of the short ones wait."""
-    if facts.has_full_rows(run):
+    if has_full_rows(run):
         return FULL_ROWS
-    if not facts.is_one_pool(run):
+    if not is_one_pool(run):
         return SEVERAL_POOLS
     keys = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
     least, most, fraction = aligned(*(series(run, key) for key in keys))
@@ -96,8 +103,10 @@ def uneven_slices(run: RunRecord) -> Outcome:
     if waits:
         words += f", here for up to {counted(max(waits.values), 'batch')} of others"
     shown = hits[:: max(len(hits) // 6, 1)][:6]
-    evidence, sizes = (least.evidence(shown), most.evidence(shown)), _batch_sizes(run)
-    if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
+    evidence = least.evidence(shown), most.evidence(shown)
+    sizes = [*dict(run.setting("data.mixing.batch_size_by_modality") or {}).values()]
+    sizes.append(run.setting("data.mixing.batch_size", 1))
+    if max(sizes) > limits.EVEN_BATCHES * min(sizes):
         value = f"sizes within a factor of {limits.EVEN_BATCHES}"
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
         return finding(words, *evidence, knob=knob, severity="warning")
@@ -117,18 +126,19 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
     return high / (low / share + 1)
 
 
-@rule("warning", needs=[EXHAUSTED], uses=[f"{MODALITIES}<modality>"])
+@rule("warning", needs=[EXHAUSTED])
 def starved_modality(run: RunRecord) -> Outcome:
     """A modality that is absent for longer than chance explains."""
     # Only before a source is exhausted: then its modalities are gone, as `shares` reports.
     gone, stop = series(run, ENDED_SOURCES), math.inf
     if gone.positive:
         stop = gone.steps[gone.positive[0]]
-    ended, *columns = aligned(series(run, EXHAUSTED), *facts.modality_columns(run))
+    modalities = [series(run, key) for key in run.train.keys if key.startswith(MODALITIES)]
+    ended, *columns = aligned(series(run, EXHAUSTED), *modalities)
     before = [index for index, step in enumerate(ended.steps) if step < stop]
     ended, columns = ended.at(before), [column.at(before) for column in columns]
     if not columns:
-        return unlogged([f"{MODALITIES}<modality>"])
+        return not_measured(f"needs {MODALITIES}<modality>")
     if len(columns) == 1:
         return healthy("there is only one modality")
     if not ended:
@@ -194,7 +204,7 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
 @rule("warning", needs=[EXHAUSTED])
 def exhaust_churn(run: RunRecord) -> Outcome:
     """Readers that end after a few picks."""
-    if facts.has_full_rows(run):
+    if has_full_rows(run):
         return FULL_ROWS
     ended = series(run, EXHAUSTED)
     if len(ended) < 2:
@@ -221,7 +231,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
 @rule("warning", needs=[ROWS_FILL])
 def low_fill(run: RunRecord) -> Outcome:
     """Rows in which many positions hold no token."""
-    fill, tables = series(run, ROWS_FILL), facts.sources(run)
+    fill, tables = series(run, ROWS_FILL), sources(run)
     if tables and all(table.get("target") for table in tables):
         return not_measured("data sets of your own make the rows")
     if len(fill) < limits.FILL_ROWS:
@@ -230,33 +240,19 @@ def low_fill(run: RunRecord) -> Outcome:
     words = f"{mean:.1%} of the positions of full rows held a token (from {least:.1%} to {most:.1%})"
     if mean >= limits.LOW_FILL:
         return healthy(words)
-    if facts.has_full_rows(run):
-        return finding(words, fill.evidence(), knob=_fuller_rows(run, fill, mean))
+    if has_full_rows(run):
+        rows = run.setting("data.mixing.batch_size")
+        fewer: Any = "fewer"
+        if isinstance(rows, int):
+            fewer = max(int(mean * rows), 1)
+        knob = Knob("data.mixing.batch_size", rows, fewer, "or what train preview suggests")
+        return finding(words, fill.evidence(), knob=knob if fewer != rows else None)
     knob = Knob.of(run, "data.mixing.batching_mode", "per_row")
     # Whoever chose another mode knows that its batches shrink.
     return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
 
 
-def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob:
-    """The setting that keeps full rows from being full: the data's end, padding, or many rows."""
-    align, cell, rows = (run.setting(f"data.{key}") for key in ("align", "seq_len", "mixing.batch_size"))
-    is_built_in = run.setting("model.target") is None
-    if run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
-        return Knob("data.mixing.repeat", False, True)
-    if align == "document" and is_built_in:
-        return Knob("data.align", align, "stream")
-    begins_within_rows = align == "stream" or (align == "auto" and is_built_in)
-    if not begins_within_rows and max(fill.values) < limits.WHOLE_FILL:
-        shorter = max(cell // 2, 1) if isinstance(cell, int) else "half"
-        condition = "or train a model that runs resets in one pass (docs/models.md)"
-        return Knob("data.seq_len", cell, shorter, condition)
-    if isinstance(rows, int) and mean * rows >= 1:
-        more = "or read more data, or set data.max_group_cells"
-        return Knob("data.mixing.batch_size", rows, int(mean * rows), more)
-    return Knob("data.source", None, "more data")
-
-
-@rule("warning", needs=[SHARE_ERROR], uses=[ENDED_SOURCES])
+@rule("warning", needs=[SHARE_ERROR])
 def shares(run: RunRecord) -> Outcome:
     """Sources whose share differs from their weight, or that have ended."""
     errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)
@@ -286,17 +282,16 @@ def shares(run: RunRecord) -> Outcome:
 
 
 def _what_ended(run: RunRecord, ended: Series) -> str:
-    """The exhausted sources, each with its step where events.jsonl (written by rank 0) has it."""
-    names: dict[str, Any] = {}
+    """The exhausted sources by name, as far as events.jsonl (written by rank 0) has them."""
+    names: list[Any] = []
     for event in run.events:
         if event.get("event") == "source_ended" and isinstance(event.get("sources"), list):
-            names.update(dict.fromkeys(event["sources"], event.get("global_step")))
-    if not names:
-        first = ended.steps[ended.positive[0]]
-        return f"{counted(max(ended.values), 'source')} exhausted, the first by step {first}"
-    where = " on rank 0" if ranks(run) > 1 else ""
-    each = [f"{name} exhausted at step {step}{where}" for name, step in names.items()]
-    return f"source {few(each)}"
+            names += event["sources"]
+    first = ended.steps[ended.positive[0]]
+    what = f"{counted(max(ended.values), 'source')} exhausted, the first by step {first}"
+    if names:
+        what += f" ({few(list(map(str, names)))})"
+    return what
 
 
 RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

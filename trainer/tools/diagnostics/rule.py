@@ -1,21 +1,79 @@
-"""A diagnosis rule, and its outcome on a run."""
+"""What a diagnosis rule is made of: its outcome, and the facts that it reads of a run."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+import heapq
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Literal
+from typing import Any, Final, Literal
 
+from trainer.metrics.payload_contract import non_finite_word
 from trainer.tools import limits
-from trainer.tools.diagnostics.facts import Evidence, Knob
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import listed
 
 RuleVerdict = Literal["healthy", "finding", "explained", "not_measured"]
 Severity = Literal["error", "warning", "advice"]
+MAX_EVIDENCE: Final = 12
+MICRO_BATCHES: Final = "train/micro_batches"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Some steps of one key, and its values there."""
+
+    key: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Strict JSON: NaN and infinities become words."""
+        values = list(map(_json_number, self.values))
+        return {"key": self.key, "steps": list(self.steps), "values": values}
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else non_finite_word(value)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting to change."""
+
+    key: str
+    current: Any  # None: unknown
+    suggested: Any  # a value to try
+    condition: str = ""  # when it is worth trying, and what to do otherwise; empty: always
+
+    @classmethod
+    def of(cls, run: RunRecord, key: str, suggested: Any, condition: str = "") -> Knob:
+        """With the current value of the run."""
+        return cls(key, run.setting(key), suggested, condition)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields; the condition where there is one."""
+        return {name: value for name, value in vars(self).items() if name != "condition" or value}
+
+    def __str__(self) -> str:
+        text = f"{self.key} = {self.suggested}"
+        if self.current is not None:
+            text += f" (now {self.current})"
+        return f"{text}, {self.condition}" if self.condition else text
+
+
+def lower_lr(run: RunRecord) -> Knob:
+    """Half the learning rate; the default of optimizer.lr for one with which nothing trains."""
+    lr, largest = run.setting("optimizer.lr"), limits.LARGEST_PLAIN_LR
+    if not isinstance(lr, float):
+        return Knob("optimizer.lr", lr, "half of it")
+    if run.setting("optimizer.name", "adamw") == "adamw":
+        largest = limits.LARGEST_LR
+    return Knob("optimizer.lr", lr, lr / 2 if lr <= largest else limits.DEFAULT_LR)
+
+
+# ---- Outcomes
 
 
 @dataclass(frozen=True)
@@ -54,19 +112,6 @@ def finding(sentence: str, *evidence: Evidence, knob: Knob | None = None, severi
     return Outcome("finding", sentence, evidence, knob, severity)
 
 
-def unlogged(keys: Sequence[str], hint: str = "") -> Outcome:
-    """The outcome for a run without some keys. `hint`: what makes a run log them."""
-    return not_measured("; ".join(filter(None, (f"needs {listed(keys)}", hint))))
-
-
-@cache
-def _sections() -> dict[str, str]:
-    """The text of each rule by its name, from rules.md."""
-    text = (resources.files("trainer.tools.diagnostics") / "rules.md").read_text(encoding="utf-8")
-    parts = [section.partition("\n") for section in text.split("\n## ")[1:]]
-    return {name: body for name, _, body in parts}
-
-
 @dataclass(frozen=True)
 class Rule:
     """One row of the table of rules; see `rule`."""
@@ -75,28 +120,127 @@ class Rule:
     severity: Severity  # of a finding, unless its `Outcome` has another
     check: Callable[[RunRecord], Outcome]  # for a run that has all keys in `needs`
     needs: tuple[str, ...]
-    uses: tuple[str, ...]  # other keys and files that it reads if they are there
     hint: str  # what makes a run log the needed keys
-
-    @property
-    def texts(self) -> list[str]:
-        """The condition for a finding, the reason for the threshold, and what to change."""
-        text = _sections()[self.name].format(limits=limits).strip()
-        condition, *others = (" ".join(part.split()) for part in re.split(r"\n\n|\nChange: ", text))
-        return [condition.rstrip("."), *others]
 
     def apply(self, run: RunRecord) -> Outcome:
         missing = [key for key in self.needs if not run.column(key)[0]]
         if missing:
-            return unlogged(missing, self.hint)
+            return not_measured("; ".join(filter(None, (f"needs {listed(missing)}", self.hint))))
         return self.check(run)
 
 
 def rule(
-    severity: Severity, *, needs: Iterable[str] = (), uses: Iterable[str] = (), hint: str = ""
+    severity: Severity, *, needs: Sequence[str] = (), hint: str = ""
 ) -> Callable[[Callable[[RunRecord], Outcome]], Rule]:
     """Make a rule of a pure function of a run's record, by the function's name; see `Rule`.
 
-    Its section in rules.md, shown in docs/diagnosis.md, says when, why, and what to change.
+    Its section in docs/diagnosis.md says when, why, and what to change.
     """
-    return lambda check: Rule(check.__name__, severity, check, tuple(needs), tuple(uses), hint)
+    return lambda check: Rule(check.__name__, severity, check, tuple(needs), hint)
+
+
+# ---- Facts of a run
+
+
+@dataclass(frozen=True)
+class Series:
+    """The logged steps of a key, ascending, and its values there; false if it is not logged."""
+
+    key: str
+    steps: array[int]
+    values: array[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.values)
+
+    @property
+    def positive(self) -> list[int]:
+        """The indices of values above 0."""
+        return self.where(lambda value: value > 0)
+
+    def where(self, condition: Callable[[float], bool]) -> list[int]:
+        """The indices of values that meet a condition."""
+        return [index for index, value in enumerate(self.values) if condition(value)]
+
+    def largest(self, count: int = 1) -> list[int]:
+        """The indices of the `count` largest values, ascending."""
+        return sorted(heapq.nlargest(count, range(len(self)), key=self.values.__getitem__))
+
+    def at(self, indices: Iterable[int]) -> Series:
+        steps, values = array("q"), array("d")
+        for index in indices:
+            steps.append(self.steps[index])
+            values.append(self.values[index])
+        return Series(self.key, steps, values)
+
+    def since(self, step: int) -> Series:
+        return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
+
+    def evidence(self, indices: Sequence[int] | None = None) -> Evidence:
+        """Steps and values at some indices (None: all), evenly spread if there are too many."""
+        if indices is None:
+            indices = range(len(self))
+        column = self.at(indices[:: -(-len(indices) // MAX_EVIDENCE) or 1])
+        return Evidence(self.key, tuple(column.steps), tuple(column.values))
+
+
+def series(run: RunRecord, key: str) -> Series:
+    """The values of a key; empty if the run does not log it."""
+    return Series(key, *run.column(key))
+
+
+def aligned(*columns: Series) -> list[Series]:
+    """The columns at the steps that all of them have."""
+    if all(column.steps == columns[0].steps for column in columns):
+        return list(columns)
+    common = set(columns[0].steps).intersection(*(column.steps for column in columns))
+    return [column.at(i for i, step in enumerate(column.steps) if step in common) for column in columns]
+
+
+def micro_batches(run: RunRecord, since: int = 0) -> int:
+    """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
+    setting = run.setting("train.micro_batches")
+    if isinstance(setting, int):
+        return max(setting, 1)
+    # A schedule: only the record says what it came to.
+    return int(min(series(run, MICRO_BATCHES).since(since).values, default=1))
+
+
+def batches_through(run: RunRecord, step: int) -> int:
+    """Micro-batches of a rank through a step; each row's number holds since the row before."""
+    if isinstance(run.setting("train.micro_batches"), int):
+        return step * micro_batches(run)
+    total, before, m = 0.0, 0, 1.0
+    for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
+        total, before = total + (min(logged, step) - min(before, step)) * m, logged
+    return int(total + max(step - before, 0) * m)
+
+
+def ranks(run: RunRecord) -> int:
+    """Number of ranks; 1 if unknown."""
+    return run.world_size or 1
+
+
+def sources(run: RunRecord) -> list[Mapping[str, Any]]:
+    """The tables `[[data.source]]`."""
+    found = run.setting("data.source")
+    if not isinstance(found, list):  # the file may have been edited by hand
+        return []
+    return [table for table in found if isinstance(table, Mapping)]
+
+
+def is_one_pool(run: RunRecord) -> bool:
+    """Whether a rank has a single pool; without a config, inexact shares show several sources."""
+    tables = sources(run)
+    if tables and not any("include" in table for table in tables):
+        return len(tables) == 1
+    return not any(series(run, "blend/max_share_error").values)
+
+
+def has_full_rows(run: RunRecord) -> bool:
+    """Whether a document stays on its row, and each data shard has a pool of its own."""
+    return bool(run.setting("data.mixing.batching_mode") == "per_row")

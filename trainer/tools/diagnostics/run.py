@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
 from collections import Counter
 from statistics import median
 
 from trainer.tools import limits
-from trainer.tools.diagnostics import facts
-from trainer.tools.diagnostics.facts import Evidence, Knob, Series, aligned, series, sources
-from trainer.tools.diagnostics.rule import Outcome, finding, healthy, not_measured, not_yet, rule
+from trainer.tools.diagnostics.rule import (
+    Evidence,
+    Knob,
+    Outcome,
+    Series,
+    aligned,
+    finding,
+    has_full_rows,
+    healthy,
+    not_measured,
+    not_yet,
+    rule,
+    series,
+    sources,
+)
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import counted, number_text
+from trainer.wording import counted
 
 DATA_TIME = "time/data_sec"  # waiting for data, of an average step since the row before
 STEP_TIME = "step_time_sec"
@@ -26,7 +37,6 @@ STAGES = {  # of reading: in words, and what makes them faster
     "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
     "own_code": ("running the own code", "less work for each batch in its own code"),
 }
-EQUAL_WORK = {"per_stream": "they read slices of the same streams", "per_row": "their rows are full alike"}
 STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 
 
@@ -44,7 +54,7 @@ def _seconds(times: Series) -> float:
     return total
 
 
-@rule("warning", needs=(DATA_TIME, STEP_TIME), uses=[f"{key}<source>" for key in STAGE_KEYS])
+@rule("warning", needs=(DATA_TIME, STEP_TIME))
 def data_bound(run: RunRecord) -> Outcome:
     """Steps that wait for data."""
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
@@ -53,41 +63,23 @@ def data_bound(run: RunRecord) -> Outcome:
     waited, lasted = _seconds(waits), _seconds(times)
     share = waited / max(lasted, 1e-12)
     words = f"{share:.1%} of the time of the steps was spent waiting for data"
-    first = sum(value for step, value in zip(*run.column(DATA_TIME), strict=True) if step < waits.steps[0])
-    if first > limits.DATA_SHARE * (lasted + first):
-        words += f", without {number_text(first)} s before step {waits.steps[0]}, while the data was opened"
     if share <= limits.DATA_SHARE:
         return healthy(words)
     if lasted < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
-    typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
-    is_steady = typical > limits.STEADY_WAIT
-    if is_steady:
-        words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
-    else:
-        words += ", in single steps"
+    evidence = [waits.evidence(waits.largest(6))]
     slowest = _slowest_stage(run, waits.steps[0], waited)
-    if slowest is None:
-        stage, faster, evidence = "", STAGES["read"][1], []
-        if str(run.setting("data.tokenizer", "")).endswith(".json"):
-            faster = f"{STAGES['tokenize'][1]}, {faster}"
-    else:
-        column, of_reading = slowest
-        _, stage, source = column.key.split("/", 2)
-        what, faster = STAGES[stage]
-        words += f". {of_reading:.0%} of the time of reading went into {what}"
-        if source != "all":
-            words += f" of source {source}"
-        elif len(sources(run)) > 1:
-            words += " (metrics.per_source = true names the source)"
-        evidence = [column.evidence(column.largest(6))]
-    # Reading ahead hides a small part of what a file takes.
-    if not is_steady and stage not in ("open", "tokenize"):
-        prefetch = run.setting("data.prefetch") or 0
-        knob = Knob("data.prefetch", run.setting("data.prefetch"), max(2 * prefetch, 2))
-    else:
-        knob = Knob("data.source", None, faster)
-    return finding(words, waits.evidence(waits.largest(6)), *evidence, knob=knob)
+    if slowest is None:  # reading does not explain the wait
+        return finding(words, *evidence, knob=Knob.of(run, "data.prefetch", 2 * (run.setting("data.prefetch") or 1)))
+    column, of_reading = slowest
+    _, stage, source = column.key.split("/", 2)
+    what, faster = STAGES[stage]
+    words += f". {of_reading:.0%} of the time of reading went into {what}"
+    if source != "all":
+        words += f" of source {source}"
+    elif len(sources(run)) > 1:
+        words += " (metrics.per_source = true names the source)"
+    return finding(words, *evidence, column.evidence(column.largest(6)), knob=Knob("data.source", None, faster))
 
 
 def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, float] | None:
@@ -118,42 +110,36 @@ def straggling_rank(run: RunRecord) -> Outcome:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
     # Rows hold the extremes over ranks, not which rank it was.
     worst = sorted(heapq.nlargest(6, range(len(waits)), key=waits.__getitem__))
-    evidence = slowest.evidence(worst), fastest.evidence(worst)
-    mode = run.setting("data.mixing.batching_mode")
-    if mode in EQUAL_WORK:
-        return finding(f"{words}; {EQUAL_WORK[mode]}: look at the machine of the slowest", *evidence)
-    condition = "if ranks read different data; otherwise look at the machine of the slowest rank"
-    knob = Knob("data.mixing.batching_mode", mode, "per_stream", condition)
-    return finding(words, *evidence, knob=knob)
+    return finding(f"{words}: look at the machine of the slowest", slowest.evidence(worst), fastest.evidence(worst))
 
 
-@rule("warning", uses=["the `restart` events of metrics.jsonl"])
+@rule("warning")
 def restarts(run: RunRecord) -> Outcome:
     """Restarts that repeat many steps, or that return to one step again and again."""
     if not run.restarts:
         return healthy("no restarts")
-    lost, total = sum(run.steps_redone), max(run.steps, default=0)
-    starts = [restart.global_step for restart in run.restarts]
-    most_often = max(starts, key=starts.count)
-    words = f"{counted(len(starts), 'restart')}, {counted(lost, 'step')} repeated"
-    loses_much = lost > limits.REDONE_SHARE * total
-    is_loop = starts.count(most_often) > limits.RESTARTS
+    lost, total = run.steps_redone, max(run.steps, default=0)
+    starts = Counter(restart.global_step for restart in run.restarts)
+    most_often, times = starts.most_common(1)[0]
+    words = f"{counted(starts.total(), 'restart')}, {counted(lost, 'step')} repeated"
+    loses_much, is_loop = lost > limits.REDONE_SHARE * total, times > limits.RESTARTS
     if not loses_much and not is_loop:
         return healthy(words)
     words += f" of {total:,}"
     if is_loop:
-        words += f"; {starts.count(most_often)} restarts from step {most_often}"
-    every = run.setting("checkpoint.every")
-    suggested = max(total // 50, 1)
-    if isinstance(every, int) and every:
-        suggested = max(every // 4, 1)
-    evidence = Series("restart", array("q", starts), array("d", run.steps_redone)).evidence()
+        words += f"; {times} restarts from step {most_often}"
+    evidence, every = (
+        Evidence("restart", tuple(starts), tuple(map(float, starts.values()))),
+        run.setting("checkpoint.every"),
+    )
+    knob: Knob | None = None
     # More checkpoints do not help a run that fails at one step, or saves at every step.
-    knob = Knob("checkpoint.every", every, suggested) if loses_much and suggested != every else None
+    if loses_much and isinstance(every, int) and every > 1:
+        knob = Knob("checkpoint.every", every, every // 2)
     return finding(words, evidence, knob=knob)
 
 
-@rule("error", uses=["status.json"])
+@rule("error")
 def ending(run: RunRecord) -> Outcome:
     """A run that failed or died."""
     state = run.status.get("state")
@@ -169,7 +155,7 @@ def ending(run: RunRecord) -> Outcome:
     return finding(words, Evidence("status.json", steps, tuple(map(float, steps))))
 
 
-@rule("warning", uses=["the `contract` events of events.jsonl"])
+@rule("warning")
 def model_contract(run: RunRecord) -> Outcome:
     """A model that breaks the contract of state."""
     events = [event for event in run.events if event.get("event") == "contract"]
@@ -179,9 +165,9 @@ def model_contract(run: RunRecord) -> Outcome:
         check = "trainer.lab.contracts.check_model"
         return not_measured(f"the run has no record of a check of its model ({check})")
     # Where each document begins a row, none has a reset inside.
-    begins_rows = not facts.has_full_rows(run) or run.setting("data.align") == "document"
+    begins_rows = not has_full_rows(run) or run.setting("data.align") == "document"
     broken: dict[str, str] = {}
-    starts: Counter[int] = Counter()  # breaches found at each step
+    steps: list[int] = []  # at which breaches were found
     judged, why = False, "unknown reason"
     for event in events:
         verdicts = event.get("verdicts", [])
@@ -189,21 +175,15 @@ def model_contract(run: RunRecord) -> Outcome:
             is_unused = verdict["check"] == "resets" and begins_rows
             if verdict["status"] == "broken" and not is_unused:
                 broken.setdefault(verdict["check"], verdict["text"])
-                starts[int(event.get("global_step", 0))] += 1
+                steps.append(int(event.get("global_step", 0)))
         # Every model can be judged for causality: where that one was not testable, nothing was.
-        open_ones = [verdict for verdict in verdicts if verdict["status"] == "not testable here"]
-        untried = [verdict["text"] for verdict in open_ones if verdict["check"] == "causality"]
-        judged = judged or bool(verdicts and not untried)
-        why = str((untried or [event.get("not_tried") or why])[0])
+        open_ones = {each["check"]: each["text"] for each in verdicts if each["status"] == "not testable here"}
+        judged = judged or bool(verdicts and "causality" not in open_ones)
+        why = str(open_ones.get("causality") or event.get("not_tried") or why)
     if broken:
-        trusted = run.setting("model.trust", events[-1].get("trusted")) or []
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
-        counts = tuple(map(float, starts.values()))
-        evidence = Evidence("breaches of the contract", tuple(starts), counts)
-        if not broken.keys() & set(trusted):
-            return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
-        knob = Knob("model.trust", trusted, [], "with a model that keeps it")
-        return finding(sentence, evidence, knob=knob)
+        evidence = Evidence("breaches of the contract", tuple(steps), (1.0,) * len(steps))
+        return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
     if not judged:
         return not_measured(f"the model was not checked: {why}")
     return healthy("the model keeps the contract, as far as it could be tested")

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, keys_under
 from trainer.tools import limits
-from trainer.tools.diagnostics import facts
-from trainer.tools.diagnostics.facts import Knob, Series, aligned, series
-from trainer.tools.diagnostics.rule import Outcome, explained, finding, healthy, not_measured, not_yet, rule
+from trainer.tools.diagnostics.rule import (
+    Knob,
+    Outcome,
+    Series,
+    aligned,
+    explained,
+    finding,
+    has_full_rows,
+    healthy,
+    lower_lr,
+    not_measured,
+    not_yet,
+    rule,
+    series,
+)
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -22,33 +32,20 @@ FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/fal
 EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
-LIVE = "ledger/live_groups"  # groups with a state, over all ranks
 FILL = "ledger/fill_fraction"  # share of the capacity, on the fullest rank
 GAIN = ("ledger/carry_gain", f"ledger/carry_gain{ERROR_SUFFIX}")
 GAP = ("ledger/stale_gap", f"ledger/stale_gap{ERROR_SUFFIX}")
-AGE = "ledger/state_age"  # steps since the probed states were stored
-DRIFT = "ledger/state_drift"  # |stored - fresh| / |fresh| of the probed states
 PROBES = "a model with state is probed every ledger.probe_every steps"
 
 
-def _capacity(run: RunRecord) -> int | None:
-    """Rows of the ledger of one rank: as configured, else estimated from live groups and fill."""
-    configured = run.setting("ledger.capacity")
-    if isinstance(configured, int):
-        return configured
-    live, fill = (column.values for column in aligned(series(run, LIVE), series(run, FILL)))
-    sizes = [groups / share for groups, share in zip(live, fill, strict=True) if share > 0]
-    if run.world_size is None or not sizes:
-        return None
-    return round(median(sizes) / run.world_size)
+def _twice(run: RunRecord, key: str) -> Knob:
+    current = run.setting(key)
+    if not isinstance(current, int):
+        return Knob(key, None, "twice as many")
+    return Knob(key, current, max(2 * current, 2))
 
 
-def _larger_capacity(run: RunRecord) -> Knob:
-    capacity = _capacity(run)
-    return Knob("ledger.capacity", capacity, 2 * capacity if capacity else "twice as many")
-
-
-def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob]) -> Outcome:
+def _false_evictions(run: RunRecord, mode: str, key: str) -> Outcome:
     losses, evictions = series(run, FALSE_EVICTIONS[mode]), series(run, EVICTIONS[mode])
     if not losses.positive:
         return healthy(f"no evicted state was needed again ({mode})")
@@ -57,38 +54,22 @@ def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob
         share += f" of {number_text(evictions.total)}"
     words = f"{share} evicted states ({mode}) were still needed: their documents continued from "
     words += f"zero, first logged at step {losses.steps[losses.positive[0]]}"
-    return finding(words, losses.evidence(losses.positive), knob=knob(run))
+    return finding(words, losses.evidence(losses.positive), knob=_twice(run, key))
 
 
 @rule("error", needs=[FALSE_EVICTIONS["lru"]])
 def false_evictions_lru(run: RunRecord) -> Outcome:
     """States that `lru` evicted and that were still needed."""
-    return _false_evictions(run, "lru", _larger_capacity)
+    return _false_evictions(run, "lru", "ledger.capacity")
 
 
 @rule("error", needs=[FALSE_EVICTIONS["stale"]])
 def false_evictions_stale(run: RunRecord) -> Outcome:
     """States that were evicted for their age and still needed."""
-    return _false_evictions(run, "stale", _longer_threshold)
+    return _false_evictions(run, "stale", "ledger.stale_threshold")
 
 
-def _longer_threshold(run: RunRecord) -> Knob:
-    """To 2 K n of `limits.wait_bound`, as if all sources were one pool of the longest slices."""
-    key, current = "ledger.stale_threshold", run.setting("ledger.stale_threshold") or 0
-    if facts.has_full_rows(run):  # what is read is stored in every micro-batch
-        return Knob(key, current or None, max(2 * current, 2))
-    active: Counter[int] = Counter()  # by step, over ranks and sources
-    for column in facts.modality_columns(run):
-        active.update(dict(zip(column.steps, map(round, column.values), strict=True)))
-    readers = max(active.values(), default=0) / facts.ranks(run)
-    if not readers:
-        return Knob(key, current or None, 4 * current or "four times as long")
-    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0) + 1
-    longer = math.ceil(2 * readers * longest / facts.micro_batches(run))
-    return Knob(key, current or None, max(longer, 2 * current))
-
-
-@rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
+@rule("error", needs=[COLD_STARTS])
 def cold_starts(run: RunRecord) -> Outcome:
     """Documents that continued without their state, which no other counter explains."""
     cold = series(run, COLD_STARTS)
@@ -113,17 +94,17 @@ def cold_starts(run: RunRecord) -> Outcome:
     elif any(restart.global_step < first for restart in run.restarts):
         knob = Knob.of(run, "checkpoint.resume", "a checkpoint that includes the ledger")
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
-        knob = _larger_capacity(run)
+        knob = _twice(run, "ledger.capacity")
     else:  # no capacity would help: the data set continues groups that it has not begun
         words += "; nothing was evicted: the chunks before them were never stored"
     return finding(words, *evidence, knob=knob)
 
 
-@rule("warning", needs=[FILL], uses=["gpu/total_gb"])
+@rule("warning", needs=[FILL])
 def ledger_oversize(run: RunRecord) -> Outcome:
     """A ledger that takes much memory and is hardly used."""
-    fill, capacity, width = series(run, FILL), _capacity(run), run.environment.get("state_width")
-    if capacity is None or not width:
+    fill, capacity, width = series(run, FILL), run.setting("ledger.capacity"), run.environment.get("state_width")
+    if not isinstance(capacity, int) or not width:
         return not_measured("how large a state is was not recorded")
     if fill.steps[-1] < limits.OVERSIZE_STEPS:
         return not_yet(f"needs {limits.OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
@@ -145,7 +126,7 @@ def refused_rows(run: RunRecord) -> Outcome:
     first = refused.steps[refused.positive[0]]
     words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, "
     words += f"first logged at step {first}"
-    return finding(words, refused.evidence(refused.positive), knob=facts.lower_lr(run))
+    return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
 
 
 @dataclass(frozen=True)
@@ -191,7 +172,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
     words += f"({len(gain.shown)} probes)"
     if gain.mean < -max(limits.FAR_ERRORS * gain.error, limits.STALE_NATS):
         words += ": chunks do better from a state of zero"
-        return finding(words, gain.shown.evidence(), knob=facts.lower_lr(run), severity="warning")
+        return finding(words, gain.shown.evidence(), knob=lower_lr(run), severity="warning")
     may_be_zero = gain.mean <= limits.NEAR_ERRORS * gain.error
     # The upper bound excludes a gain that the probes are too few to see.
     if not may_be_zero or gain.mean + limits.FAR_ERRORS * gain.error > limits.WORTHLESS_NATS:
@@ -200,7 +181,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
     return finding(words, gain.shown.evidence(), knob=Knob.of(run, "data.max_group_cells", 1))
 
 
-@rule("warning", needs=(*GAP, *GAIN), hint=PROBES, uses=(AGE, DRIFT, COLD_STARTS))
+@rule("warning", needs=(*GAP, *GAIN), hint=PROBES)
 def stale_states(run: RunRecord) -> Outcome:
     """Carried states whose effect on the loss differs from that of fresh ones."""
     found = _late(run, GAP, GAIN)
@@ -217,16 +198,11 @@ def stale_states(run: RunRecord) -> Outcome:
     if series(run, COLD_STARTS).since(first).total:
         lost = "ledger/cold_starts counts lost states, which also differ from fresh ones"
         return explained(f"{words}; {lost}")
-    age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
-    how_old = ""
-    if age and drift:
-        how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)"
     # Fewer streams in flight make states younger; otherwise only smaller steps help.
-    knob, streams = facts.lower_lr(run), run.setting("data.mixing.num_streams_mixed")
-    if isinstance(streams, int) and streams > 1 and not facts.has_full_rows(run):
+    knob, streams = lower_lr(run), run.setting("data.mixing.num_streams_mixed")
+    if isinstance(streams, int) and streams > 1 and not has_full_rows(run):
         knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2)
-    words = f"states are stale{how_old}: {words}; {effect}"
-    return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)
+    return finding(f"states are stale: {words}; {effect}", gap.shown.evidence(), gain.shown.evidence(), knob=knob)
 
 
 RULES = (

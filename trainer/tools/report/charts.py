@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import resources
-from typing import Final, Literal
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,17 +18,13 @@ from trainer.metrics.catalog.lookup import (
     WORST_SUFFIX,
     family,
     is_known,
-    keys_under,
     lookup,
 )
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
-from trainer.tools import limits
-from trainer.tools.diagnostics.facts import batches_through
 from trainer.tools.runs.depth_curve import is_by_depth
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of
-from trainer.wording import counted
 
 # Over all curves: the page stays below 15 MB, including the 5 MB of plotly.
 POINT_BUDGET: Final = 150_000
@@ -41,8 +34,17 @@ OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
 VARIANTS: Final = ("", "held out", "worst rank")
+POOL: Final = "stream_mixing/active"
+# Rows of the catalog that are read together.
+VIEWS: Final = {
+    "Step time by phase (share)": [f"time/{part}_share" for part in ("data", "forward_backward", "optimizer")],
+    "Step time by phase (seconds)": [f"time/{part}_sec" for part in ("data", "forward_backward", "optimizer")],
+    "Device memory": [f"gpu/{part}_gb" for part in ("allocated", "peak", "reserved", "total")],
+    "Pool: remaining picks per reader": [f"{POOL}/remaining_{end}" for end in ("min", "max")],
+    "Pool: remaining fraction of the slice per reader": [f"{POOL}/remaining_fraction_{end}" for end in ("min", "max")],
+    "Ledger: what carrying is worth": ["ledger/carry_gain", "ledger/stale_gap"],
+}
 
-Style = Literal["line", "area", "heat"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -58,6 +60,11 @@ class Curve:
     high: Floats
     num_values: int  # the finite ones
     bad_steps: Ints  # of all others
+
+    @property
+    def steps(self) -> Floats:
+        """The middle of each point's steps [N]."""
+        return (self.first + self.last) / 2
 
     @property
     def is_reduced(self) -> bool:
@@ -97,7 +104,6 @@ class Line:
 
     run: int  # its index
     label: str  # legend text, including the name of the run if there are several
-    variant: str  # distinguishes lines of the same run and key
     curve: Curve
     color: int  # an index; it stands for the run if there are several
     dash: int = 0  # an index
@@ -105,43 +111,23 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A horizontal line to compare with, such as a capacity, of one run (its index)."""
-
-    label: str
-    value: float
-    run: int
-
-
-@dataclass(frozen=True)
 class Chart:
-    """One chart. Of style `heat`, a line is a row of cells over steps, with logarithmic colors."""
+    """One chart. In a heat map, a line is a row of cells over steps, with logarithmic colors."""
 
     title: str
     unit: str
     group: str
     keys: tuple[str, ...]
     lines: tuple[Line, ...]
-    style: Style = "line"
     band: Band | None = None
-    references: tuple[Reference, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()  # (heading, text) pairs shown below it
     is_wide: bool = False  # a combined view
-    is_log: bool = False
-
-    @property
-    def axis(self) -> str:
-        """Title of the axis of values."""
-        if self.group == OTHER_GROUP:
-            return self.unit or "unit not known"
-        return self.unit or "no unit"
+    is_heat: bool = False
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it is drawn: constants are not, of combined views those of 0 without errors."""
-        if not all(line.curve.is_constant for line in self.lines):
-            return True
-        return self.is_wide and any(line.errors is not None or line.curve.low[0] for line in self.lines)
+        """Whether it is drawn: constants are not."""
+        return not all(line.curve.is_constant for line in self.lines)
 
 
 @dataclass
@@ -171,12 +157,6 @@ class Columns:
         if not np.isfinite(errors).any():
             return None
         return errors
-
-    def total(self, run: int, key: str, curve: Curve) -> Curve:
-        """The running total of a counter; values that are not finite count as 0."""
-        steps, values = self.runs[run].column(key)
-        sums = np.cumsum(np.nan_to_num(np.asarray(values), nan=0.0, posinf=0.0, neginf=0.0))
-        return replace(make_curve(steps, sums, limit=self.limit), bad_steps=curve.bad_steps)
 
     @property
     def is_single(self) -> bool:
@@ -208,114 +188,55 @@ def _family(key: str) -> tuple[str, str]:
     return family(key)
 
 
-@dataclass(frozen=True)
-class View:
-    """Keys that are read together."""
-
-    title: str
-    rows: tuple[str, ...]  # names of catalog rows; a pattern stands for all its keys
-    style: Style = "line"  # for a single run; several runs are drawn as lines
-    is_total: bool = False
-    is_log: bool = False
-    max_keys: int = 1  # lines of one color that are readable; with more each key has a chart
-
-    def references(self, runs: Sequence[RunRecord]) -> list[Reference]:
-        """The levels of the rows that have some."""
-        found = []
-        for number, run in enumerate(runs):
-            capacity, ranks = run.setting("ledger.capacity"), run.world_size
-            if "ledger/live_groups" in self.rows and isinstance(capacity, int) and ranks is not None:
-                label = f"capacity of {counted(ranks, 'rank')}"
-                found.append(Reference(label, float(capacity * ranks), number))
-            if "stream_mixing/active/pick_surprise_max" in self.rows and run.steps:
-                bound = limits.surprise_bound(max(batches_through(run, run.steps[-1]), 1))
-                found.append(Reference(f"ln(picks / {limits.ALPHA:g})", bound, number))
-        return found
+def _in_order(key: str) -> list[tuple[str, int]]:
+    """For sorting: `blocks.10` follows `blocks.9`."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", key)]
 
 
-PLAIN: Final = View("", ())
-
-
-@cache
-def _fixed_views() -> tuple[View, ...]:
-    """Those of views.json (`*`: all rows that begin so), and a heat map for each row of layers."""
-    file, found = resources.files("trainer.tools.report") / "assets" / "views.json", []
-    for fields in json.loads(file.read_text(encoding="utf-8")):
-        rows: list[str] = []
-        for row in fields.pop("rows"):
-            rows += keys_under(row[:-1]) if row.endswith("*") else [row]
-        found.append(View(rows=tuple(rows), **fields))
-    return (*found, *(View(spec.title, (spec.name,), style="heat") for spec in LAYER_ROWS))
-
-
-def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
-    """Those of the noise scale, one for each key that it is read from, and all others."""
-    scales = filter(None, map(noise_scale_of, runs))
-    read = sorted({scale.key for scale in scales}, key=READINGS.index) or ["gns/b_now"]
-    for key in read:
-        title = "Noise scale and batch size"
-        if len(read) > 1:
-            title += f" ({key})"
-        yield View(title, (key, f"{key}_low", f"{key}_high", B_BIG), is_log=True, max_keys=4)
-    yield from _fixed_views()
-
-
-def _keys_of_row(row: str, keys: Sequence[str], columns: Columns) -> list[str]:
-    """The training keys of a catalog row that some run has; `blocks.10` follows `blocks.9`."""
-    found = [key for key in keys if _family(key)[0] == row and not variant_of(key)[1]]
-    found = [key for key in found if not _is_error(key) and columns.curves(key)]
-    parts = {key: re.findall(r"(\D*)(\d*)", key) for key in found}
-    return sorted(found, key=lambda key: [(text, int(number or 0)) for text, number in parts[key]])
-
-
-def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
-    """The chart of keys that share one."""
-    base, variants = variant_of(keys[0])[0], [variant_of(key)[1] for key in keys]
-    parts = [_family(variant_of(key)[0])[1] for key in keys]
-    names, dashes = [VARIANTS[variant] for variant in variants], variants
-    if view.rows and (len(keys) > 1 or parts[0]):
-        names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)]
-        dashes = [0] * len(keys)
-        # Totals often coincide, as false evictions are cold starts too: dashes show both.
-        if view.is_total or not columns.is_single:
-            dashes = list(range(len(keys)))
-    elif columns.is_single and parts[0]:
-        names, dashes = parts, [0] * len(keys)
+def _chart(columns: Columns, keys: Sequence[str], title: str = "") -> Chart:
+    """The chart of keys that share one. `title`: of a view."""
+    bases, variants = zip(*map(variant_of, keys), strict=True)
+    parts = [_family(base)[1] for base in bases]
+    names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)] if len({*bases}) > 1 else []
     lines = []
-    for number, (key, name, dash) in enumerate(zip(keys, names, dashes, strict=True)):
+    for number, (key, variant) in enumerate(zip(keys, variants, strict=True)):
+        name, dash = VARIANTS[variant], variant
+        if names:
+            name, dash = names[number], 0
         for run, curve in columns.curves(key):
             errors = columns.errors(run, key, curve)
-            drawn = columns.total(run, key, curve) if view.is_total else curve
-            label, color = name, number
-            if not columns.is_single:  # colors stand for runs
-                label, color = ", ".join(filter(None, (columns.runs[run].name, name))), run
-            lines.append(Line(run, label or "train", name or "train", drawn, color, dash, errors))
-    if not is_known(base):
-        return Chart(base, "", OTHER_GROUP, tuple(keys), tuple(lines))
-    spec = lookup(base)
-    title = view.title or spec.title
-    if not view.rows and parts[0] and (not columns.is_single or len(keys) == 1):
-        title = f"{title}: {parts[0]}"
-    if not view.rows and len(set(variants)) == 1 and variants[0]:
-        title = f"{title}, {VARIANTS[variants[0]]}"
+            if columns.is_single:
+                lines.append(Line(run, name or "train", curve, number, dash, errors))
+            else:  # colors stand for runs
+                label = ", ".join(filter(None, (columns.runs[run].name, name)))
+                lines.append(Line(run, label, curve, run, number, errors))
+    if not is_known(bases[0]):
+        return Chart(bases[0], "", OTHER_GROUP, tuple(keys), tuple(lines))
+    spec = lookup(bases[0])
+    if not title:
+        title = spec.title
+        if not names and parts[0]:
+            title += f": {parts[0]}"
+        if len({*variants}) == 1 and variants[0]:
+            title += f", {VARIANTS[variants[0]]}"
+    rows = {family(base)[0] for base in bases}
+    is_heat = columns.is_single and rows <= {row.name for row in LAYER_ROWS}
     return Chart(
         title,
         spec.unit,
         spec.group,
         tuple(keys),
         tuple(lines),
-        style=view.style if columns.is_single else "line",
-        band=spec.band if len(keys) == 1 or not view.rows else None,
-        references=tuple(view.references(columns.runs)),
-        facts=_facts(keys if view.rows else [base]),
-        is_wide=bool(view.rows),
-        is_log=view.is_log,
+        band=spec.band if len(rows) == 1 else None,
+        facts=_facts(bases),
+        is_wide=is_heat or len(rows) > 1,
+        is_heat=is_heat,
     )
 
 
 def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Meaning, good and bad signs of some keys; of several, each with the title of its row."""
-    specs = {family(key)[0]: lookup(key) for key in keys if is_known(key)}
+    specs = {family(key)[0]: lookup(key) for key in keys}
     facts = []
     for spec in specs.values():
         what = spec.description
@@ -345,22 +266,26 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """
     num_curves = max(sum(len(run.keys) for run in runs), 1)
     columns = Columns(runs, min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS))
-    keys, _ = drawn_keys(runs)
+    drawn, _ = drawn_keys(runs)
+    keys = dict.fromkeys(key for key in drawn if not _is_error(key))
     charts: list[Chart] = []
-    used: set[str] = set()
-    for view in _views(runs):
-        shown = [key for row in view.rows for key in _keys_of_row(row, keys, columns)]
-        if shown and (columns.is_single or len(shown) <= view.max_keys):
-            charts.append(_chart(columns, shown, view))
-            used.update(shown)
-    rows = {spec.name: number for number, spec in enumerate(CATALOG)}
+    scale = next((scale.key for scale in map(noise_scale_of, runs) if scale is not None), READINGS[1])
+    views = {"Noise scale and batch size": [scale, f"{scale}_low", f"{scale}_high", B_BIG], **VIEWS}
+    for title, rows in views.items():
+        shown = [key for key in rows if key in keys and columns.curves(key)]
+        # More than two lines of a run in one color are not readable.
+        if len(shown) > 1 and (columns.is_single or len(shown) == 2):
+            charts.append(_chart(columns, shown, title))
+            for key in shown:
+                del keys[key]
+    places = {spec.name: number for number, spec in enumerate(CATALOG)}
 
-    def order(key: str) -> tuple[int, str, int]:
+    def order(key: str) -> tuple[int, list[tuple[str, int]], int]:
         base, variant = variant_of(key)
-        return rows.get(_family(base)[0], len(rows)), base, variant
+        return places.get(_family(base)[0], len(places)), _in_order(base), variant
 
     shared: dict[tuple[str, int], list[str]] = {}
-    for key in sorted((key for key in keys if key not in used and not _is_error(key)), key=order):
+    for key in sorted(keys, key=order):
         base, variant = variant_of(key)
         row, part = _family(base)
         if not columns.curves(key):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
 from trainer.metrics.catalog.rows_data import EPOCHS
-from trainer.tools.diagnostics.facts import sources
+from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
@@ -66,7 +64,6 @@ class KeyMean:
     standard_deviations: tuple[float | None, float | None]
     is_last: bool  # the key is not averaged, and `means` are its last values
     difference: float | None  # second minus first
-    relative: float | None  # to the first, if that is not 0
 
 
 @dataclass(frozen=True)
@@ -141,31 +138,18 @@ def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median",
     return SummaryRow(label, middle, unit, front + rows, digits=4)
 
 
-def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
-    """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean
-    of as many consecutive rows, which may be the final ones: the minimum of single rows is luck,
-    and a running average lags."""
-    losses, unit = _finite(run, "loss"), "nats/token"
+def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
+    """The mean loss at the end; if none there is finite, the last finite one."""
+    losses, label, unit = _finite(run, "loss"), "Final loss", "nats/token"
     if not losses:
-        return [SummaryRow("Final loss", None, unit), SummaryRow("Best loss", None, unit)]
-    steps, values = list(losses), list(losses.values())
+        return SummaryRow(label, None, unit)
     end = end_of(run, window)
-    width = max(sum(step >= end.first for step in steps), 1)
-    of_final, of_best = "mean of ", "lowest mean of "
-    if width == 1:
-        of_final, of_best = "", "lowest row, "
-        if steps[-1] != run.steps[-1]:
-            of_final = "last finite value, "
-    sums = list(accumulate(values, initial=0.0))
-    starts = range(len(values) - width + 1)
-    lowest = min(starts, key=lambda start: sums[start + width] - sums[start])
-    # The running sums are rounded: the final rows are compared exactly.
-    mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
-    final_note, best_note = of_final + rows_text(steps[-width:]), of_best + rows_text(steps[start : start + width])
-    return [
-        SummaryRow("Final loss", statistics.fmean(values[-width:]), unit, final_note),
-        SummaryRow("Best loss", mean, unit, best_note),
-    ]
+    steps = [step for step in losses if step >= end.first]
+    if not steps:
+        step = max(losses)
+        return SummaryRow(label, losses[step], unit, f"last finite value, step {step:,}")
+    mean = statistics.fmean(losses[step] for step in steps)
+    return SummaryRow(label, mean, unit, f"mean of {rows_text(steps)}")
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
@@ -248,8 +232,8 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         ratio = tokens.value / size
     if full:
         of_full = f"of at most {full:,}, "
-    if any(run.steps_redone):
-        redone = f"{counted(sum(run.steps_redone), 'step')} repeated"
+    if run.steps_redone:
+        redone = f"{counted(run.steps_redone, 'step')} repeated"
     return [
         _state(run),
         steps,
@@ -264,7 +248,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         _middle("MFU", run, "mfu", "of the peak"),
         _last_row("Peak memory", run, "gpu/peak_gb", "GB"),
         *_held_out(run),
-        *_losses(run, window),
+        _final_loss(run, window),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
         _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),
@@ -306,20 +290,10 @@ def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tupl
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs labeled by the shortest path suffixes that differ; equal paths are numbered."""
-    parts = [run.path.absolute().parts for run in runs]
-    depth = 1  # of the path, from its end
-    while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
-        depth += 1
-    seen: Counter[str] = Counter()
-    named = []
-    for run, part in zip(runs, parts, strict=True):
-        label = "/".join(part[-depth:])
-        seen[label] += 1
-        if seen[label] > 1:
-            label += f" ({seen[label]})"
-        named.append(replace(run, label=label))
-    return named
+    """The runs, labeled by their paths where names are not distinct."""
+    if len({run.name for run in runs}) == len(runs):
+        return list(runs)
+    return [replace(run, label=str(run.path)) for run in runs]
 
 
 def value_text(value: Any) -> str:
@@ -379,28 +353,17 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
     for key in dict.fromkeys([*first.keys, *second.keys]):
         is_averaged = key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
         (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(*end, key, is_averaged=is_averaged) for end in ends)
-        difference = relative = None
+        difference = None
         if mean_a is not None and mean_b is not None:
             difference = mean_b - mean_a
-            if mean_a:
-                relative = difference / abs(mean_a)
         unit = lookup(key).unit if is_known(key) else ""
         means, deviations = (mean_a, mean_b), (deviation_a, deviation_b)
-        rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference, relative))
+        rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference))
     return rows
 
 
 def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Why results may not compare, in words: state, length, and data that the losses are of."""
-    states = [(run.name, run.status.get("state") or "unknown") for run in runs]
-    unfinished = [f"{name} ({state})" for name, state in states if state != "done"]
-    if unfinished:
-        yield f"not done: {few(unfinished)}"
-    ends = {run.name: run.steps[-1] for run in runs if run.steps}
-    last = max(ends.values(), default=0)
-    short = [f"{name} ({step:,})" for name, step in ends.items() if step < last]
-    if short:
-        yield f"not equally long: the longest ended at step {last:,}, earlier {few(short)}"
+    """Why losses may not compare, in words: they are of other data or of other objectives."""
     keys = [key for key, _ in config_differences(runs) if key.startswith(_HELD_OUT_SETTINGS)]
     differing = [key for key in keys if not key.endswith(".weight")]
     if differing:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
+from trainer.tools.runs.load import RunRecord
 
 _KEY = re.compile(r"eval/(?:([^/]+)/)?depth/(?:(\d+)|beyond_cell)/(loss|loss_from_zero|carry_gain)")
 
@@ -44,6 +45,12 @@ class DepthCurve(NamedTuple):
         """(first depth, gain) of the buckets with carried states and known errors."""
         return [(each.start, each.gain) for each in self.points if each.gain and math.isfinite(each.gain.error)]
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there are gains, and all of them are finite."""
+        gains = [each.gain.value for each in self.points if each.gain]
+        return bool(gains) and all(map(math.isfinite, gains))
+
 
 def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
     """The curve of each set in an evaluation's metrics; the held-out documents are ""."""
@@ -57,13 +64,23 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
     curves = {}
     for name, by_start in found.items():
         if "carry_gain" in by_start.get(-1, {}):
-            points = [_point(start, each) for start, each in sorted(by_start.items()) if "loss" in each]
+            points = [
+                Point(start, each["loss"], each.get("loss_from_zero"), each.get("carry_gain"))
+                for start, each in sorted(by_start.items())
+                if "loss" in each
+            ]
             curves[name] = DepthCurve(points, by_start[-1]["carry_gain"])
     return curves
 
 
-def _point(start: int, numbers: Mapping[str, Number]) -> Point:
-    return Point(start, numbers["loss"], numbers.get("loss_from_zero"), numbers.get("carry_gain"))
+def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
+    """(number of evaluations, the curve of each set in the last one, if all its gains are finite)."""
+    columns = {key: run.column(key) for key in run.keys if is_by_depth(key)}
+    columns = {key: column for key, column in columns.items() if column[0]}
+    number = max((len(steps) for steps, _ in columns.values()), default=0)
+    last = max((steps[-1] for steps, _ in columns.values()), default=0)
+    curves = curves_of({key: values[-1] for key, (steps, values) in columns.items() if steps[-1] == last})
+    return number, {name: curve for name, curve in curves.items() if curve.is_known}
 
 
 def is_by_depth(key: str) -> bool:

@@ -1,6 +1,7 @@
 """Reads the record of a run: from its directory, or from a metrics.jsonl alone.
 
-Damaged and unknown lines are skipped and counted; a file without a usable row is refused.
+Damaged and unknown lines are skipped and counted; a file without a usable row is refused. Without
+numpy, which reading a run must not take.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import math
 import textwrap
 import tomllib
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,6 @@ from trainer.metrics.payload_contract import (
     strip_launcher_prefix,
 )
 from trainer.metrics.run_status import STATUS_NAME, judged, run_state, usable
-from trainer.tools.runs.table import RowTable
 from trainer.wording import counted
 
 METRICS_NAME: Final = "metrics.jsonl"
@@ -40,6 +40,87 @@ SHOWN_REASON: Final = 300
 MAX_STEP: Final = 2**63 - 1  # columns hold steps in 64 bits
 _NUMBERS: Final = frozenset({int, float})
 _PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
+Column = tuple["array[int]", "array[float]"]
+_Row = tuple[int, int, tuple[str, ...], "array[float]"]  # step, number of restarts before it, keys, values
+
+
+class RowTable:
+    """The rows of one mode (`train` or `eval`).
+
+    If a step was logged more than once, the latest row replaces the others. With `merge_same_step`,
+    rows of one step without a restart between them are merged instead: a loop may log several
+    evaluations of a step.
+    """
+
+    def __init__(self, *, merge_same_step: bool) -> None:
+        self._merge = merge_same_step
+        self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}  # each once
+        self._rows: list[_Row] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: list[_Row] | None = None
+        self._blocks: list[tuple[dict[str, int], array[int], array[float]]] = []
+        self._columns: dict[str, Column] = {}
+
+    def add(self, step: int, attempt: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
+        """Add one row; `attempt` is the number of restarts before it."""
+        self._rows.append((step, attempt, self._shapes.setdefault(keys, keys), array("d", values)))
+        self._forget()
+
+    def __len__(self) -> int:
+        """Number of rows added, replaced ones included."""
+        return len(self._rows)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all rows, in order of first appearance."""
+        return list(dict.fromkeys(chain.from_iterable(self._shapes)))
+
+    @property
+    def kept(self) -> list[_Row]:
+        """The rows that no later row replaced, by step."""
+        if self._kept is None:
+            last, kept = {row[0]: row for row in self._rows}, []
+            for row in self._rows:
+                later = last[row[0]]
+                if later is row or (self._merge and later[1] == row[1]):
+                    kept.append(row)
+            self._kept = sorted(kept, key=lambda row: row[0])
+        return self._kept
+
+    @property
+    def num_replaced(self) -> int:
+        """Number of rows that a later row of the same step replaced."""
+        return len(self) - len(self.kept)
+
+    @property
+    def steps(self) -> array[int]:
+        """The logged steps, ascending and unique."""
+        return array("q", dict.fromkeys(row[0] for row in self.kept))
+
+    def column(self, key: str) -> Column:
+        """(steps, values) of one key, steps ascending and unique. Values may be NaN.
+
+        Both arrays are shared with later calls: treat them as read-only.
+        """
+        if not self._blocks:  # rows with the same keys one after the other, their values in one array
+            for keys, group in groupby(self.kept, key=lambda row: row[2]):
+                rows = list(group)
+                values = array("d", chain.from_iterable(row[3] for row in rows))
+                places = {name: place for place, name in enumerate(keys)}
+                self._blocks.append((places, array("q", (row[0] for row in rows)), values))
+        if key not in self._columns:
+            steps, values = array("q"), array("d")
+            for places, at, values_of_rows in self._blocks:
+                if key in places:
+                    steps += at
+                    values += values_of_rows[places[key] :: len(places)]
+            if self._merge:  # of merged rows the last counts
+                found = dict(zip(steps, values, strict=True))
+                steps, values = array("q", found), array("d", found.values())
+            self._columns[key] = steps, values
+        return self._columns[key]
 
 
 @dataclass(frozen=True)
@@ -49,10 +130,10 @@ class RunRecord:
     path: Path
     train: RowTable
     evals: RowTable
-    # In order; rows after a restart may repeat steps above its `global_step`.
+    # In order; rows after a restart may repeat steps above its `global_step`. Those of events.jsonl
+    # have details, and are there also if the run ended before its next row.
     restarts: list[Restart] = field(default_factory=list)
-    # For each restart, the number of steps between it and the last row before it.
-    steps_redone: list[int] = field(default_factory=list)
+    steps_redone: int = 0  # of all restarts: the steps back from the last row before each
     events: list[Mapping[str, Any]] = field(default_factory=list)  # lines of events.jsonl
     status: Mapping[str, Any] = field(default_factory=dict)  # status.json, as `judged`
     config: Mapping[str, Any] = field(default_factory=dict)  # config.resolved.toml
@@ -108,7 +189,8 @@ class _Reader:
     def __init__(self) -> None:
         self.train = RowTable(merge_same_step=False)
         self.evals = RowTable(merge_same_step=True)
-        self._restarts: list[tuple[Restart, int]] = []  # each with the step of the row before
+        self.restarts: list[Restart] = []
+        self.steps_redone = 0
         self._num_lines = 0
         self._num_skipped = 0
         self._num_decreases = 0
@@ -175,7 +257,8 @@ class _Reader:
         self._add(found.mode, found.global_step, tuple(row), row.values())
 
     def _restart(self, restart: Restart) -> None:
-        self._restarts.append((restart, self._last_step))
+        self.restarts.append(restart)
+        self.steps_redone += max(self._last_step - restart.global_step, 0)
         self._last_step = restart.global_step
 
     def _add(self, mode: str, step: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
@@ -184,43 +267,11 @@ class _Reader:
             self._num_decreases += 1
         self._last_step = step
         tables = {"train": self.train, "eval": self.evals}
-        tables[mode].add(step, len(self._restarts), keys, values)
+        tables[mode].add(step, len(self.restarts), keys, values)
 
     def _skip(self, error: PayloadError) -> None:
         self._num_skipped += 1
         self._first_error = self._first_error or (self._num_lines, error)
-
-    def restarts(self, events: Iterable[Mapping[str, Any]]) -> tuple[list[Restart], list[int]]:
-        """All restarts, and for each the number of steps between it and the last row before it.
-
-        Those of events.jsonl have details, and are there also if the run ended before its first
-        row. A row follows the latest event of its step.
-        """
-        known = list(filter(None, map(_restart_of, events)))
-        by_step = defaultdict[int, list[int]](list)
-        for number, each in enumerate(known):
-            by_step[each.global_step].append(number)
-        ends, end = [], len(known)
-        for found, _ in reversed(self._restarts):
-            numbers = by_step[found.global_step]
-            while numbers and numbers[-1] >= end:
-                numbers.pop()
-            if numbers:
-                end = numbers[-1]
-                ends.append(end + 1)
-            else:  # events.jsonl does not have it
-                ends.append(0)
-        done, groups = 0, list[tuple[list[Restart], int]]()
-        for (found, reached), end in zip(self._restarts, reversed(ends), strict=True):
-            groups.append((known[done:end] or [found], reached))
-            done = max(done, end)
-        ordered, redone = list[Restart](), list[int]()
-        for group, reached in [*groups, (known[done:], self._last_step)]:
-            for each in group:
-                ordered.append(each)
-                redone.append(max(reached - each.global_step, 0))
-                reached = each.global_step
-        return ordered, redone
 
     def check_usable(self, path: Path, *, allow_empty: bool) -> None:
         """Refuse a file without a usable row. Raises UserError: naming the first invalid line."""
@@ -252,19 +303,15 @@ def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None)
     if first_error is not None:
         line, error = first_error
         problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
-        return UserError(str(metrics), problem, fix)
+        return UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
     status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
     ended = ENDED_STATES.get(str(status.get("state")))
     if ended is None:
-        fix = "wait for the first logged step, or name another run"
-        return UserError(str(metrics), "has no rows", fix)
+        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
     if status.get("last_step") is not None:
         ended += f" at step {status['last_step']}"
-    reason = str(status.get("reason") or "unknown reason")
-    problem = f"has no rows: the run {ended}: "
-    problem += textwrap.shorten(reason, SHOWN_REASON, placeholder=" ...")
-    return UserError(str(metrics), problem, "see logs/ in the run directory")
+    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
+    return UserError(str(metrics), f"has no rows: the run {ended}: {reason}", "see logs/ in the run directory")
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
@@ -294,8 +341,8 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     notes, others = reader.notes(), dict[str, Any]()
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         others = _read_others(metrics.parent, notes)
-    restarts, redone = reader.restarts(others.get("events", []))
-    return RunRecord(path, reader.train, reader.evals, restarts, redone, notes=notes, **others)
+    restarts = list(filter(None, map(_restart_of, others.get("events", [])))) or reader.restarts
+    return RunRecord(path, reader.train, reader.evals, restarts, reader.steps_redone, notes=notes, **others)
 
 
 def _restart_of(event: Mapping[str, Any]) -> Restart | None:

@@ -78,13 +78,10 @@ def why_unknown(run: RunRecord) -> str:
     """Why the run ends without a noise scale, to follow "the noise scale is"; empty if it has one,
     and where the record does not say that one was to be measured."""
     scale = noise_scale_of(run)
-    if scale is not None:
-        if scale.is_known:
-            return ""
-        return f"not known yet: neither a lower nor an upper bound ({scale.where})"
-    batches = _column(run, B_BIG)
-    if batches:
-        return f"not known yet: no lower bound in the last row, step {max(batches):,}"
+    if scale is not None and scale.is_known:
+        return ""
+    if scale is not None or _column(run, B_BIG):
+        return "not known yet: neither a lower nor an upper bound"
     if run.setting("gns.enabled") is False:
         return "not measured: gns.enabled = false"
     if run.setting("train.micro_batches") == run.world_size == 1:

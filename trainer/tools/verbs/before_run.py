@@ -347,8 +347,7 @@ def init(
     ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
-    from trainer.tools.init.starter import render_starter
-    from trainer.tools.init.survey import make_starter, timed
+    from trainer.tools.init import make_starter, render_starter, timed
     from trainer.tools.reference_docs import render_config_schema
 
     if out is not None:

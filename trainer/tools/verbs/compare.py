@@ -130,7 +130,7 @@ def _means_table(runs: Sequence[RunRecord], window: int | None) -> Table:
     means = key_means(runs[0], runs[1], window=window)
     title = "Final mean (the last value of lr, counters and running averages)\n"
     title += "\n".join(f"{run.name}: {end_of(run, window)}" for run in runs)
-    table = _new_table(title, "key", runs, "difference", "in %")
+    table = _new_table(title, "key", runs, "difference")
     differing = [row for row in means if row.difference != 0]
     for row in differing:
         _add_means(table, row)
@@ -147,16 +147,14 @@ def _add_means(table: Table, row: KeyMean) -> None:
         if deviation:
             text += f" ± {number_text(deviation)}"
         shown.append(Text(text))
-    difference = relative = style = ""
+    difference = style = ""
     if row.difference is not None:
         difference = _signed(row.difference)
         # Single values have no deviation to exceed.
         scatter = [deviation for deviation in row.standard_deviations if deviation is not None]
         if scatter and abs(row.difference) > sum(scatter):
             style = "bold"
-    if row.relative is not None:
-        relative = f"{100 * row.relative:+.1f}"
-    table.add_row(Text(row.key), *shown, difference, relative, style=style)
+    table.add_row(Text(row.key), *shown, difference, style=style)
 
 
 def _signed(value: float) -> str:

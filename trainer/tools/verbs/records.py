@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 SHOWN_REASON, SHOWN_STEPS = 80, 4
 EXIT_FINDINGS = 3
-ALL_HELP = "Say what each rule without anything to measure needs."
 ASSETS_HELP = "Put plotly.js (5 MB) next to the page, for all reports of the directory."
+ALL_HELP = "Say what each rule without anything to measure needs."
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.page import plotly_script, render_page, render_parts
+    from trainer.tools.report.page import plotly_script, render_page
     from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
@@ -247,12 +247,8 @@ def report(
     plotly = plotly_script()
     refuse_existing(out, force=force)
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
-    names = [diagnosis.run.name for diagnosis in diagnoses]
-    parts, file = render_parts(diagnoses), f"plotly-{metadata.version('plotly')}.min.js"
-    if assets:
-        page = render_page(names, parts, plotly_file=file)
-    else:
-        page = render_page(names, parts, plotly=plotly)
+    file = f"plotly-{metadata.version('plotly')}.min.js"
+    page = render_page(diagnoses, plotly="" if assets else plotly, plotly_file=file)
     content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
     with writing("--out"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +257,7 @@ def report(
             write_file(target.with_name(file), plotly.encode(), follow=True)
     for diagnosis in diagnoses:
         run = diagnosis.run
-        echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
+        echo(f"{run.name}: {len(run.steps):,} logged steps: {diagnosis.brief}", err=True)
         for note in run.notes:
             echo(f"{run.name}: note: {note}", err=True)
     echo(f"wrote the report to {out} ({len(content) / 1e6:.1f} MB)", err=True)

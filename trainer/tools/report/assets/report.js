@@ -1,4 +1,4 @@
-/* Shows the plotly figures in #data with one range of steps, theme and smoothing. Only a page that is served makes requests. */
+/* Shows the plotly figures in #data with one range of steps and smoothing. */
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
@@ -53,7 +53,7 @@
     return figure.data.filter((trace) => !state.runs.has(trace.meta?.run)).flatMap((trace) => {
       const shown = { ...trace, visible: state.lines.has(`${figure.name}\n${trace.legendgroup}`) ? "legendonly" : true };
       if (!state.smoothing || !trace.meta?.smooths || trace.fill) return [shown];
-      const calm = { ...shown, y: smooth(trace.y), mode: "lines", line: { ...trace.line, width: 2.2 }, hoverinfo: "skip", hovertemplate: null };
+      const calm = { ...shown, y: smooth(trace.y), mode: "lines", line: { ...trace.line, width: 2.2 }, showlegend: false, hoverinfo: "skip", hovertemplate: null };
       return [{ ...shown, opacity: 0.28 }, calm];
     });
   }
@@ -62,10 +62,9 @@
   function valueRange(figure, traces) {
     const [from, to] = state.range ?? page.span;
     const skipped = state.range ? -Infinity : figure.skipped ?? -Infinity;
-    const levels = state.range ? [] : figure.levels;
-    let low = Math.min(...levels), high = Math.max(...levels);
+    let low = Infinity, high = -Infinity;
     for (const { x, y, visible } of traces) {
-      if (visible !== true || x[0] === null) continue;
+      if (visible !== true) continue;
       x.forEach((step, i) => {
         if (!(step >= from && step <= to && step > skipped)) return;
         if (y[i] < low) low = y[i];
@@ -82,7 +81,7 @@
     if (figure.isOfSteps === false) return { ...structuredClone(figure.layout), template: page.template, dragmode: false };
     const layout = { ...figure.layout, template: page.template, dragmode: isTouch ? false : "zoom", xaxis: { range: [...(state.range ?? page.span)] } };  // plotly writes into it
     if (figure.isHeat) return layout;
-    const type = isLog(figure) ? "log" : "linear", range = figure.isStacked ? null : valueRange(figure, traces);
+    const type = isLog(figure) ? "log" : "linear", range = valueRange(figure, traces);
     layout.yaxis = { ...layout.yaxis, type, ...(range ? { range } : { rangemode: "tozero" }) };
     if (type === "log") layout.yaxis.title = { text: `${figure.layout.yaxis.title.text}, log scale` };
     const ends = (range ?? [0, 1]).map((end) => (type === "log" ? 10 ** end : end));
@@ -115,7 +114,6 @@
       draw(plot);
       return false;
     });
-    plot.addEventListener("keydown", (event) => onKey(event, plot));
   }
 
   /* Charts close to the screen first, in pieces between which the page answers. */
@@ -135,7 +133,7 @@
     document.documentElement.dataset.drawn = "all";
   }
 
-  /* ---- Steps: zoom, move, and a cursor along the first visible line ---- */
+  /* ---- Steps: one range for all charts ---- */
   function setRange(range) {
     const [from, to] = [Math.max(range?.[0] ?? -Infinity, page.span[0]), Math.min(range?.[1] ?? Infinity, page.span[1])];
     if (to - from < 0.5) return;
@@ -144,43 +142,10 @@
     drawAll();
   }
 
-  function zoom(factor, center) {
-    const [from, to] = state.range ?? page.span, half = ((to - from) * factor) / 2, middle = center ?? (from + to) / 2;
-    setRange([middle - half, middle + half]);
-  }
-
-  const cursors = new WeakMap();  // the step in each plot
-  function onKey(event, plot) {
-    const line = plot.data.find((trace) => trace.hovertemplate && trace.visible === true);
-    if (!line || event.ctrlKey || event.metaKey || event.altKey) return;
-    const steps = line.x.filter((step) => !Number.isNaN(step)), last = steps.length - 1;
-    const step = cursors.get(plot), at = steps.findLastIndex((each) => each <= step);
-    const stride = event.shiftKey ? Math.max(1, Math.round(steps.length / 20)) : 1;
-    const places = { ArrowRight: at + stride, ArrowLeft: at < 0 ? last : at - stride, Home: 0, End: last };
-    if (event.key in places) {
-      const next = steps[Math.max(0, Math.min(last, places[event.key]))], [from, to] = state.range ?? page.span;
-      cursors.set(plot, next);
-      if (next < from || next > to) setRange([next - (to - from) / 2, next + (to - from) / 2]);
-      Plotly.Fx.hover(plot, { xval: next, yval: 0 }, "xy");
-    } else if ("+=".includes(event.key)) zoom(0.5, step);
-    else if (event.key === "-") zoom(2, step);
-    else if (event.key === "0" || event.key === "Escape") { setRange(null); Plotly.Fx.unhover(plot); }
-    else return;
-    event.preventDefault();
-  }
-
   /* ---- Controls ---- */
   const press = (button, isOn) => button.setAttribute("aria-pressed", String(isOn));
   const onClick = (selector, act) => document.querySelectorAll(selector).forEach((button) => button.addEventListener("click", () => { act(button); drawAll(); }));
-  const NEXT = { auto: "light", light: "dark", dark: "auto" };
-  let theme = "auto";
-  function showTheme(name = theme) {
-    document.documentElement.dataset.theme = name;
-    $("theme").textContent = `Theme: ${theme}`;
-    load();
-  }
-  onClick("#theme", () => { theme = NEXT[theme]; showTheme(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { showTheme(); drawAll(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { load(); drawAll(); });
   onClick("[data-smoothing]", (button) => {
     state.smoothing = Number(button.dataset.smoothing);
     document.querySelectorAll("[data-smoothing]").forEach((other) => press(other, other === button));
@@ -200,10 +165,11 @@
 
   /* Paper gets the light theme; the style sheet does the rest. */
   matchMedia("print").addEventListener("change", ({ matches }) => {
-    showTheme(matches ? "light" : theme);
+    document.documentElement.dataset.theme = matches ? "light" : "auto";
+    load();
     if (matches) plots.forEach(draw); else drawAll();
   });
 
-  showTheme();
+  load();
   drawAll();
 })();
