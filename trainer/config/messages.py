@@ -100,9 +100,12 @@ EXPLAINED = {
     "num_epochs": _EPOCHS,
     "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",
 }
+_ALERT = "remove it: status.json and the exit code say how a run ended, for whatever started it"
 _LAYOUT = "remove it: root is a nested layout, and paths are a direct one"
 # Keys of earlier versions -> what to do instead. Checkpoints that have them can still be read.
 REMOVED = {
+    "alert.command": _ALERT,
+    "alert.url": _ALERT,
     "data.cache_gb": "remove it: the least recently used copies are deleted when their disk is full",
     "data.source.layout": _LAYOUT,
     "distributed.backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
@@ -114,16 +117,19 @@ REMOVED = {
     "sample.temperature": "remove it, or call train sample with --temperature",
     "sample.top_k": "remove it, or call train sample with --top-k",
     "source.layout": _LAYOUT,  # of a dataset file
+    "train.memory_snapshot": "remove it, or call torch.cuda.memory._record_memory_history in an [[extension]]",
     "train.max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
 }
 # Removed keys -> the value that always applies; a config may still set it, as each resolved one does.
 SETTLED = {
+    "alert.command": [],
     "data.cache_gb": 100.0,
     "gns.ema": 0.95,
     "metrics.smoothing_alpha": 0.1,
     "sample.temperature": 1.0,
     "sample.top_k": 0,
     "train.max_skips": 10,
+    "train.memory_snapshot": False,
 }
 _RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
