@@ -1,43 +1,129 @@
-"""Sources that are URLs: local copies of a store's files, within a limit of size.
+"""Sources that are URLs: local copies of a store's files, which the ranks of a node share.
 
-Of such a copy (see `trainer.lab.cache`) entry.json has the URL, and size and version of every file,
-and the files lie in files/<name>/, where <name> is the last part of the URL. The key is a hash of
-the URL and of all names, sizes and versions. An object that changes in the store gives another
-copy, which shares the unchanged files with the old one (hard links), so that a run that still reads
-the old one is not disturbed. Everything after this reads local copies, under the names of the
-objects. A store that cannot be read, a copy that does not fit and a directory that cannot be
-written are UserErrors. It could go if data were copied before a run.
+    CACHE/<key>/entry.json      what it is a copy of; written last, and what makes it whole
+    CACHE/<key>/files/          the files
+    CACHE/<key>.lock            held by the process that makes it
+
+Of a copy, entry.json has the URL, and size and version of every file, and the files lie in
+files/<name>/, where <name> is the last part of the URL. The key is a hash of the URL and of all
+names, sizes and versions. An object that changes in the store gives another copy, so that a run
+that still reads the old one is not disturbed. Everything after this reads local copies, under the
+names of the objects. A store that cannot be read, a copy that does not fit and a directory that
+cannot be written are UserErrors. It could go if data were copied before a run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
 import itertools
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import BinaryIO
 
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data.formats import FORMATS, check_format, index_suffixes
 from trainer.data.layout import Discovery, Stream, discover_direct, discover_nested, sort_of, warn_unread
 from trainer.errors import UserError
-from trainer.files import is_url, write_json
-from trainer.lab.cache import ENTRY, Cache, Snapshot, read_entry
+from trainer.files import is_url, open_plain, write_json
 from trainer.lab.storage import MissingError, Storage, StorageError, StoredFile
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted
 
 logger = get_logger(__name__)
 THREADS = 8
+ENTRY = "entry.json"
+POLL_SEC, HEAD_START_SEC = 0.2, 5.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A local copy."""
+
+    key: str
+    directory: Path
+    is_new: bool  # whether this process has just made it
+
+
+class Cache:
+    """The copies below the directory that `[data] cache_dir` names (None: the user's own).
+
+    Raises UserError: it cannot be a directory.
+    """
+
+    def __init__(self, directory: str | Path | None) -> None:
+        own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
+        place = Path(directory or own)
+        # A name that is too long, a circle of links, no such user's home.
+        with suppress(OSError, RuntimeError):
+            place = place.expanduser().resolve()
+            # In this order: another process may make it in between.
+            if not place.exists() or place.is_dir():
+                self.directory = place
+                return
+        raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
+
+    def hold(
+        self,
+        key: str,
+        target: Path,  # below the directory of the key
+        *,
+        is_whole: Callable[[], bool],
+        make: Callable[[], None],
+        waiting: str,  # what to say when it is waited for
+        is_first: bool = True,  # False: leave it to another process to begin, for some seconds
+        on_wait: Callable[[], None] = lambda: None,  # called now and then
+    ) -> Snapshot:
+        """The copy under a key, made by one process unless it is whole; others wait for that."""
+        others_until = time.monotonic()
+        if not is_first:
+            others_until += HEAD_START_SEC
+        is_new = has_said = False
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with open_plain(self.directory / f"{key}.lock", "ab") as lock:
+                while not is_whole():
+                    if time.monotonic() >= others_until and _try(lock):
+                        if not is_whole():
+                            make()
+                            is_new = True
+                        continue
+                    if not has_said:
+                        logger.info("%s", waiting)
+                    has_said = True
+                    on_wait()
+                    time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
+        except OSError as error:
+            where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
+            raise UserError(where, problem, "name another directory: data.cache_dir") from None
+        return Snapshot(key, target, is_new)
+
+    def need(self, url: str, num_bytes: int) -> None:
+        """Refuse what does not fit. Raises UserError."""
+        free = shutil.disk_usage(self.directory).free
+        if free < num_bytes:
+            problem = (
+                f"takes {num_bytes / 1e9:.3g} GB more as a local copy; {free / 1e9:.3g} GB are free in {self.directory}"
+            )
+            raise UserError(url, problem, "delete copies that no run reads there, or name another data.cache_dir")
+
+
+def _try(lock: BinaryIO) -> bool:
+    """Take a lock, unless another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def copy(cache: Cache, storage: Storage, files: Mapping[str, StoredFile]) -> Snapshot:
@@ -51,70 +137,40 @@ def copy(cache: Cache, storage: Storage, files: Mapping[str, StoredFile]) -> Sna
     place, last = cache.directory / key, storage.url.rpartition("/")[2]
     target = place / "files" / (last if last not in ("", ".", "..") else "root")
 
+    def missing() -> list[str]:
+        return [name for name, file in files.items() if not _has_size(target / name, file.size)]
+
     def is_whole() -> bool:
         """It is finished, and no file of it was cut or removed since."""
-        made = read_entry(place / ENTRY).get("files") == listing
-        return made and all(_has_size(target / name, file.size) for name, file in files.items())
+        return (place / ENTRY).exists() and not missing()
 
-    make = partial(_make, cache, storage, files, listing, place, target)
-    waiting = f"waiting for another process that downloads {storage.url}"
-    return cache.hold(key, target, is_whole=is_whole, make=make, waiting=waiting)
-
-
-def _make(
-    cache: Cache,
-    storage: Storage,
-    files: Mapping[str, StoredFile],
-    listing: Mapping[str, Any],
-    place: Path,
-    target: Path,
-) -> None:
-    """Download what is not there yet; the lock is held."""
-    parts, size = place / ".parts", sum(file.size for file in files.values())
-    (place / ENTRY).unlink(missing_ok=True)  # until it is written again, the copy is not whole
-    shutil.rmtree(parts, ignore_errors=True)
-    parts.mkdir(parents=True)
-    with cache.alone():
-        write_json(place / "plan.json", {"url": storage.url, "bytes": size})
-        missing = _link_unchanged(cache, storage.url, listing, target)
-        num_bytes = sum(files[name].size for name in missing)
-        cache.make_room(storage.url, size, num_bytes, place)
-    started = time.monotonic()
-    if missing:
-        number = counted(len(missing), "file")
+    def make() -> None:
+        """Download what is not there yet; the lock is held."""
+        parts, names = place / ".parts", missing()
+        (place / ENTRY).unlink(missing_ok=True)  # until it is written again, the copy is not whole
+        shutil.rmtree(parts, ignore_errors=True)
+        num_bytes = sum(files[name].size for name in names)
+        cache.need(storage.url, num_bytes)
+        parts.mkdir(parents=True)
+        started, number = time.monotonic(), counted(len(names), "file")
         logger.info("downloading %s of %s (%.1f MB)", number, storage.url, num_bytes / 1e6)
 
-    def fetch(number: int, name: str) -> None:
-        part, size = parts / str(number), files[name].size
-        storage.get(name, part)
-        if not _has_size(part, size):
-            raise StorageError(f"{name} has not the {size:,} bytes of the listing")
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        part.replace(target / name)  # a file that exists is whole
+        def fetch(number: int, name: str) -> None:
+            part, size = parts / str(number), files[name].size
+            storage.get(name, part)
+            if not _has_size(part, size):
+                raise StorageError(f"{name} has not the {size:,} bytes of the listing")
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            part.replace(target / name)  # a file that exists is whole
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(fetch, itertools.count(), missing))
-    shutil.rmtree(parts)
-    write_json(place / ENTRY, {"url": storage.url, "files": listing})
-    if missing:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(fetch, itertools.count(), names))
+        shutil.rmtree(parts)
+        write_json(place / ENTRY, {"url": storage.url, "files": listing})
         logger.info("downloaded %s in %.1f s", storage.url, time.monotonic() - started)
 
-
-def _link_unchanged(cache: Cache, url: str, listing: Mapping[str, Any], target: Path) -> list[str]:
-    """Take files from other copies of the URL; returns the names that are still missing."""
-    missing = {name for name, (size, _) in listing.items() if not _has_size(target / name, size)}
-    for place in cache.others(target.parents[1]):
-        entry = read_entry(place / ENTRY)
-        if entry.get("url") != url:
-            continue
-        theirs = entry.get("files", {})
-        for name in [n for n in missing if listing[n][1] and theirs.get(n) == listing[n]]:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            with suppress(OSError):  # a file system without links: it is downloaded
-                (target / name).unlink(missing_ok=True)
-                os.link(place / "files" / target.name / name, target / name)
-                missing.discard(name)
-    return sorted(missing)
+    waiting = f"waiting for another process that downloads {storage.url}"
+    return cache.hold(key, target, is_whole=is_whole, make=make, waiting=waiting)
 
 
 def _has_size(path: Path, size: int) -> bool:
