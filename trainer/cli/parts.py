@@ -58,7 +58,7 @@ _LAB = {
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
     # Families of models.
-    "gated_delta": f"{LAB}.flash_linear_attention:build",
+    "gated_delta": f"{LAB}.gated_delta:build",
     "transformer": f"{LAB}.transformer:build",
     "torch_rnn": f"{LAB}.nested_state:TorchRnn",
     "hugging_face": f"{LAB}.hugging_face:build",

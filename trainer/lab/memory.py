@@ -35,8 +35,7 @@ from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
-from trainer.lab.flash_linear_attention import kernel_rule, refusal_here, use_rule
-from trainer.lab.gated_delta import GatedDelta
+from trainer.lab.gated_delta import GatedDelta, kernel_rule, refusal_here, use_rule
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
 from trainer.model.protocol import tied_names

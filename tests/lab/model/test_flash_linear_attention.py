@@ -17,8 +17,7 @@ from tests.support.kernels import DEVICE, interpreted_fla
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
 from trainer.errors import UserError
-from trainer.lab.flash_linear_attention import build, kernel_rule, refusal, refusal_here, use_rule
-from trainer.lab.gated_delta import CHUNK, gated_delta_rule
+from trainer.lab.gated_delta import CHUNK, build, gated_delta_rule, kernel_rule, refusal, refusal_here, use_rule
 from trainer.training.setup.plan import build_model
 
 ROWS, LENGTH, HEADS, WIDTH = 3, 100, 2, 32 if DEVICE == "cpu" else 128
