@@ -50,11 +50,9 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.mirror": "has faults of its own",
     "trainer.lab.remote": "has faults of its own",
     "trainer.lab.storage": "has faults of its own",
-    "trainer.lab.stored": "copies what is read",
     "trainer.lab.auxiliary": "the loss",
-    "trainer.lab.chunked": "the loss",
     "trainer.lab.weights": "weights of the model",
-    **dict.fromkeys(("trainer.lab.cellwise", "trainer.lab.nested_state"), "models"),
+    **dict.fromkeys(("trainer.lab.pieces", "trainer.lab.nested_state"), "models and their loss"),
     "trainer.lab.contract_check": "refuses a model",
     "trainer.lab.contracts": "is what refuses it",
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
@@ -63,7 +61,7 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.changed_data": "what a resume reads",
     "trainer.lab.own_batches.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
-        (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
+        (f"trainer.lab.carry_probe.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
     ),
 }

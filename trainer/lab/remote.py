@@ -15,7 +15,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -191,8 +190,6 @@ class RemoteCheckpoints:
         left = [step for step, files in self.files().items() if not files.keys() & {MARKER, ABANDONED}]
         for step in left:
             self.remove(step)
-        with suppress(StorageError):  # not everybody who may write may do this
-            self.storage.abort_uploads()
         return left
 
     def set_aside_after(self, step: int) -> list[int]:

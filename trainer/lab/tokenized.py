@@ -38,7 +38,7 @@ from trainer.data.text_formats import row_group_bytes
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file, write_json
-from trainer.lab.stored import ENTRY, Cache
+from trainer.lab.storage import ENTRY, Cache
 from trainer.metrics.logger import get_logger
 from trainer.metrics.progress_bar import Report, now_and_then, progress_bar, silent
 from trainer.wording import listed

@@ -89,16 +89,6 @@ def client(server, monkeypatch):
 
 
 @pytest.mark.usefixtures("client")
-def test_unfinished_multipart_uploads_below_the_url_are_aborted_and_no_others():
-    storage = Storage("s3://bucket/multi", key="k")
-    for key in ("multi/step_00000001/model_000.safetensors", "other/model_000.safetensors"):
-        storage._fs.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
-    assert storage.abort_uploads() == 1
-    assert storage.abort_uploads() == 0
-    assert Storage("s3://bucket/other", key="k").abort_uploads() == 1
-
-
-@pytest.mark.usefixtures("client")
 def test_a_file_of_several_parts_arrives_whole_and_each_part_is_reported(tmp_path):
     content = random.Random(0).randbytes(20_000_000)
     (tmp_path / "large").write_bytes(content)

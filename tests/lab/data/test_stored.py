@@ -14,9 +14,8 @@ import pytest
 from tests.support.runs import make_corpus
 from trainer.data.layout import discover_nested
 from trainer.errors import UserError
-from trainer.lab.storage import Storage
-from trainer.lab.stored import Cache, discover_stored, stored_direct, stored_nested
-from trainer.lab.stored import copy as copy_files
+from trainer.lab.storage import Cache, Storage, discover_stored, stored_direct, stored_nested
+from trainer.lab.storage import copy as copy_files
 
 
 @pytest.fixture

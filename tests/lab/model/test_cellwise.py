@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer.data.batch import MicroBatch
 from trainer.errors import UserError
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
-from trainer.lab.cellwise import Cellwise
+from trainer.lab.pieces import Cellwise
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
 from trainer.objective.loss import Objective
