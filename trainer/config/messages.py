@@ -100,12 +100,10 @@ EXPLAINED = {
     "num_epochs": _EPOCHS,
     "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",
 }
-_ALERT = "remove it: status.json and the exit code say how a run ended, for whatever started it"
 _LAYOUT = "remove it: root is a nested layout, and paths are a direct one"
 # Keys of earlier versions -> what to do instead. Checkpoints that have them can still be read.
 REMOVED = {
-    "alert.command": _ALERT,
-    "alert.url": _ALERT,
+    "alert": "remove it: status.json and the exit code say how a run ended, for whatever started it",
     "data.cache_gb": "remove it: delete copies that no run reads from data.cache_dir by hand",
     "data.source.layout": _LAYOUT,
     "distributed.backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
