@@ -131,9 +131,6 @@ def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, 
     refuse_breaches(plan, found)
     for line in remarks(found):
         logger.warning("model: %s", line)
-    for check in trust:
-        if found[check].status == "held":
-            logger.info('model.trust names "%s", which the model keeps: it can be removed', check)
     return {**event, **found.to_json()}
 
 

@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -175,36 +175,19 @@ KERNEL_TYPES: Final = (torch.bfloat16, torch.float16)
 Version = tuple[int, ...]
 
 
-class Refused(NamedTuple):
-    """Versions of which the kernels are not right on devices of a capability; upper ends are exclusive."""
-
-    fla: tuple[Version, Version]
-    triton: tuple[Version, Version]
-    capability: int  # major: 9 is Hopper
-    widths: tuple[int, int]  # of heads
-    problem: str
-
-
-KNOWN: Final = (((0, 4, 2), (0, 4, 3), (8, 9)), ((0, 6), (0, 7), (8, 9, 10, 11, 12)))
-"""Versions of fla-core, the upper end exclusive, and the devices' major capabilities."""
-_WRONG = "gives heads 33 to 64 wide wrong gradients (fla-org/flash-linear-attention#640): use wider heads"
-_NONE = "refuses gradients (fla-org/flash-linear-attention#640): use Triton 3.7.1, or fla-core 0.4.2"
-REFUSED: Final = (
-    Refused(((0, 4), (0, 5)), ((3, 4), (3, 7, 1)), 9, (33, 65), _WRONG),
-    Refused(((0, 5), (0, 7)), ((3, 4), (3, 7, 1)), 9, (1, WIDEST + 1), _NONE),
-)
+KNOWN: Final = ((0, 6), (0, 7))
+"""Versions of fla-core, the upper end exclusive, that were tried, on devices of `CAPABILITIES` (major)."""
+CAPABILITIES: Final = (8, 9, 10, 11, 12)
+HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
 
 
 def refusal(fla: str, triton: str, capability: tuple[int, int], width: int) -> str:
     """Why the kernels must not run for heads of a width; empty where they are right."""
     here = f"fla-core {fla} with Triton {triton} on devices of capability {capability[0]}.{capability[1]}"
-    own, compiler = _numbers(fla), _numbers(triton)
-    for each in REFUSED:
-        fits = each.fla[0] <= own < each.fla[1] and each.triton[0] <= compiler < each.triton[1]
-        if fits and capability[0] == each.capability and each.widths[0] <= width < each.widths[1]:
-            return f"{here} {each.problem}"
-    if not any(first <= own < end and capability[0] in majors for first, end, majors in KNOWN):
+    if not KNOWN[0] <= _numbers(fla) < KNOWN[1] or capability[0] not in CAPABILITIES:
         return f"{here} has not been tried"
+    if capability[0] == HOPPER and _numbers(triton) < HOPPER_TRITON:
+        return f"{here} refuses gradients (fla-org/flash-linear-attention#640): use Triton 3.7.1"
     return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
 
 

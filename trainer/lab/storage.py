@@ -84,6 +84,7 @@ class Storage:
         protocol, _, rest = url.partition("://")
         self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
         self._is_object_store, self._is_s3 = protocol in OBJECT_STORES, protocol in ("s3", "s3a")
+        self.moved = 0  # bytes that were sent, or read back, so far
         fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
         try:
             if urlsplit(url).password is not None:
@@ -127,21 +128,18 @@ class Storage:
             self._make_parent(name)
             self._fs.pipe_file(self._path(name), content)
 
-    def put(self, local: Path, name: str, *, report: Callable[[int], None] = lambda sent: None) -> None:
-        """Upload a file; `report` gets the size of each piece, if the backend says."""
-        sent, cut = 0, {}
+    def put(self, local: Path, name: str) -> None:
+        before, cut = self.moved, {}
 
         def hook(size: int | None, value: int, **_: Any) -> None:
-            nonlocal sent
-            report(value - sent)
-            sent = value
+            self.moved = before + value
 
         with self._translating(name):
             if self._is_s3:  # other backends cut as they like
                 part = max(S3_PART_BYTES, -(-local.stat().st_size // S3_MOST_PARTS))
                 cut = {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
             self._make_parent(name)
-            callback = importlib.import_module("fsspec.callbacks").Callback(hooks={"report": hook})
+            callback = importlib.import_module("fsspec.callbacks").Callback(hooks={"moved": hook})
             self._fs.put_file(str(local), self._path(name), callback=callback, **cut)
 
     def get(self, name: str, local: Path) -> None:
@@ -149,14 +147,14 @@ class Storage:
         with self._translating(name):
             self._fs.get_file(self._path(name), str(local))
 
-    def sha256(self, name: str, size: int, *, report: Callable[[int], None] = lambda read: None) -> str:
-        """The hash of the first `size` bytes, read back; `report` gets the size of each piece."""
+    def sha256(self, name: str, size: int) -> str:
+        """The hash of the first `size` bytes, read back."""
         digest, path = hashlib.sha256(), self._path(name)
         for start in range(0, size, READ_BYTES):
             with self._translating(name):
                 piece = bytes(self._fs.cat_file(path, start=start, end=min(start + READ_BYTES, size)))
             digest.update(piece)
-            report(len(piece))
+            self.moved += len(piece)
         return digest.hexdigest()
 
     def remove(self, names: Sequence[str]) -> None:

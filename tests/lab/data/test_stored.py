@@ -71,6 +71,12 @@ def test_a_cut_file_of_a_copy_is_downloaded_again(corpus, tmp_path, monkeypatch)
     assert Path(streams[1].path).read_bytes() == whole
 
 
+def test_a_download_that_ends_early_is_no_copy(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(Storage, "get", lambda self, name, local: local.write_bytes(b"{"))
+    with pytest.raises(UserError, match=r"has not the .* bytes of the listing"):
+        stored_nested(f"file://{corpus}", None, format="auto", cache=Cache(tmp_path / "cache"))
+
+
 def test_a_source_that_does_not_fit_is_refused_with_both_numbers(tmp_path, monkeypatch):
     root = tmp_path / "big" / "a"
     root.mkdir(parents=True)
@@ -140,14 +146,3 @@ def test_those_that_start_together_download_once(corpus, tmp_path, monkeypatch):
     assert sum(copy.is_new for _, copy in found) == 1
     assert len(got) == len(set(got)) == len(discover_nested(corpus))
     assert len({tuple(Path(s.path).read_bytes() for s in streams) for streams, _ in found}) == 1
-
-
-def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
-    def unknown(uid):
-        raise KeyError(uid)
-
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", unknown)
-    with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data cannot be a directory"):
-        Cache(None)
