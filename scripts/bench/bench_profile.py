@@ -38,18 +38,22 @@ def profile_run(device: str, sets: Sequence[str], trace: Path) -> TraceSummary:
 
 
 def measure(found: TraceSummary) -> list[Figure | Table]:
-    waits = found.synchronizations
     figures = [
         Figure("profiled steps", found.num_steps),
         Figure("step", found.step_ms, "ms"),
+        Figure("no kernel runs, per step", found.idle_ms, "ms"),
         Figure("no kernel runs, share of the step", found.idle_share, "x", at_most=MOST_IDLE),
-        Figure("kernels started, per step", sum(calls for _, calls, _ in found.kernels) / found.num_steps),
-        Figure("synchronizations on steps that do not log", waits.total(), at_most=0),
+        Figure("longest gap", found.longest_gap_ms, "ms"),
+        Figure("kernels started, per step", sum(k.calls for k in found.kernels) / found.num_steps),
+        Figure("synchronizations on steps that do not log", found.num_synchronizations, at_most=0),
+        Figure("waits for an event, per step", found.event_waits / found.num_steps),
     ]
-    rows = [(name[:MOST_NAME], calls, f"{share:.1%}") for name, calls, share in found.kernels[:MOST_KERNELS]]
-    tables = [Table(f"Time by kernel, over {found.num_steps} steps", ("kernel", "calls", "share"), rows)]
-    if waits:
-        tables.append(Table("Synchronizations", ("call", "times"), list(waits.items())))
+    kernels = found.kernels[:MOST_KERNELS]
+    rows = [(each.name[:MOST_NAME], each.calls, round(each.total_ms, 3), f"{each.share:.1%}") for each in kernels]
+    tables = [Table(f"Time by kernel, over {found.num_steps} steps", ("kernel", "calls", "total ms", "share"), rows)]
+    if found.num_synchronizations:
+        calls = [(step, name, count) for step, each in found.synchronizations.items() for name, count in each.items()]
+        tables.append(Table("Synchronizations", ("profiled step", "call", "times"), calls))
     return [*figures, *tables]
 
 

@@ -1,8 +1,9 @@
-"""`--profile N`: torch's profiler over N steady steps of rank 0, and where their time goes by its trace.
+"""`--profile N`: torch's profiler over N steady steps of rank 0, and what its trace shows.
 
-The trace is in `RUN_DIR/profile`. Steps are the spans that `torch.profiler.profile.step` leaves.
-Of a run on the CPU there are no kernels: the trace has its operators. It could go if traces were
-read by other tools alone.
+The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace
+event format), so it works with traces of every release and of other machines. Steps are the spans
+that `torch.profiler.profile.step` leaves. Of a run on the CPU there are no kernels: the trace has
+its operators. It could go if traces were read by other tools alone.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainer.config.schema import FIRST_PROFILED
+from trainer.files import write_json
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 from trainer.wording import counted
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-FOLDER: Final = "profile"  # of the run directory, with the trace
+FOLDER: Final = "profile"  # of the run directory, with the trace and its summary
 TRACE: Final = "trace.json.gz"
+SUMMARY: Final = "summary.json"
+MOST_KERNELS: Final = 25
 WARM_UP = 2  # steps with the profiler on that are not recorded
 SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, caches are filled
 SHOWN = 8
@@ -37,13 +41,34 @@ SHOWN = 8
 STEP_PREFIX = "ProfilerStep#"
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
-# An event is waited for on purpose: a step's numbers are read so, once the next one is launched.
-SYNCHRONIZING = frozenset({
-    "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaMemcpy", "cudaMemcpy2D", "cudaMemcpyToSymbol",
-    "cudaMemcpyFromSymbol", "cuCtxSynchronize", "cuStreamSynchronize",
-})  # fmt: skip
+_CALLS = ("DeviceSynchronize", "StreamSynchronize", "Memcpy", "Memcpy2D", "MemcpyToSymbol", "MemcpyFromSymbol")
+SYNCHRONIZING = {f"{prefix}{name}" for prefix in ("cuda", "hip") for name in _CALLS}
+SYNCHRONIZING |= {"cuCtxSynchronize", "cuStreamSynchronize"}
+EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
-Span = tuple[float, float]  # from, to, in microseconds
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran from `start` to `end`, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        """In microseconds."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel's time over all profiled steps."""
+
+    name: str
+    calls: int
+    total_ms: float
+    share: float  # of the sum of all kernels' times
 
 
 @dataclass(frozen=True)
@@ -52,58 +77,99 @@ class TraceSummary:
 
     num_steps: int
     step_ms: float  # mean length of a step
-    idle_share: float  # of that time, in which no kernel runs, on any stream; on the CPU all of it
-    kernels: tuple[tuple[str, int, float], ...]  # (name, calls, share of all), the longest first
-    synchronizations: Counter[str]  # calls that wait for the device, on any thread
+    idle_ms: float  # mean time of a step in which no kernel runs, on any stream; on the CPU all of it
+    longest_gap_ms: float
+    kernels: tuple[KernelTime, ...]  # those that take most of the time first
+    # Step as the profiler counts them -> call that waits for the device -> how often, on any
+    # thread.
+    synchronizations: Mapping[int, Mapping[str, int]]
+    event_waits: int  # over all steps; a step's numbers are read so, once the next one is launched
+
+    @property
+    def idle_share(self) -> float:
+        return self.idle_ms / self.step_ms
+
+    @property
+    def num_synchronizations(self) -> int:
+        """Calls that wait for the device, over all steps."""
+        return sum(sum(calls.values()) for calls in self.synchronizations.values())
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace that was exported compressed."""
-    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    """The events of an exported trace, compressed (.gz) or not."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
     return events
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary:
-    """Sum up the events of a trace. Raises ValueError: no step was profiled."""
+    """Sum up the events of a trace, in microseconds. Raises ValueError: no step was profiled."""
     whole = [event for event in events if event.get("ph") == "X"]
-    marks = [event for event in whole if event.get("cat") == "user_annotation"]
-    steps = [_span(event) for event in marks if str(event["name"]).startswith(STEP_PREFIX)]
+    steps = {
+        int(event["name"].removeprefix(STEP_PREFIX)): _span(event)
+        for event in whole
+        if event.get("cat") == "user_annotation" and str(event["name"]).startswith(STEP_PREFIX)
+    }
     if not steps:
         raise ValueError("the trace has no profiled step")
-    start, end = min(step[0] for step in steps), max(step[1] for step in steps)
-    calls, lengths, spans = Counter[str](), Counter[str](), []
-    synchronizations = Counter[str]()
-    for event in whole:
-        name, (begun, done) = str(event["name"]), _span(event)
-        if event.get("cat") in RUNTIME and name in SYNCHRONIZING and start <= begun < end:
-            synchronizations[name] += 1
-        begun, done = max(begun, start), min(done, end)
-        if event.get("cat") in ON_DEVICE and begun < done:
-            calls[name] += 1
-            lengths[name] += done - begun  # type: ignore[assignment]
-            spans.append((begun, done))
-    total = sum(lengths.values())
+    start = min(step.start for step in steps.values())
+    end = max(step.end for step in steps.values())
+    on_device = [_span(event) for event in whole if event.get("cat") in ON_DEVICE]
+    idle = gaps(on_device, start, end)
+    calls = [_span(event) for event in whole if event.get("cat") in RUNTIME]
     return TraceSummary(
         num_steps=len(steps),
         step_ms=(end - start) / len(steps) / 1e3,
-        idle_share=sum(gaps(spans, start, end)) / (end - start),
-        kernels=tuple((name, calls[name], length / total) for name, length in lengths.most_common()),
-        synchronizations=synchronizations,
+        idle_ms=sum(idle) / len(steps) / 1e3,
+        longest_gap_ms=max(idle, default=0.0) / 1e3,
+        kernels=_table(list(clipped(on_device, start, end))),
+        synchronizations=_per_step(calls, steps),
+        event_waits=sum(call.name in EVENT_WAITS and start <= call.start < end for call in calls),
     )
 
 
 def _span(event: Mapping[str, Any]) -> Span:
     start = float(event["ts"])
-    return start, start + float(event.get("dur", 0.0))
+    return Span(str(event["name"]), start, start + float(event.get("dur", 0.0)))
 
 
-def gaps(spans: Iterable[Span], start: float, end: float) -> Iterator[float]:
+def _table(spans: Sequence[Span]) -> tuple[KernelTime, ...]:
+    lengths: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        lengths[span.name].append(span.length)
+    sums = {name: sum(own) for name, own in lengths.items()}
+    whole = sum(sums.values())
+    found = [KernelTime(name, len(lengths[name]), own / 1e3, own / whole) for name, own in sums.items()]
+    return tuple(sorted(found, key=lambda kernel: (-kernel.total_ms, kernel.name)))
+
+
+def _per_step(calls: Sequence[Span], steps: Mapping[int, Span]) -> dict[int, dict[str, int]]:
+    """Synchronizing calls by the step in which they began."""
+    found = {}
+    for number, step in sorted(steps.items()):
+        within = (each.name for each in calls if step.start <= each.start < step.end)
+        found[number] = dict(Counter(name for name in within if name in SYNCHRONIZING))
+    return found
+
+
+def clipped(spans: Iterable[Span], start: float, end: float) -> Iterator[Span]:
+    """The parts of the spans between `start` and `end`; those outside are left out."""
+    for span in spans:
+        inside = Span(span.name, max(span.start, start), min(span.end, end))
+        if inside.length > 0:
+            yield inside
+
+
+def gaps(spans: Iterable[Span], start: float, end: float) -> list[float]:
     """Lengths of the times between `start` and `end` in which no span runs, in order."""
-    covered_to = start
-    for begun, done in sorted([*spans, (end, end)]):
-        if begun > covered_to:
-            yield begun - covered_to
-        covered_to = max(covered_to, done)
+    found, covered_to = [], start
+    for span in sorted(clipped(spans, start, end), key=lambda each: each.start):
+        if span.start > covered_to:
+            found.append(span.start - covered_to)
+        covered_to = max(covered_to, span.end)
+    if end > covered_to:
+        found.append(end - covered_to)
+    return found
 
 
 class StepProfile(Extension):
@@ -145,9 +211,22 @@ class StepProfile(Extension):
             return
         with self.run.tracker.outside():
             recorded.export_chrome_trace(str(self._folder / TRACE))
-            found = summarize(read_trace(self._folder / TRACE))
+            found = summarize(read_trace(self._folder / TRACE))  # what any other tool would read
+            content = asdict(found)
+            content["kernels"] = content["kernels"][:MOST_KERNELS]
+            # `asdict` leaves the steps numbers, which JSON has no keys of.
+            by_step = found.synchronizations.items()
+            content["synchronizations"] = {str(step): dict(calls) for step, calls in by_step}
+            content |= {"profile_version": 1, "first_step": self._first_step}
+            content["num_kernels"] = len(found.kernels)
+            write_json(self._folder / SUMMARY, content)
         self._is_done = True
-        text = "profile of %s in %s: %.1f ms a step, no kernel runs in %.0f %% of it"
-        logger.info(text, counted(found.num_steps, "step"), self._folder, found.step_ms, 100 * found.idle_share)
-        for name, calls, share in found.kernels[:SHOWN]:
-            logger.info("  %5.1f %%  %6d calls  %s", 100 * share, calls, name[:90])
+        steps = counted(found.num_steps, "step")
+        if not found.kernels:
+            text = "profile of %s in %s: %.1f ms a step; the trace has the operators"
+            logger.info(text, steps, self._folder, found.step_ms)
+            return
+        text = "profile of %s in %s: %.1f ms a step, no kernel runs in %.0f %% of it; by kernel:"
+        logger.info(text, steps, self._folder, found.step_ms, 100 * found.idle_share)
+        for each in found.kernels[:SHOWN]:
+            logger.info("  %5.1f %%  %6d calls  %s", 100 * each.share, each.calls, each.name[:90])
