@@ -55,6 +55,8 @@ _LAB = {
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
+    "memory snapshot": f"{LAB}.memory:MemorySnapshot",
+    "alert": f"{LAB}.alert:Alert",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
     # Families of models.
@@ -78,6 +80,7 @@ _LAB = {
     "mix requests": f"{LAB}.mix:Requests",
     "muon": f"{LAB}.optimizers:build_muon",
     "nested states": f"{LAB}.nested_state:carry_flat",
+    "out of memory": f"{LAB}.memory:explain",
     "own batches": f"{LAB}.own_batches:make",
     "own evaluation": f"{LAB}.own_batches:OwnTask",
     "own optimizer": f"{LAB}.optimizers:build_custom",

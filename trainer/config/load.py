@@ -132,8 +132,6 @@ def _drop_settled(raw: dict[str, Any]) -> None:
         table = raw.get(outer)
         if isinstance(table, dict) and table.get(last) == value:
             del table[last]
-            if not table:
-                del raw[outer]
     # `source` is also a table of a dataset file.
     for table in (raw, raw.get("data"), raw.get("eval")):
         sources = table.get("source") if isinstance(table, dict) else None

@@ -103,7 +103,6 @@ EXPLAINED = {
 _LAYOUT = "remove it: root is a nested layout, and paths are a direct one"
 # Keys of earlier versions -> what to do instead. Checkpoints that have them can still be read.
 REMOVED = {
-    "alert": "remove it: status.json and the exit code say how a run ended, for whatever started it",
     "data.cache_gb": "remove it: delete copies that no run reads from data.cache_dir by hand",
     "data.source.layout": _LAYOUT,
     "distributed.backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
@@ -115,19 +114,16 @@ REMOVED = {
     "sample.temperature": "remove it, or call train sample with --temperature",
     "sample.top_k": "remove it, or call train sample with --top-k",
     "source.layout": _LAYOUT,  # of a dataset file
-    "train.memory_snapshot": "remove it, or call torch.cuda.memory._record_memory_history in an [[extension]]",
     "train.max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
 }
 # Removed keys -> the value that always applies; a config may still set it, as each resolved one does.
 SETTLED = {
-    "alert.command": [],
     "data.cache_gb": 100.0,
     "gns.ema": 0.95,
     "metrics.smoothing_alpha": 0.1,
     "sample.temperature": 1.0,
     "sample.top_k": 0,
     "train.max_skips": 10,
-    "train.memory_snapshot": False,
 }
 _RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 

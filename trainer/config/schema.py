@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from trainer.config.data_tables import (
     PLAIN_NAME,
     SOURCE_NAME,
+    WEB_ADDRESS,
     Args,
     AutoSwitch,
     BatchSize,
@@ -74,6 +75,8 @@ class TrainTable(Table):
     """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
     """Replay CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where possible."""
+    memory_snapshot: bool = False
+    """Write a snapshot of CUDA's allocations to the run directory at the end (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
@@ -357,6 +360,15 @@ class DistributedTable(Table, StrategyOptions):
     """Seconds without progress that end the run (docs/reliability.md); raise it for slow reads."""
 
 
+class AlertTable(Table):
+    """`[alert]`: where loss spikes and the end of the run are reported (docs/reliability.md)."""
+
+    command: list[Text] = []
+    """Program and arguments; gets JSON on stdin."""
+    url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
+    """A webhook, which gets the JSON by POST."""
+
+
 class ExtensionTable(Table):
     """`[[extension]]`: a class of your own that observes the run (docs/extensions.md)."""
 
@@ -383,6 +395,7 @@ class RunConfig(Table):
     sample: SampleTable = SampleTable()
     checkpoint: CheckpointTable = CheckpointTable()
     distributed: DistributedTable = DistributedTable()
+    alert: AlertTable = AlertTable()
     extension: list[ExtensionTable] = []
 
     @property

@@ -1,5 +1,5 @@
 """Memory of a rank, predicted by running its steps without numbers: what tensors exist together at
-the worst moment.
+the worst moment. A run that is out of memory says what took it, and what would take less.
 
 The steps are the run's own, on tensors that have a size and no content (`FakeTensorMode`). A
 dispatch mode sees each tensor come into being, and a weak reference sees it go. So recomputation,
@@ -17,29 +17,35 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
+from trainer.config.load import apply_override
+from trainer.config.schema import RunConfig
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
+from trainer.errors import UserError
 from trainer.lab.gated_delta import GatedDelta, kernel_rule, refusal_here, use_rule
+from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
 from trainer.model.protocol import tied_names
 from trainer.model.recurrence import HAS_TRITON, fused_scan
+from trainer.training.extension import Extension
 from trainer.training.setup.parts import (
     autocast_context,
     in_cells,
@@ -53,6 +59,12 @@ from trainer.training.setup.plan import Plan, ledger_bytes, make_auxiliary, widt
 from trainer.training.setup.sources import runs_on
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import TrainStep
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
+
+every_rank_logger = get_logger(__name__, rank_zero_only=False)
+SNAPSHOT_ENTRIES = 100_000  # the last allocations
 
 MOST_SECONDS = 30.0
 CPU = torch.device("cpu")
@@ -332,6 +344,129 @@ def _micro_batch(plan: Plan, model: nn.Module) -> MicroBatch:
     return MicroBatch(inputs, torch.zeros_like(inputs["tokens"]), None, {})
 
 
+class MemorySnapshot(Extension):
+    """`train.memory_snapshot`: records CUDA's allocations, and writes them at the end."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.device.type != "cuda":
+            problem = f"records CUDA's memory, not that of {run.device.type}"
+            raise UserError("train.memory_snapshot", problem, "remove it")
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+        for left in run.run_dir.path.glob("memory_rank_*.pickle"):
+            left.unlink(missing_ok=True)
+
+    def closed(self) -> None:
+        write_snapshot(self.run)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_snapshot(run: Run) -> None:
+    """Write this rank's snapshot, unless it is there: it shows most where the memory ran out."""
+    file = run.run_dir.path / f"memory_rank_{run.info.rank}.pickle"
+    if not file.exists():
+        torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+
+
+def explain(run: Run) -> None:
+    """Log what took the memory, predicted and measured, and which settings take less."""
+    if run.config.train.memory_snapshot:
+        write_snapshot(run)
+    measured = {"weights": sum(map(tensor_bytes, run.model.parameters()))}
+    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.state.optimizer.state.values()])))
+    measured["gradients"] = _gradient_bytes(run.model)
+    states = ledger_bytes(run.config.ledger, width_of(run.model))
+    measured["ledger"] = len(run.state.ledgers) * states
+    where = "the CPU's peak is not measured"
+    if run.device.type == "cuda":
+        measured["peak"] = torch.cuda.max_memory_allocated(run.device)
+        where = _occupancy(run.device)
+    changed = {change: _predicted(plan_with(run.plan, change)) for change in savings(run.plan)}
+    lines = "\n".join(memory_lines(_predicted(run.plan), measured, changed))
+    text = "out of memory at step %d, rank %d (%s):\n%s"
+    every_rank_logger.error(text, run.position.step + 1, run.info.rank, where, lines)
+
+
+def _occupancy(device: torch.device) -> str:
+    """Who else holds memory of a device, and how much lies unused."""
+    reserved = torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    unused = reserved - torch.cuda.memory_allocated(device)
+    others = f"of {_mb(total)}, other processes hold {_mb(total - free - reserved)}"
+    text = f"{others}, {_mb(unused)} lie between tensors"
+    if unused > total / 10:
+        text += ": PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment leaves less"
+    return text
+
+
+def memory_lines(
+    predicted: Memory | None, measured: dict[str, int], changed: Mapping[tuple[str, ...], Memory | None]
+) -> Iterator[str]:
+    """A table of the parts, and what takes less; `changed`: memory with other settings."""
+    foreseen: dict[str, int] = {}
+    if predicted is not None:
+        foreseen = dict(vars(predicted))
+        foreseen["gradients"] += foreseen.pop("buckets")
+    for parts in (foreseen, measured):
+        if "peak" in parts:
+            parts["activations and others"] = 2 * parts["peak"] - sum(parts.values())
+    yield f"  {'':24}   predicted     measured"
+    for name in ("weights", "optimizer", "gradients", "ledger", "activations and others", "peak"):
+        cells = [_mb(parts.get(name)) for parts in (foreseen, measured)]
+        yield f"  {name:24}" + " ".join(f"{cell:>12}" for cell in cells)
+    if predicted is None:
+        yield from (f"  {' and '.join(change)} may help" for change in changed)
+        return
+    known = [(memory.peak, change) for change, memory in changed.items() if memory is not None]
+    for peak, change in sorted(known):
+        if peak < predicted.peak:
+            yield f"  a peak of {_mb(peak)} is predicted with {' and '.join(change)}"
+
+
+def savings(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Settings that may take less memory, of which some belong together."""
+    config, has_ranks = plan.config, plan.facts.world_size > 1
+    rows = config.data.mixing.batch_size
+    if rows > 1 and config.micro_batches.is_constant:
+        micro_batches = 2 * config.micro_batches.first
+        yield f"data.mixing.batch_size={rows // 2}", f"train.micro_batches={micro_batches}"
+    settings = {
+        'train.activation_checkpointing="block"': config.train.activation_checkpointing == "off",
+        "objective.chunk_tokens=1024": not config.objective.chunk_tokens,
+        'train.precision="bf16"': config.train.precision == "fp32",
+        'ledger.dtype="bfloat16"': config.ledger.dtype != "bfloat16",
+        'distributed.strategy="fsdp"': has_ranks and config.distributed.strategy == "ddp",
+    }
+    yield from ((setting,) for setting, saves in settings.items() if saves)
+
+
+def plan_with(plan: Plan, change: Iterable[str]) -> Plan | None:
+    """The plan with settings `KEY=VALUE`; None if they do not go with the others."""
+    raw = plan.config.model_dump(mode="json")
+    for setting in change:
+        apply_override(raw, setting)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError:
+        return None
+    rows, before = config.data.mixing.batch_size, plan.config.data.mixing.batch_size
+    facts = replace(plan.facts, tokens_per_micro=plan.facts.tokens_per_micro * rows // before)
+    return replace(plan, config=config, facts=facts)
+
+
+def _predicted(plan: Plan | None) -> Memory | None:
+    if plan is None:
+        return None
+    try:
+        return predict_memory(plan, most_seconds=MOST_SECONDS / 3)
+    except Exception:  # noqa: BLE001 - see `predict_memory`
+        return None
+
+
 def tensor_bytes(value: Any) -> int:
     """Bytes of what this rank holds of a tensor; 0 of anything else."""
     return own_part(value).nbytes if isinstance(value, Tensor) else 0
+
+
+def _mb(size: float | None) -> str:
+    return "not known" if size is None else f"{size / 1e6:,.1f} MB"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.lab.alert import alert
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 
@@ -118,6 +119,8 @@ class LossSpikes(Extension):
             text += f" of {spike.mean:.4f}"
             logger.warning("step %d: loss spike: %s", step, text)
             run_dir = self.run.run_dir
+            if self.run.info.is_main:
+                alert(self.run.config, run_dir.path, "spike", reason=text, step=step)
             event = {"event": "loss_spike", "global_step": step, **spike._asdict()}
             event |= {"grad_norm": grad_norm, "replay": run_dir.replay_command(step)}
             batches = [rank and rank[1].get(step) for rank in by_rank]

@@ -163,7 +163,7 @@ def _report_failure(run: Run, error: Exception) -> str:
         every_rank_logger.error("%s", reason)
         run.watchdog.write(frames)
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own:
-        every_rank_logger.error("out of memory: docs/memory.md lists settings that take less; train check predicts it")
+        run.diagnostics.best_effort("out of memory").run(run.plan.call, "out of memory", run)
     return reason
 
 
