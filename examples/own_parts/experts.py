@@ -61,7 +61,7 @@ class Experts(nn.Module):
 class MixtureModel(nn.Module):
     """A GRU, whose state is carried, with experts behind it."""
 
-    loss_keys = {"balance": "tokens"}  # noqa: RUF012 - [B, T] or []
+    loss_keys = {"balance": "tokens"}  # noqa: RUF012 - by "tokens": [B, T] or []; by "rows": [B]
     metric_keys = ("moe/max_share", "moe/router_entropy")
 
     def __init__(self, vocab_size: int, dim: int, num_experts: int) -> None:

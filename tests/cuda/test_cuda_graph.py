@@ -5,18 +5,22 @@ On the CPU, where there are no graphs, recorded ones stand for them.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.late import events
 from tests.support.on_device import OF_DEVICE, train_here
 from tests.support.ranks import checkpoint_differences
 from tests.support.replayed import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, read_rows
+from trainer.distributed.strategy import Replicated
 from trainer.errors import UserError
 from trainer.lab.cuda_graph import MicroGraphs
+from trainer.training.setup import open_run
 from trainer.training.step.step import TrainStep
 
 pytestmark = pytest.mark.cuda
@@ -50,7 +54,7 @@ def train(
 
             def begin(step: TrainStep) -> None:
                 began(step)
-                step.graphs = MicroGraphs(device, is_asked=is_asked)
+                step.graphs = MicroGraphs(device, is_asked=is_asked, stream=getattr(step.strategy, "stream", None))
                 graphs.append(step.graphs)
 
             patch.setattr(TrainStep, "__post_init__", begin)
@@ -93,3 +97,19 @@ def test_what_waits_for_the_device_cannot_be_captured(tmp_path: Path, device: to
     plain = train(tmp_path / "plain", device, *waits)
     assert_same(train(tmp_path / "auto", device, *waits, graphs=graphs, is_asked=False), plain)
     assert not graphs[0]._graphs
+
+
+def test_ddp_on_one_rank_is_captured_too(tmp_path: Path, device: torch.device, monkeypatch) -> None:
+    if device.type == "cpu":
+        pytest.skip("DDP is captured on NCCL alone")
+    monkeypatch.setattr(open_run, "make_strategy", lambda config, info, device: Replicated(world_size=1, device=device))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=device)
+    try:
+        graphs: list[MicroGraphs] = []
+        plain = train(tmp_path / "plain", device)
+        replayed = train(tmp_path / "replayed", device, graphs=graphs)
+        assert graphs[0]._graphs
+        assert_same(replayed, plain)
+    finally:
+        dist.destroy_process_group()

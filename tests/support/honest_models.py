@@ -263,15 +263,15 @@ class RouterLoss(Experts):
 class Losses(Experts):
     """Returns losses and metrics, of which some mix all rows of the batch: that is no leak into logits or state."""
 
-    loss_keys: ClassVar = {"balance": "tokens", "each": "tokens"}
+    loss_keys: ClassVar = {"balance": "tokens", "spread": "rows", "each": "tokens"}
     metric_keys = ("my/spread",)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         output = super().forward(tokens, state)
         p = self.router(self.embedding(tokens)).softmax(-1)  # [B, T, E]
         shares = p.mean((0, 1))
-        losses = {"balance": shares.square().sum(), "each": (shares * p).sum(-1)}
-        return output._replace(losses=losses, metrics={"my/spread": p.std()})
+        losses = {"balance": shares.square().sum(), "spread": (p.mean(1) - shares).square().sum(1)}
+        return output._replace(losses={**losses, "each": (shares * p).sum(-1)}, metrics={"my/spread": p.std()})
 
 
 class LogSpaceScan(Language):

@@ -76,6 +76,7 @@ _LAB = {
     "losses by depth": f"{LAB}.carry_probe:Depth",
     "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
     "mirror": f"{LAB}.mirror",
+    "moved files": f"{LAB}.changed_data:with_former_names",
     "mix changes": f"{LAB}.mix:restore",
     "mix requests": f"{LAB}.mix:Requests",
     "muon": f"{LAB}.optimizers:build_muon",

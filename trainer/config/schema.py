@@ -143,19 +143,19 @@ class LossTable(Table):
     """Factor in the objective; 0: computed and not trained on."""
     target: ImportPath | None = None
     """Your own, `(*, output, micro, **args)`; absent: a loss of the model's output."""
+    by: Literal["tokens", "rows"] = "tokens"
+    """With target: the mean over target tokens, or over rows."""
     args: Args = {}
     """Keyword arguments of target."""
 
     def check(self) -> None:
         """Refuse keys of a target without one."""
-        if self.target is None and self.args:
-            raise ValueError("args are those of a target")
+        if self.target is None and (self.args or self.by != "tokens"):
+            raise ValueError("args and by are those of a target; a model says the latter in its loss_keys")
 
 
 def _weight_alone(value: Any) -> Any:
-    """Read a number as short for a table; losses of earlier versions said that they were by tokens."""
-    if isinstance(value, dict) and value.get("by") == "tokens":
-        value = {key: each for key, each in value.items() if key != "by"}
+    """Read a number as short for a table."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return {"weight": float(value)} if is_number else value
 

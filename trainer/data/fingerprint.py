@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -151,6 +152,23 @@ def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
     gone = saved.sources.keys() - now.sources.keys()
     removed = sorted(name for name in gone if not name.startswith(EVAL))
     return DataChange(not _agree(saved.tokenizer, now.tokenizer), sources, removed)
+
+
+def moved(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """New name -> former name of each file whose name changed and whose mark did not."""
+    missing, found = defaultdict[str, list[str]](list), {}
+    for path in sorted(before.keys() - after.keys(), reverse=True):
+        missing[_samples(before[path])].append(path)
+    for path in sorted(after.keys() - before.keys()):
+        former = missing[_samples(after[path])]
+        if former and _agree(before[former[-1]], after[path]):
+            found[path] = former.pop()
+    return found
+
+
+def _samples(mark: str) -> str:
+    """A mark without the hashes of whole contents."""
+    return "+".join(":".join(one.split(":")[:2]) for one in mark.split("+"))
 
 
 def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:

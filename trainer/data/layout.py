@@ -199,6 +199,19 @@ def _permanent(directory: str, here: str) -> str:
     return absolute.removeprefix(inside)
 
 
+def renamed(streams: Sequence[Stream], names: Mapping[str, str]) -> list[Stream]:
+    """Streams whose files had other `names`: name -> the permanent one, whose directory labels it."""
+    found = []
+    for stream in streams:
+        name = names.get(stream.relative_path, stream.relative_path)
+        folder = os.path.basename(os.path.dirname(name))
+        label = stream.modality
+        if folder and name != stream.relative_path:
+            label = printable(folder)
+        found.append(replace(stream, relative_path=name, modality=label))
+    return _numbered(found)
+
+
 def _stream(path: str, relative_path: str, modality: str, root: str) -> Stream:
     here = os.getcwd()  # which the user's code may leave before a stream is opened
     return Stream(0, os.path.join(here, path), relative_path, modality, os.path.join(here, root))

@@ -65,6 +65,7 @@ class Strategy:
     is_sharded = False  # a forward needs all ranks, since none holds the whole model
     copies = 1  # how many ranks hold the same part of the averaged gradient
     groups: Sequence[dist.ProcessGroup] = ()  # of a part of the ranks; all are in equally many
+    stream: torch.cuda.Stream | None = None  # where a graph of DDP's backward has to be captured
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
         """Leave this rank its part of the parameters, which `units()` gather one at a time."""
@@ -103,16 +104,22 @@ class Replicated(Strategy):
     def __init__(self, options: StrategyOptions = DDP, *, world_size: int, device: torch.device) -> None:
         self.copies = world_size
         self._options, self._device = options, device
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """DDP around it."""
-        device_ids = [self._device] if self._device.type == "cuda" else None
-        self._ddp = DistributedDataParallel(
-            row_model,
-            device_ids=device_ids,
-            gradient_as_bucket_view=True,  # otherwise every gradient is held twice
-            find_unused_parameters=self._options.find_unused_parameters,
-        )
+        context: AbstractContextManager[object] = nullcontext()
+        device_ids = None
+        if self.stream is not None:
+            context, device_ids = torch.cuda.stream(self.stream), [self._device]
+        with context:
+            self._ddp = DistributedDataParallel(
+                row_model,
+                device_ids=device_ids,
+                gradient_as_bucket_view=True,  # otherwise every gradient is held twice
+                find_unused_parameters=self._options.find_unused_parameters,
+            )
         return self._ddp
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -1,17 +1,20 @@
 """Losses in addition to that of the tokens: of the model's output, and of custom functions.
 
-A loss is a number per target token, [B, T], or one for all tokens of a micro-batch, []. The objective
-takes its mean over the step's target tokens, a sum over micro-batches and ranks: any split of a
-step equals one big batch.
+A loss "by tokens" is a number per target token, [B, T], or one for all tokens of a micro-batch, [];
+the objective takes its mean over the step's target tokens. A loss "by rows" is a number per row,
+[B]; the objective takes its mean over the rows with a target. A row that runs cell by cell takes
+the mean over its cells, weighted by target tokens. Both are sums over micro-batches and ranks, so
+that any split of a step equals one big batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.arrays import IGNORED
@@ -32,57 +35,78 @@ from trainer.wording import few
 if TYPE_CHECKING:
     from trainer.config.schema import ObjectiveTable
 
+By = Literal["tokens", "rows"]
+
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """One loss."""
+    """One loss, and what it is averaged over."""
 
+    by: By = "tokens"
     weight: float = 1.0
     function: Callable[..., Any] | None = None
     """Computes it from `output` and `micro`; None: the model's output has it."""
 
 
-def declared_losses(model: Any) -> list[str]:
-    """The losses that a model declares: `loss_keys`, a mapping of names to "tokens".
+def declared_losses(model: Any) -> dict[str, By]:
+    """The losses that a model declares: `loss_keys`, a mapping of names to "tokens" or "rows".
 
     Raises:
         UserError: it is something else.
     """
     keys = getattr(model, "loss_keys", {})
     if not isinstance(keys, Mapping) or not all(map(_is_declaration, keys.items())):
-        fix = 'make it a dict of plain names, such as {"balance": "tokens"}'
+        fix = 'make it a dict of plain names, such as {"balance": "tokens"}; the other value is "rows"'
         raise UserError("model.target", f"{type(model).__name__}.loss_keys is {keys!r}", fix)
-    return list(keys)
+    return dict(keys)
 
 
 def _is_declaration(item: tuple[Any, Any]) -> bool:
     name, by = item
-    return isinstance(name, str) and name.isidentifier() and by == "tokens"
+    return isinstance(name, str) and name.isidentifier() and by in ("tokens", "rows")
 
 
-def loss_problem(losses: Mapping[str, Any], declared: Sequence[str], shape: Sequence[int], *, needs_all: bool) -> str:
+def loss_problem(
+    losses: Mapping[str, Any], declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool
+) -> str:
     """A mistake in the losses of a model's output; empty if there is none.
 
     Args:
         shape: [B, T] of the targets.
         needs_all: as in training; an evaluation does without those that the model leaves out.
     """
-    unknown, missing = sorted(losses.keys() - set(declared)), sorted(set(declared) - losses.keys())
+    unknown, missing = sorted(losses.keys() - declared.keys()), sorted(declared.keys() - losses.keys())
     if unknown:
         return undeclared(unknown)
     if missing and needs_all:
         return f"no loss {few(missing)} in train(), which its loss_keys name"
-    problems = (shape_problem(name, value, shape) for name, value in losses.items())
+    problems = (shape_problem(name, value, declared[name], shape) for name, value in losses.items())
     return next(filter(None, problems), "")
 
 
-def shape_problem(name: str, value: Any, shape: Sequence[int]) -> str:
+def shape_problem(name: str, value: Any, by: By, shape: Sequence[int]) -> str:
     """A mistake in one loss; empty if there is none."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return f"the loss {name} as a {getattr(value, 'dtype', type(value).__name__)}, not as a tensor of floats"
-    if list(value.shape) in (list(shape), []):
+    rows, length = shape
+    fitting = [[rows, length], []]
+    if by == "rows":
+        fitting = [[rows]]
+    if list(value.shape) in fitting:
         return ""
-    return f"the loss {name} with the shape {list(value.shape)}, not {list(shape)} or []"
+    wanted = " or ".join(map(str, fitting))
+    return f"the loss {name} by {by} with the shape {list(value.shape)}, not {wanted}"
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _by_row(value: Any, by: By | None, mask: Tensor) -> Any:
+    """A loss by rows that a cellwise model gives per token, [B, T], as the targets' mean, [B]."""
+    if by != "rows" or getattr(value, "shape", None) != mask.shape:
+        return value
+    return _widened(value).masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 class AuxiliaryLosses(Auxiliary):
@@ -95,10 +119,28 @@ class AuxiliaryLosses(Auxiliary):
 
     def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
         super().__init__(losses, metric_keys)
-        self._declared = [name for name, each in self.losses.items() if each.function is None]
+        self._declared: dict[str, By] = {}
+        for name, each in self.losses.items():
+            if each.function is None:
+                self._declared[name] = each.by
+
+    def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
+        """Find the factor of losses by rows, since the step divides by tokens. All ranks must call
+        it.
+
+        Args:
+            window: micro-batches of this rank.
+        """
+        masks = [micro.targets != IGNORED for micro in window]
+        counts = torch.stack([torch.stack([mask.sum(), mask.any(dim=1).sum()]) for mask in masks]).sum(0)
+        if world_size > 1:
+            dist.all_reduce(counts)
+        self._tokens_per_row = counts[0] / counts[1].clamp(min=1).double()
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
+
+        Without gradient, losses by rows are only among the parts: rows have not been counted.
 
         Raises:
             UserError: the output has other losses than the model declares; a custom function fails.
@@ -107,16 +149,21 @@ class AuxiliaryLosses(Auxiliary):
         shape, trains = micro.targets.shape, torch.is_grad_enabled()
         mask = micro.targets != IGNORED  # [B, T]
         losses: Mapping[str, Any] = getattr(output, "losses", None) or {}
-        refuse_output(loss_problem(losses, self._declared, shape, needs_all=trains))
-        found = {**losses, **self._of_functions(output, micro)}
+        found = {name: _by_row(value, self._declared.get(name), mask) for name, value in losses.items()}
+        refuse_output(loss_problem(found, self._declared, shape, needs_all=trains))
+        found |= self._of_functions(output, micro)
         total, parts = result.loss_sum, dict(result.parts)
         for name, each in self.losses.items():
             if name not in found:
                 continue
-            value = found[name].to(torch.promote_types(found[name].dtype, torch.float32))
-            term = each.weight * value.expand(shape).masked_fill(~mask, 0.0).sum()
-            total = total + term
-            parts[name] = Term(term.detach(), mask.sum())
+            applies = mask.any(dim=1) if each.by == "rows" else mask
+            value = _widened(found[name]).expand(applies.shape)
+            term = each.weight * value.masked_fill(~applies, 0.0).sum()
+            if each.by == "tokens":
+                total = total + term
+            elif trains:
+                total = total + term * self._tokens_per_row.to(term)
+            parts[name] = Term(term.detach(), applies.sum())
         return replace(result, loss_sum=total, parts=parts, metrics=self._metrics(output))
 
     def _of_functions(self, output: Any, micro: Any) -> dict[str, Tensor]:
@@ -126,7 +173,7 @@ class AuxiliaryLosses(Auxiliary):
                 continue
             with users_code(f"objective.losses.{name}"):
                 found[name] = each.function(output=output, micro=micro)
-            problem = shape_problem(name, found[name], micro.targets.shape)
+            problem = shape_problem(name, found[name], each.by, micro.targets.shape)
             if problem:
                 raise ObjectiveError(name, f"returned {problem}", micro.located)
         return found
@@ -149,21 +196,22 @@ def make_auxiliary(table: ObjectiveTable, model: Any, own_loss: Callable[..., Ca
     """
     declared, losses = declared_losses(model), table.losses
     own = [name for name, each in losses.items() if each.target is not None]
-    taken = sorted({*own, *declared} & {*COMPONENTS, *table.components} | set(own) & set(declared))
+    taken = sorted({*own, *declared} & {*COMPONENTS, *table.components} | set(own) & declared.keys())
     if taken:
         raise UserError(f"objective.losses.{taken[0]}", "another loss has this name", "choose another one")
-    unknown = sorted(losses.keys() - set(declared) - set(own))
+    unknown = sorted(losses.keys() - declared.keys() - set(own))
     if unknown:
         problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
         fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics), or a target here"
         raise UserError(f"objective.losses.{unknown[0]}", problem, fix)
     found = {}
-    for name in declared:
-        found[name] = AuxiliaryLoss(losses[name].weight if name in losses else 1.0)
+    for name, by in declared.items():
+        weight = losses[name].weight if name in losses else 1.0
+        found[name] = AuxiliaryLoss(by, weight)
     for name in own:
         each, key = losses[name], f"objective.losses.{name}"
         function = own_loss(each.target or "", each.args, key, output=0, micro=0)
-        found[name] = AuxiliaryLoss(each.weight, function)
+        found[name] = AuxiliaryLoss(each.by, each.weight, function)
     if not table.components and not any(each.weight for each in found.values()):
         fix = "set loss_keys on the model, or objective.losses or target (docs/models.md#losses-and-metrics)"
         raise UserError("objective.token_ce", "is 0, and no other loss would be trained on", fix)

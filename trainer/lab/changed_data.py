@@ -1,4 +1,4 @@
-"""Resumes on files that changed: with `--accept-data-change` their sources begin the next epoch.
+"""Resumes on files that moved, or changed: with `--accept-data-change` their sources begin the next epoch.
 
 It could go if every corpus were frozen before a run.
 """
@@ -6,13 +6,18 @@ It could go if every corpus were frozen before a run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
-from trainer.data.fingerprint import EVAL, SourceChange
+from trainer.data.fingerprint import EVAL, Fingerprint, SourceChange, moved
 from trainer.data.lanes import keep_places
+from trainer.data.layout import renamed
 from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.metrics.logger import get_logger
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from trainer.training.checkpointing.restore import DataCheck
@@ -62,3 +67,21 @@ def _log_removed_and_evaluated(check: DataCheck) -> None:
     for name, each in check.change.sources.items():
         if name.startswith(EVAL):
             logger.warning(text, name.removeprefix(EVAL), each)
+
+
+def with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[str, str]]) -> Plan:
+    """Give files of `paths` that moved, or are spelled otherwise, the checkpoint's names, also in `marked`."""
+
+    def kept(source: Source, prefix: str = "") -> Source:
+        key, names = prefix + source.name, {}
+        if source.table.paths is not None:
+            names = moved(before.sources.get(key, {}), marked[key])
+        if not names:
+            return source
+        files = counted(len(names), "file")
+        logger.info("source %s: %s moved, by their fingerprints the checkpoint's", key, files)
+        marked[key] = dict(sorted((names.get(name, name), mark) for name, mark in marked[key].items()))
+        return replace(source, streams=renamed(source.streams, names))
+
+    sources = [kept(source) for source in plan.sources]
+    return replace(plan, sources=sources, eval_sources=[kept(source, EVAL) for source in plan.eval_sources])

@@ -1,9 +1,10 @@
 """Forward, loss and backward of a micro-batch as one CUDA graph instead of many launches.
 
 There is a graph for each kind of micro-batch: the first of a step, whose gradients are new, those
-that add to them, and both again where the noise scale measures more. They read their inputs, and
-leave gradients and results, in the same places. What a first graph leaves as gradients stays in its
-memory, so that nothing is zeroed, and a parameter that had no part in a step has no gradient.
+that add to them, the last one where DDP averages gradients, and all of them again where the noise
+scale measures more. They read their inputs, and leave gradients and results, in the same places.
+What a first graph leaves as gradients stays in its memory, so that nothing is zeroed, and a
+parameter that had no part in a step has no gradient.
 
 The first step runs without graphs: it compiles, and lets libraries set themselves up. Python runs
 while a graph is captured, not when it is replayed: a model whose Python chooses what to compute, or
@@ -28,6 +29,7 @@ from trainer.wording import error_text
 if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
     from trainer.distributed.env import RankInfo
+    from trainer.distributed.strategy import Strategy
     from trainer.metrics.noise_scale.hooks import Trace
     from trainer.objective.loss import Auxiliary, ObjectiveOutput
     from trainer.training.setup.plan import Plan
@@ -35,17 +37,21 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-STEPS_WITHOUT = 1
+STEPS_WITHOUT, STEPS_WITHOUT_OF_DDP = 1, 11  # DDP measures itself in its first ten
 
 
-def make(plan: Plan, info: RankInfo, device: torch.device, auxiliary: Auxiliary) -> MicroGraphs | None:
+def make(
+    plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary
+) -> MicroGraphs | None:
     """The graphs of a run on CUDA, or None. Raises UserError: asked for and impossible."""
-    config, is_asked = plan.config, plan.config.train.cuda_graph is True
+    config, is_asked, stream = plan.config, plan.config.train.cuda_graph is True, strategy.stream
     # What their Python does is not known.
     if not is_asked and (not plan.has_built_in_model or config.objective.target is not None):
         return None
+    has_ranks = info.world_size > 1
     reasons = {
-        "ranks exchange gradients within the backward": info.world_size > 1,
+        "FSDP gathers parameters within the backward": has_ranks and stream is None,
+        "several devices were not tried; train.cuda_graph = true tries them": has_ranks and not is_asked,
         "loss scaling (fp16) waits for the device": config.train.precision == "fp16",
         "only full rows have one shape": not reads_lanes(config),
         "losses and metrics of the model's output are looked at by Python": auxiliary.is_on,
@@ -56,7 +62,7 @@ def make(plan: Plan, info: RankInfo, device: torch.device, auxiliary: Auxiliary)
     if problem:
         logger.info("the step runs without CUDA graphs: %s", problem)
         return None
-    return MicroGraphs(device, is_asked=is_asked)
+    return MicroGraphs(device, is_asked=is_asked, stream=stream)
 
 
 class Graph(NamedTuple):
@@ -72,8 +78,10 @@ class Graph(NamedTuple):
 class MicroGraphs:
     """Stands for `TrainStep.run_micro` where micro-batches have the captured shapes."""
 
-    def __init__(self, device: torch.device, *, is_asked: bool) -> None:
+    def __init__(self, device: torch.device, *, is_asked: bool, stream: torch.cuda.Stream | None = None) -> None:
         self._is_asked = is_asked  # what cannot be captured is refused; otherwise a warning
+        self._stream = stream  # on which DDP was made; None: nothing averages gradients
+        self._steps_without = STEPS_WITHOUT if stream is None else STEPS_WITHOUT_OF_DDP
         self._num_steps, self._is_off = 0, False
         self._graphs: dict[Any, Graph] = {}
         self._inputs: dict[str, Tensor] = {}
@@ -81,27 +89,28 @@ class MicroGraphs:
         self._kappa = torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(
-        self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, *, is_first: bool
+        self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, *, is_first: bool, is_last: bool
     ) -> tuple[Tensor | None, ObjectiveOutput]:
         """As `TrainStep.run_micro`. Raises UserError: it is asked for and cannot be captured."""
         self._num_steps += is_first  # steps, not micro-batches
         given = {**micro.inputs, "targets": micro.targets}
         if state is not None:
             given["state"] = state
-        is_warm = self._num_steps > STEPS_WITHOUT and not self._is_off
+        is_warm = self._num_steps > self._steps_without and not self._is_off
         if not is_warm or not self._fits(given) or not (is_first or self._adds(step)):
-            return step.run_micro(micro, state, kappa)
-        kind = is_first, None if step.gns is None else step.gns.kind
+            return self._run_without(step, micro, state, kappa)
+        averages = is_last and self._stream is not None
+        kind = is_first, averages, None if step.gns is None else step.gns.kind
         try:
             self._place(given, kappa)
             if kind not in self._graphs:
-                self._graphs[kind] = self._capture(step, micro)
+                self._graphs[kind] = self._capture(step, micro, is_first=is_first, averages=averages)
         except Exception as error:  # noqa: BLE001 - whatever hinders it
             self._give_up(step, error, is_first=is_first)
-            return step.run_micro(micro, state, kappa)
+            return self._run_without(step, micro, state, kappa)
         found = self._graphs[kind]
         found.graph.replay()
-        if is_first:
+        if is_first or averages:
             _set_gradients(step, found.gradients)
         if step.gns is not None and found.trace is not None:
             step.gns.repeat(found.trace)
@@ -131,14 +140,31 @@ class MicroGraphs:
         own = zip(step.parameters, self._sums, strict=False)
         return bool(self._sums) and all(parameter.grad is grad for parameter, grad in own)
 
-    def _capture(self, step: TrainStep, micro: MicroBatch) -> Graph:
+    def _run_without(
+        self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float
+    ) -> tuple[Tensor | None, ObjectiveOutput]:
+        if self._stream is None:
+            return step.run_micro(micro, state, kappa)
+        # The nodes in which gradients are added up belong to the stream on which they are first
+        # used.
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            found = step.run_micro(micro, state, kappa)
+        here.wait_stream(self._stream)
+        return found
+
+    def _capture(self, step: TrainStep, micro: MicroBatch, *, is_first: bool, averages: bool) -> Graph:
         inputs, graph = dict(self._inputs), torch.cuda.CUDAGraph()
         targets, state = inputs.pop("targets"), inputs.pop("state", None)
         pool = next((each.graph.pool() for each in self._graphs.values()), None)  # one for all
         micro = replace(micro, inputs=inputs, targets=targets)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, pool=pool, **how):
             end, result = step.run_micro(micro, state, self._kappa)
-            gradients = self._at_one_place([parameter.grad for parameter in step.parameters])
+            gradients: Sequence[Tensor | None] = [parameter.grad for parameter in step.parameters]
+            if not averages:  # those averaged are in DDP's buckets
+                gradients = self._at_one_place(gradients)
         # With its history a loss would keep the nodes of the backward, which belong to the capture.
         result = replace(result, loss_sum=result.loss_sum.detach())
         trace = None if step.gns is None else step.gns.trace()

@@ -77,13 +77,17 @@ class Cellwise(nn.Module):
         return ModelOutput(torch.cat(logits, dim=1), state, joined, metrics.drain_metrics())
 
     def _join(self, losses: Sequence[Mapping[str, Tensor]], rows: int) -> dict[str, Tensor]:
-        """The losses of whole rows, [B, T]: one that is [] counts for each token of its cell."""
+        """The losses of whole rows, [B, T]: one that is [] or [B] counts for each token of its
+        cell."""
         if any(each.keys() != losses[0].keys() for each in losses):
             problem = "the losses of its output are not the same in all cells of a row"
             raise UserError("model.target", problem, "return each of them in every call")
         joined = {}
-        for name in losses[0]:
-            joined[name] = torch.cat([each[name].expand(rows, self._cell) for each in losses], dim=1)
+        for name, first in losses[0].items():
+            values = [each[name] for each in losses]
+            if first.ndim == 1:
+                values = [value[:, None] for value in values]
+            joined[name] = torch.cat([value.expand(rows, self._cell) for value in values], dim=1)
         return joined
 
     def _run(self, tokens: Tensor, state: Tensor | None, inputs: dict[str, Any], *, is_last: bool) -> Any:

@@ -42,7 +42,7 @@ class Term(NamedTuple):
     sum: Tensor
     """Summand of the loss sum, the component's weight included: [], float32 or wider."""
     num_tokens: Tensor
-    """Number of tokens that it applies to: [], int64."""
+    """Number of tokens (of a loss by rows, of rows) that it applies to: [], int64."""
 
 
 class Prepared(NamedTuple):
@@ -270,15 +270,20 @@ class Auxiliary:
     """Refuses losses of an output and leaves out its metrics, since the model declares none.
 
     Attributes:
-        losses: by name; each has a `weight`.
+        losses: by name; each has a `weight`, and `by`: "tokens" or "rows".
         metric_keys: the metrics that the output may have; others are left out with one warning.
+        by_rows: keys of the losses by rows.
         is_on: whether there is any loss or metric.
     """
 
     def __init__(self, losses: Mapping[str, Any] | None = None, metric_keys: Sequence[str] = ()) -> None:
         self.losses, self.metric_keys = losses or {}, tuple(metric_keys)
+        self.by_rows = [f"objective/{name}" for name, each in self.losses.items() if each.by == "rows"]
         self.is_on = bool(self.losses or self.metric_keys)
         self._guard = BestEffort("model")
+
+    def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
+        """Prepare the window's micro-batches of this rank. Every rank must call it."""
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
@@ -300,7 +305,7 @@ class Auxiliary:
 
 def undeclared(names: Sequence[str]) -> str:
     """The mistake of an output with these further losses, after "it returns"."""
-    return f'the loss {few(names)}, which is not in its loss_keys: {{"{names[0]}": "tokens"}}'
+    return f'the loss {few(names)}, which is not in its loss_keys: {{"{names[0]}": "tokens"}}, or "rows"'
 
 
 def refuse_output(problem: str) -> None:

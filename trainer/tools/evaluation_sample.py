@@ -162,23 +162,31 @@ class SampledLosses(EvalRider):
     def begin(self, evaluator: Evaluator) -> None:
         """Forget the last evaluation."""
         self._guard = evaluator.guard
+        self._by_rows = [name for name, each in evaluator.auxiliary.losses.items() if each.by == "rows"]
         self._sums: list[tuple[int, Tensor]] = []
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
-        """Note each row's document and its loss."""
+        """Note each row's document, its loss, and those by rows."""
         assert micro.carry is not None
         groups = micro.carry.group_ids.tolist()
         for rows, each in results:
-            self._sums.append((self.sample.groups[groups[rows.start]], each.loss_sum.double()))
+            parts = [each.parts[name] for name in self._by_rows if name in each.parts]
+            nothing = each.loss_sum.new_zeros((), dtype=torch.float64)
+            num_rows = parts[0].num_tokens.double() if parts else nothing
+            sums = [each.loss_sum.double(), sum((part.sum.double() for part in parts), nothing), num_rows]
+            self._sums.append((self.sample.groups[groups[rows.start]], torch.stack(sums)))
 
     def part(self) -> npt.NDArray[np.float64] | None:
-        """The loss of each document's rows on this rank, [n]. Waits for the device."""
+        """Of each document's rows on this rank the loss, the losses by rows, and how many they are, [3, n]. Waits for the
+        device."""
         return self._guard.run(self._by_document)
 
     def _by_document(self) -> npt.NDArray[np.float64]:
-        values = torch.stack([value for _, value in self._sums]).cpu().numpy() if self._sums else np.zeros(0)
+        values = (
+            torch.stack([value for _, value in self._sums], dim=1).cpu().numpy() if self._sums else np.zeros((3, 0))
+        )
         documents = np.array([document for document, _ in self._sums], dtype=np.int64)
-        return np.bincount(documents, values, minlength=len(self.sample.tokens)).astype(np.float64)
+        return np.array([np.bincount(documents, row, minlength=len(self.sample.tokens)) for row in values], np.float64)
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """The error, if it is known."""
@@ -186,7 +194,12 @@ class SampledLosses(EvalRider):
         return {} if error is None else {"loss_se": error}
 
     def _error(self, by_rank: Sequence[Any]) -> float | None:
-        return self.sample.error(np.sum([part for part in by_rank if part is not None], axis=0))
+        losses, by_rows, num_rows = np.sum([part for part in by_rank if part is not None], axis=0)
+        weights = self.sample.weights
+        if (all_rows := weights @ num_rows) > 0:  # the mean of these is another ratio: its residuals, as if of tokens
+            mean = weights @ by_rows / all_rows
+            losses = losses + (by_rows - mean * num_rows) * (weights @ self.sample.tokens / all_rows)
+        return self.sample.error(losses)
 
 
 class _Documents(NamedTuple):

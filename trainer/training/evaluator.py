@@ -185,6 +185,9 @@ class Evaluator:
     def _with_perplexity(self, reduced: dict[str, float]) -> dict[str, float]:
         if not reduced.keys() & {"loss", "accuracy"}:
             return {}
+        if "loss" in reduced:
+            # Losses by rows have another mean than those by tokens.
+            reduced["loss"] += sum(reduced.get(key, 0.0) for key in self.auxiliary.by_rows)
         if "objective/token_ce" in reduced:
             cross_entropy = reduced["objective/token_ce"] / self.token_ce
             # Beyond 700 exp overflows a float64, and such a model has learnt nothing anyway.

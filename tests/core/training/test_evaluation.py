@@ -253,7 +253,10 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
     model = make_model(plan)
     model.register_forward_hook(lambda module, given, output: output._replace(metrics={"my/number": 1.0}))
     own = {
-        "odd": AuxiliaryLoss(1.0, lambda *, output, micro: odd(micro.targets)[:, :1].expand(micro.targets.shape)),
+        "by_tokens": AuxiliaryLoss(
+            "tokens", 1.0, lambda *, output, micro: odd(micro.targets)[:, :1].expand(micro.targets.shape)
+        ),
+        "by_rows": AuxiliaryLoss("rows", 1.0, lambda *, output, micro: 2 * odd(micro.targets)[:, 0]),
     }
     auxiliary = AuxiliaryLosses(own if has_others else {}, ["my/number"])
     whole, read = evaluated(plan, model, auxiliary=auxiliary)

@@ -24,7 +24,7 @@ texts = dict(unit="", description="x", healthy="x", pathological="x", group="x",
 register(MetricSpec(name="my/calls", window="sum", ranks="sum", **texts))
 
 class Regular(nn.Module):
-    loss_keys, metric_keys = {"energy": "tokens", "norm": "tokens"}, ("my/calls", "my/last")
+    loss_keys, metric_keys = {"energy": "tokens", "size": "rows", "norm": "tokens"}, ("my/calls", "my/last")
     def __init__(self, returned, **sizes):
         super().__init__()
         self.inner, self.returned = build(**sizes), returned
@@ -34,12 +34,12 @@ class Regular(nn.Module):
     def forward(self, tokens, state=None, resets=None):
         output = self.inner(tokens, state, resets)
         state, embedded = output.state, self.inner.embedding(tokens)
-        losses = {"energy": embedded.square().mean(-1),
+        losses = {"energy": embedded.square().mean(-1), "size": embedded.abs().mean((1, 2)),
                   "norm": self.inner.norm.weight.square().mean(), "other": tokens.float().mean()}
         if self.returned == "energy in one shape":
             losses["energy"] = losses["energy"].flatten()
         kept = [name for name in losses if self.returned == name or self.returned != "no norm" and name != "other"
-                or name == "energy"]
+                or name in ("energy", "size")]
         metrics = {"my/calls": 1.0, "my/last": tokens.float().mean(), "my/unknown": 1.0}
         return ModelOutput(output.logits, output.state, {name: losses[name] for name in kept}, metrics)
 
@@ -66,9 +66,9 @@ class Missed:
 def scalars(*, output, micro):
     return output.logits.mean(1)
 """
-OWN, NOTHING = "objective.target=own_losses:Missed", "objective.losses={energy=0, norm=0}"
+OWN, NOTHING = "objective.target=own_losses:Missed", "objective.losses={energy=0, size=0, norm=0}"
 MODEL = ("model.target=own_losses:build_model", "model.dim=16", "model.num_layers=1", "ledger.probe_every=0")
-LOSSES = ("token_ce", "energy", "norm")
+LOSSES = ("token_ce", "energy", "size", "norm")
 EVALUATED = "\n[eval]\nevery = 4\nbatches = 2\nholdout_fraction = 0.2\n"
 
 
@@ -100,7 +100,9 @@ def adds_up(row: dict[str, float], names: tuple[str, ...], *, prefix: str = "") 
     ids=lambda sets: " ".join(sets) or "plain",
 )
 def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets):
-    rows, said = trained(config, *sets, "objective.losses={energy=0.5}", "metrics.log_interval=3", "eval.batches=1000")
+    rows, said = trained(
+        config, *sets, "objective.losses={energy=0.5, size=3}", "metrics.log_interval=3", "eval.batches=1000"
+    )
     for at in (("train", 1), ("train", 3), ("train", 6)):
         assert adds_up(rows[at], LOSSES), rows[at]
     for step in (4, 6):
@@ -112,7 +114,7 @@ def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets)
     cells = 2 if "train.tbptt_cells=2" in sets else 1
     assert [rows["train", step]["my/calls"] for step in (1, 3, 6)] == [2 * n * cells for n in (1, 2, 3)]
     assert said.count("'my/unknown' is left out") == 1
-    assert "objective.losses: energy with weight 0.5, norm with weight 1" in said
+    assert "objective.losses: energy with weight 0.5, size with weight 3, norm with weight 1" in said
     assert rows["train", 6]["objective/norm"] == pytest.approx(1.0, abs=0.1)  # weight 1 without an entry
 
 
@@ -137,7 +139,7 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
 
 @pytest.mark.distributed
 def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_numbers(config):
-    own = "{penalty={target='own_losses:penalty', weight=0.3, args={power=2}}}"
+    own = "{penalty={target='own_losses:penalty', weight=0.3, by='tokens', args={power=2}}}"
     found = [
         trained(config, f"objective.losses={own}", f"distributed.strategy={strategy}", nproc=2)[0]
         for strategy in ("ddp", "fsdp")
@@ -172,12 +174,12 @@ def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_num
         (("objective.token_ce=0", "objective.chunk_tokens=8"), "objective: no loss of logits is left"),
         ((OWN, "objective.args.form=flat"), "objective.target: fails: ValueError: what it returned has no gradient"),
         ((OWN, "objective.args.form=all"), "objective.target: fails: ValueError: the loss of a few tokens is NaN"),
-        (("objective.losses.energy={args={a=1}}",), "objective.losses.energy: args are those of a target"),
+        (("objective.losses.energy={by='rows'}",), "objective.losses.energy: args and by are those of a target"),
         (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
         (("model.args.returned=no norm",), "returns no loss norm in train(), which its loss_keys name"),
         (
             ("model.args.returned=energy in one shape",),
-            "returns the loss energy with the shape [16], not [1, 16] or []",
+            "returns the loss energy by tokens with the shape [16], not [1, 16] or []",
         ),
     ],
 )
@@ -197,7 +199,7 @@ def test_what_does_not_fit_is_refused_before_the_run(config, capsys, sets, messa
         ),
         (
             ("objective.losses.own={target='own_losses:scalars'}",),
-            "component own: returned the loss own with the shape [4, 257], not [4, 16] or []",
+            "component own: returned the loss own by tokens with the shape [4, 257], not [4, 16] or []",
         ),
     ],
 )

@@ -67,8 +67,10 @@ def test_an_honest_model_is_not_convicted(name, precision):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"balance": "tokens"}, 'the loss each, which is not in its loss_keys: {"each": "tokens"}'),
-        (Losses.loss_keys | {"other": "tokens"}, "no loss other in train(), which its loss_keys name"),
+        ({"balance": "tokens", "spread": "rows"}, 'the loss each, which is not in its loss_keys: {"each": "tokens"}'),
+        (Losses.loss_keys | {"other": "rows"}, "no loss other in train(), which its loss_keys name"),
+        (Losses.loss_keys | {"each": "rows"}, "the loss each by rows with the shape [1, 64], not [1]"),
+        (Losses.loss_keys | {"spread": "tokens"}, "the loss spread by tokens with the shape [1], not [1, 64] or []"),
     ],
 )
 def test_losses_that_are_not_as_the_model_declares_them_break_its_forward(keys, said):

@@ -22,7 +22,7 @@ from trainer.training.step.step import StepOutcome
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
 LENGTHS = (12, 1, 7, 3, 12, 0, 5, 9)  # of the rows: uneven, and one has nothing to predict
-WEIGHTS = {"balance": 0.5, "router": 0.1, "confident": 0.2}
+WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "confident": 0.2, "peak": 0.4}
 CE_WEIGHTS = {"token_ce": 1.0, "half": 0.5, "off": 0.0}
 Numbers = tuple[StepOutcome, dict[str, Tensor], dict[str, float]]
 
@@ -46,6 +46,7 @@ class Experts(nn.Module):
         x = x + torch.stack([p[..., [i]] * block(x) for i, block in enumerate(self.blocks)]).sum(0)
         losses = {
             "balance": EXPERTS * (shares * p).sum(-1),  # [B, T]
+            "spread": p.mean(1).square().sum(-1),  # [B]
             "router": self.router.weight.square().mean(),  # []
         }
         return ModelOutput(self.head(x), None, losses, {"moe/max_share": shares.max()})
@@ -53,6 +54,10 @@ class Experts(nn.Module):
 
 def confident(*, output: Any, micro: MicroBatch, power: int) -> Tensor:
     return output.logits.softmax(-1).pow(power).sum(-1)  # [B, T]
+
+
+def peak(*, output: Any, micro: MicroBatch) -> Tensor:
+    return output.logits.amax((1, 2)).square()  # [B]
 
 
 def missed(logits: Tensor, targets: Tensor) -> Tensor:
@@ -66,8 +71,12 @@ pytestmark = pytest.mark.parametrize("loss", OBJECTIVES)
 
 
 def auxiliary(poison: float = 1.0) -> AuxiliaryLosses:
-    own = {"confident": lambda **given: confident(**given, power=2) * poison}
-    losses = {name: AuxiliaryLoss(weight, own.get(name)) for name, weight in WEIGHTS.items()}
+    by_rows = ("spread", "peak")
+    own = {"confident": lambda **given: confident(**given, power=2) * poison, "peak": peak}
+    losses = {
+        name: AuxiliaryLoss("rows" if name in by_rows else "tokens", weight, own.get(name))
+        for name, weight in WEIGHTS.items()
+    }
     return AuxiliaryLosses(losses, ("moe/max_share",))
 
 
@@ -80,21 +89,25 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def sums(kind: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Each part of the loss summed over tokens, written down plainly."""
+    """Each part of the loss summed over tokens or rows, written down plainly."""
     output, mask = model(tokens), targets != -100
+    of_rows = mask.any(1)
     micro = MicroBatch({}, targets, None, {})
     cross_entropy = nn.functional.cross_entropy(output.logits[mask], targets[mask], reduction="sum")
     return {
         "first": CE_WEIGHTS[kind] * cross_entropy if kind in CE_WEIGHTS else missed(output.logits, targets)[mask].sum(),
         "balance": output.losses["balance"][mask].sum(),
+        "spread": output.losses["spread"][of_rows].sum(),
         "router": output.losses["router"] * mask.sum(),
         "confident": confident(output=output, micro=micro, power=2)[mask].sum(),
+        "peak": peak(output=output, micro=micro)[of_rows].sum(),
     }
 
 
 def mean(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parts of the whole loss, of sums over all rows or some."""
-    return {name: WEIGHTS.get(name, 1.0) * value / sum(LENGTHS) for name, value in parts.items()}
+    counts = {name: sum(map(bool, LENGTHS)) if name in ("spread", "peak") else sum(LENGTHS) for name in parts}
+    return {name: WEIGHTS.get(name, 1.0) * value / counts[name] for name, value in parts.items()}
 
 
 def reference(kind: str) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fault_runs import keep
 from tests.support.grouped import run, train
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import losses, make_corpus, read_rows, write_tiny_config
 from trainer.tools.runs.load import load_run, settings_by_step
 from trainer.training.checkpointing.tensor_files import read_rank
 
@@ -50,6 +50,16 @@ def test_copied_and_touched_files_resume_bit_for_bit(stopped, resume, tmp_path):
     assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
 
 
+def replaced(corpus: Path) -> None:
+    shutil.rmtree(corpus)
+    make_corpus(corpus, seed=1)
+
+
+def appended(corpus: Path) -> None:
+    with (corpus / "a" / "stream1.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+
+
 def cut(corpus: Path) -> None:
     path = corpus / "b" / "stream2.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
@@ -64,9 +74,14 @@ def moved(corpus: Path) -> None:
     (corpus / "a" / "stream3.jsonl").rename(corpus / "a" / "stream9.jsonl")
 
 
+ALL_OF_IT = "source first: 4 changed (a/stream0.jsonl, a/stream1.jsonl, a/stream2.jsonl and 1 more); source second: "
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        pytest.param(replaced, ALL_OF_IT, marks=pytest.mark.slow),
+        pytest.param(appended, "source first: 1 changed (a/stream1.jsonl);", marks=pytest.mark.slow),
         pytest.param(cut, "source second: 1 changed (b/stream2.jsonl);", marks=pytest.mark.slow),
         (one_letter, "source second: 1 changed (b/stream0.jsonl);"),
         (moved, "source first: 1 missing (a/stream3.jsonl), 1 new (a/stream9.jsonl);"),
@@ -195,17 +210,27 @@ def test_a_tokenizer_with_other_ids_of_the_same_number_is_refused(tmp_path):
     assert "source first: 4 changed (a/stream0.jsonl, " in said
 
 
-def test_files_are_the_same_however_their_paths_are_spelled(tmp_path):
-    """The same documents in the same order, also of a validation set."""
+def test_files_are_the_same_however_their_paths_are_spelled_and_wherever_they_are(tmp_path):
+    """The same documents in the same order, also of a validation set; a resume finds files that moved."""
     config = write_tiny_config(tmp_path, RUN + "[eval]\nholdout_fraction = 0.2\nevery = 8\nbatches = 10000\n")
 
     def spelled(start: object) -> tuple[str, str]:
         paths = f'["{start}/corpus/a/*.jsonl", "{start}/corpus/../corpus/b/*.jsonl"]'
         return f'data.source=[{{name="s", paths={paths}}}]', f'eval.source=[{{name="books", paths={paths}}}]'
 
-    def numbers(name: str, start: object) -> dict:
-        train(config, tmp_path / name, "train.steps=8", *spelled(start), cwd=tmp_path)
-        rows = read_rows(tmp_path / name / "metrics.jsonl")
+    def trained(name: str, start: object, *more: object) -> tuple[dict, str]:
+        said = train(config, tmp_path / name, "train.steps=8", *spelled(start), more=more, cwd=tmp_path)
+        return read_rows(tmp_path / name / "metrics.jsonl"), said
+
+    def numbers(rows: dict) -> dict:
         return {place: [row[key] for key in sorted(row) if key.endswith("loss")] for place, row in rows.items()}
 
-    assert numbers("absolute", tmp_path) == numbers("plain", ".")
+    plain, _ = trained("plain", ".")
+    assert numbers(trained("absolute", tmp_path)[0]) == numbers(plain)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "corpus", tmp_path / "elsewhere")
+    rows, said = trained("moved", "elsewhere", "--resume", tmp_path / "absolute" / "checkpoints" / "step_00000004")
+    assert "8 files moved" in said
+    assert numbers(rows) == {place: each for place, each in numbers(plain).items() if place[1] > 4}
+    evaluated = run("eval", tmp_path / "moved", "--held-out", "--json", cwd=tmp_path)
+    assert json.loads(evaluated.stdout)["metrics"]["eval_loss"] == pytest.approx(rows["eval", 8]["eval_loss"], rel=1e-6)

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.data.batch import MicroBatch
 from trainer.errors import UserError
+from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.lab.pieces import Cellwise
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
+from trainer.objective.loss import Objective
 
 VOCAB, CELL, ROWS = 13, 8, 3
 
@@ -114,7 +117,7 @@ def test_recomputing_keeps_the_activations_of_one_cell():
 
 
 class Penalized(nn.Module):
-    """Has a loss of each shape, and a metric."""
+    """Has a loss of each shape, of the state too, and a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,23 +127,36 @@ class Penalized(nn.Module):
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         output = self.inner(tokens, state)
         squares = output.logits.square().mean(-1)  # [B, T]
-        losses = {"tokens": squares, "all": self.inner.norm.weight.square().mean()}
+        losses = {"tokens": squares, "rows": squares.mean(1), "all": self.inner.norm.weight.square().mean()}
         return output._replace(losses=losses, metrics={"my/tokens": tokens.shape[1]})
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_losses_of_a_row_are_those_of_its_cells_together(recompute):
+    """Where the row is padded, a loss by rows is that of its cells, by their targets: one of padding alone is none of them."""
     torch.manual_seed(0)
-    model, (tokens, *_) = Penalized(), make_rows(3 * CELL, 3 * CELL, has_resets=False)
+    model, (tokens, targets, _) = Penalized(), make_rows(3 * CELL, 3 * CELL, has_resets=False)
     cut = Cellwise(model, cell=CELL, cells=3, recompute=recompute)
     outputs = [model(tokens, torch.zeros(ROWS, model.state_width).double()), cut(tokens)]
-    assert [set(output.losses) for output in outputs] == [{"tokens", "all"}] * 2
+    assert [set(output.losses) for output in outputs] == [{"tokens", "rows", "all"}] * 2
     assert outputs[1].metrics == {"my/tokens": CELL}  # a gauge: the mean over the cells
     weights = torch.rand(ROWS, 3 * CELL).double()
+    targets[1, CELL:], targets[2, CELL + 2 :] = -100, -100
+    objective = AuxiliaryLosses(
+        {"tokens": AuxiliaryLoss(), "rows": AuxiliaryLoss("rows"), "all": AuxiliaryLoss()}, ["my/tokens"]
+    )
+    with torch.no_grad():  # as an evaluation: no window has counted the rows
+        micro = MicroBatch({}, targets, None, {})
+        part = objective(Objective()(outputs[1].logits, targets), outputs[1], micro).parts
+    cells = outputs[0].losses["tokens"].reshape(ROWS, 3, CELL).mean(2)
+    expected = cells[0].mean() + cells[1, 0] + (CELL * cells[2, 0] + 2 * cells[2, 1]) / (CELL + 2)
+    torch.testing.assert_close(part["rows"].sum, expected.detach(), rtol=1e-10, atol=0)
     found = []
     for output in outputs:
-        loss = sum((each.expand(weights.shape) * weights).sum() for each in output.losses.values())
-        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)])
+        shaped = output.losses | {"all": output.losses["all"].expand(weights.shape)}
+        shaped["rows"] = shaped["rows"].reshape(ROWS, -1).mean(1)
+        loss = torch.stack([(each * (weights if each.ndim == 2 else weights[:, 0])).sum() for each in shaped.values()])
+        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), list(model.parameters()), allow_unused=True)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 

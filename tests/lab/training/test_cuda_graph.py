@@ -94,7 +94,7 @@ def _guard(name: str) -> Any:
 def made(folder: Any, *sets: str, is_own: bool = True, ranks: int = 1, losses: Any = None) -> MicroGraphs | None:
     config = load_config(write_tiny_config(folder), [FULL_ROWS, *sets])
     plan: Any = SimpleNamespace(config=config, has_built_in_model=is_own)
-    return make(plan, RankInfo(world_size=ranks), CPU, AuxiliaryLosses(losses))
+    return make(plan, RankInfo(world_size=ranks), CPU, Strategy(), AuxiliaryLosses(losses))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def made(folder: Any, *sets: str, is_own: bool = True, ranks: int = 1, losses: A
         (['data.mixing.batching_mode="per_stream"'], {}, "only full rows have one shape"),
         (["train.precision=fp16"], {}, "loss scaling"),
         ([], {"losses": {"balance": AuxiliaryLoss()}}, "looked at by Python"),
-        ([], {"ranks": 2}, "ranks exchange gradients"),
+        (['distributed.strategy="fsdp"'], {"ranks": 2}, "FSDP gathers"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_by_name_or_runs_without(tmp_path, sets, given, reason):

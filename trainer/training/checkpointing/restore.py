@@ -255,6 +255,8 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     marked = _by_source(by_file, sources, before)
     if before is None:
         return DataCheck(plan, Fingerprint(blocks, tokenizer, marked))
+    # Gives files that moved the names of the checkpoint, under which they have not changed.
+    plan = plan.call("moved files", plan, before, marked) or plan
     now = Fingerprint(blocks, tokenizer, marked)
     if not policy.compares:
         return DataCheck(plan, now, before)

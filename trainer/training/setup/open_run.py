@@ -289,7 +289,7 @@ def _make_train_step(
         strategy=strategy,
         extensions=extensions,
         diagnostics=state.tracker.diagnostics,
-        graphs=_make_graphs(plan, info, device, auxiliary),
+        graphs=_make_graphs(plan, info, device, strategy, auxiliary),
     )
 
 
@@ -306,7 +306,7 @@ def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
     )
 
 
-def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, auxiliary: Auxiliary) -> Any:
+def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary) -> Any:
     """Runs the forward and backward of a micro-batch as a CUDA graph; None: nothing does."""
     if device.type != "cuda" or not plan.config.train.cuda_graph:
         return None
@@ -314,7 +314,7 @@ def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, auxiliary: Au
     if make is None:
         logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
         return None
-    return make(plan, info, device, auxiliary)
+    return make(plan, info, device, strategy, auxiliary)
 
 
 def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:

@@ -162,6 +162,8 @@ class TrainStep:
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
         extensions = self.extensions
         window = extensions.begin_step(step, window, is_logged=is_logged)
+        if self.auxiliary.by_rows:
+            self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
             pairs, by_parameter = "pairs" in extensions.kept, "by_parameter" in extensions.kept
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
@@ -190,7 +192,8 @@ class TrainStep:
                 if self.graphs is None:
                     end, result = self.run_micro(micro, state, self._kappa)
                 else:
-                    end, result = self.graphs(self, micro, state, self._kappa, is_first=index == 0)
+                    given = {"is_first": index == 0, "is_last": is_last}
+                    end, result = self.graphs(self, micro, state, self._kappa, **given)
                 self._ready_at -= sum(map(LEDGER_SEC, self._ledgers)) - exchanged_before
             if ledger is not None and carry is not None and end is not None:
                 ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
