@@ -128,6 +128,48 @@ class Rotating(nn.Module):
         return SimpleNamespace(logits=self.head(torch.stack(found, 1)), state=held)
 
 
+class Convolution(Language):
+    """A stack of causal convolutions whose last inputs are the state."""
+
+    def __init__(self, width: int = 4, layers: int = 2) -> None:
+        super().__init__(layers * (width - 1) * DIM)
+        self.width, self.layers = width, layers
+        self.convolutions = nn.ModuleList(nn.Conv1d(DIM, DIM, width) for _ in range(layers))
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        ends = []
+        for convolution, held in zip(self.convolutions, state.chunk(self.layers, 1), strict=True):
+            joined = torch.cat([held.to(x.dtype).view(x.shape[0], self.width - 1, DIM), x], 1)
+            end = joined[:, joined.shape[1] - self.width + 1 :].flatten(1)
+            ends.append(end.float() if x.dtype == torch.bfloat16 else end)
+            x = x + torch.tanh(convolution(joined.transpose(1, 2)).transpose(1, 2))
+        return x, torch.cat(ends, 1)
+
+
+class SlidingWindow(Language):
+    """Attention over the last `window` positions; keys, values and how many are valid are the state."""
+
+    def __init__(self, window: int = 5) -> None:
+        super().__init__(2 * window * DIM + 1)
+        self.window = window
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        rows, length, w = x.shape[0], x.shape[1], self.window
+        q, k, v = self.qkv(x).chunk(3, -1)
+        count = state[:, -1].clamp(max=w)
+        held_k, held_v = state[:, :-1].to(k.dtype).view(rows, 2, w, DIM).unbind(1)
+        k, v = torch.cat([held_k, k], 1), torch.cat([held_v, v], 1)
+        at, to = torch.arange(length, device=x.device)[:, None] + w, torch.arange(length + w, device=x.device)[None]
+        near = (to <= at) & (to > at - w)
+        valid = (to >= w - count[:, None]) if length else to >= 0
+        mask = near[None] & valid[:, None, :]
+        scores = (q @ k.transpose(1, 2)) / math.sqrt(DIM)
+        out = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+        end = torch.stack([k[:, -w:], v[:, -w:]], 1).flatten(1).to(state.dtype)
+        return x + out, torch.cat([end, (count + length).clamp(max=w)[:, None]], 1)
+
+
 class LinearAttention(Language):
     """Unnormalized linear attention in parallel form, with the matrix-valued state added."""
 
@@ -357,6 +399,19 @@ class EmptyLeaf(NestedLstm):
         return found
 
 
+class Parity(Language):
+    """A discrete state: whether the number of odd tokens so far is odd."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        start = tokens.new_zeros(len(tokens), 1) if state is None else state.long()
+        parity = (start + tokens.cumsum(1)) % 2  # [B, T]
+        logits = self.head(self.embedding(tokens) + self.embedding(parity))
+        return ModelOutput(logits, parity[:, -1:].to(logits.dtype))
+
+
 class LastTokens(Language):
     """A state of whole numbers, the last tokens: no gradient goes through it, and none is lost."""
 
@@ -380,6 +435,8 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "counts in int64": Counting,
     "counts in int16": lambda: Counting(torch.int16),
     "complex numbers": Rotating,
+    "convolutions": Convolution,
+    "sliding window": SlidingWindow,
     "chunked linear attention": lambda: LinearAttention(chunk=16),
     "gated delta rule": DeltaRule,
     "ema": Ema,

@@ -300,6 +300,9 @@ PUBLIC: dict[str, Case] = {
         "carry",
         twin=model(end=partial(padded_end, is_right=True)),
     ),
+    "cells of many tokens drop the state": Case(
+        lost(lambda c: c.length > 1), "huggingface/transformers#45513", "carry"
+    ),
     "kernels for many tokens get no initial state": Case(
         model(h=lambda c: c.h * (c.length == 1)), "huggingface/transformers#46741", "carry"
     ),

@@ -334,7 +334,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "purity",
         "random",
     ),
-    "recomputation advances a state": (Advances, "purity", "gradients enabled"),
+    "recomputation advances a state": (Advances, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
     "gradient partly detached": (Detached, "gradient", "remove what detaches the state"),
     "state detached": (returned(lambda x, state, out, end: (out, end.detach())), "gradient", "detached"),

@@ -19,10 +19,10 @@ def _verbatim(text: str) -> str:
 
 
 class TensorboardSink:
-    """Writes each metric as a scalar."""
+    """Writes each metric as a scalar, and `config`, settings by dotted key, as hyperparameters."""
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
+    def __init__(self, log_dir: Path, config: Mapping[str, Any] | None = None) -> None:
+        self._log_dir, self._config = log_dir, config or {}
         self._writer: Any = None
         self._purge_step: int | None = None
 
@@ -32,7 +32,23 @@ class TensorboardSink:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
+            config, self._config = self._config, {}  # shown once, not again after a restart
+            if config:
+                self._show(config)
         return self._writer
+
+    def _show(self, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import summary
+
+        self._writer.add_text("config", _verbatim("\n".join(f"{key} = {each!r}" for key, each in config.items())))
+        plain = dict(config)
+        for key, each in config.items():
+            if not isinstance(each, bool | int | float):
+                plain[key] = str(each)
+        # The writer's `add_hparams` would make a separate run, which the third part ends.
+        hparams: Any = summary.hparams
+        for part in hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:
+            self._writer.file_writer.add_summary(part)
 
     def log(self, payload: Mapping[str, Any]) -> None:
         """Write one payload."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, RouterLoss, answering
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, Parity, RouterLoss, answering
 from tests.support.mutant_models import MUTANTS, DropState
 from trainer.lab.contracts import CHECKS, ContractError, check_model
 from trainer.lab.contracts.subject import copy_model
@@ -77,6 +77,12 @@ def test_losses_that_are_not_as_the_model_declares_them_break_its_forward(keys, 
     model = made(Losses)
     model.loss_keys = keys
     assert said in check_model(model, vocab_size=VOCAB)["forward"].text
+
+
+def test_a_discrete_state_counts_as_used_whatever_the_draw():
+    for vocab_size in range(VOCAB - 8, VOCAB + 1):  # each draws other tokens
+        report = check_model(made(Parity), vocab_size=vocab_size, seq_len=16)
+        assert report["state_used"].status == "held", report
 
 
 class StaticBuffer(Gru):
@@ -197,7 +203,7 @@ class Only(NestedLstm):
 def test_a_stateful_model_of_one_length_is_judged_as_far_as_that_goes():
     report = check_model(made(Only), vocab_size=VOCAB, seq_len=48)
     assert not report.breaches, report
-    held = {"forward", "causality", "isolation", "purity"}
+    held = {"forward", "causality", "isolation", "purity", "state_used"}
     assert {verdict.check for verdict in report.verdicts if verdict.status == "held"} >= held, report
     assert "rows of 48 tokens and no longer ones" in report["carry"].text
     assert [verdict.check for verdict in report.unchecked] == ["carry"]
@@ -266,11 +272,18 @@ def test_a_model_on_the_meta_device_is_not_tried():
     assert "meta device" in check_model(model, vocab_size=VOCAB)["carry"].text
 
 
-def test_a_model_that_cannot_be_copied_is_not_tried():
-    model = made(Gru)
-    model.lock = threading.Lock()
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_model_that_cannot_be_copied_is_not_tried(is_late):
+    class Locks(Gru):
+        def mix(self, x, state):
+            if is_late and state.requires_grad:  # copies are made after this call too
+                self.lock = threading.Lock()
+            return super().mix(x, state)
+
+    model = made(Locks)
+    model.lock = None if is_late else threading.Lock()
     report = check_model(model, vocab_size=VOCAB)
-    assert "the model cannot be copied: TypeError: " in report["carry"].text, report
+    assert "the model cannot be copied: TypeError: " in report["checkpointing" if is_late else "carry"].text, report
     assert report.breaches == []
 
 
@@ -282,7 +295,7 @@ def test_a_model_that_has_run_is_judged_as_one_that_has_not(training):
     kept, router = model.losses, model.router
     report = check_model(model, vocab_size=VOCAB)
     assert report.breaches == []
-    assert {report[check].status for check in ("carry", "gradient")} == {"held"}, report
+    assert {report[check].status for check in ("carry", "gradient", "checkpointing")} == {"held"}, report
     assert model.losses is kept
     assert kept[0].requires_grad
     copied = copy_model(model, shares_parameters=True)

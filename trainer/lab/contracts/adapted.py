@@ -1,7 +1,7 @@
 """Adapts a causal model of any make to `forward(tokens, state)`.
 
-Calls find out which argument carries the tokens and the state. It could go if every model were
-written for `trainer.model.protocol`.
+Calls find out which argument carries the tokens and the state, and whether one keeps documents
+apart. It could go if every model were written for `trainer.model.protocol`.
 """
 
 from __future__ import annotations
@@ -158,13 +158,46 @@ class Adapted(nn.Module):
         return (torch.arange(rows * length, device=like.device) % 2).view(rows, length)
 
 
+class Packing(Adapted):
+    """An `Adapted` whose `seq_idx` was seen to keep documents apart: it takes resets."""
+
+    def forward(
+        self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None, **inputs: Any
+    ) -> Output:
+        """Predict from tokens [B, T]; `resets` (bool [B, T]) is where a document begins."""
+        if resets is not None:
+            inputs["seq_idx"] = resets.cumsum(1).int()
+        return super().forward(tokens, state, **inputs)
+
+
 def adapt(model: nn.Module) -> nn.Module:
     """The model as it is, if its forward takes `tokens` by name or no token ids that are known;
     else behind an `Adapted`. Raises CallFailed: see there."""
     names = inspect.signature(model.forward).parameters
     if "tokens" in names or not set(TOKENS) & set(names):
         return model
-    return Adapted(model)
+    adapted = Adapted(model)
+    was_training = model.training
+    with torch.no_grad():
+        is_apart = "seq_idx" in names and _keeps_documents_apart(adapted.eval())
+    adapted.train(was_training)
+    if is_apart:
+        adapted.__class__ = Packing  # its layout has been learnt
+    return adapted
+
+
+def _keeps_documents_apart(model: Adapted) -> bool:
+    """Whether the second document of a row, marked by `seq_idx`, gets the logits it has alone."""
+    try:
+        start = model._tokens(1, ROW)
+        vocab = model.run(start)[0].shape[-1]
+        generator = torch.Generator().manual_seed(7)
+        tokens = torch.randint(vocab, (1, 2 * ROW), generator=generator).to(start.device)
+        marks = (torch.arange(2 * ROW, device=start.device) // ROW).int()[None]
+        marked = model(tokens, seq_idx=marks).logits
+        return distance(marked[:, ROW:], model(tokens[:, ROW:]).logits) < APART
+    except Exception:  # noqa: BLE001 - a user's model may raise anything
+        return False
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

@@ -260,8 +260,10 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         "causality": lambda trial: trial.judge("causality", short_rows.judge_causality),
         "isolation": lambda trial: trial.judge("isolation", short_rows.judge_isolation),
         "carry": short_rows.check_carry,
+        "state_used": short_rows.check_state_used,
         "resets": short_rows.check_resets,
         "gradient": short_rows.check_gradient,
+        "checkpointing": short_rows.check_checkpointing,
         "autocast": lambda trial: short_rows.check_precision(trial, low, "autocast", "bf16 autocast"),
         "soak": lambda trial: request.soak(trial, working),
     }

@@ -12,12 +12,23 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.lab.contracts.subject import CallFailed, NotTestable, Result, Subject, gradients, norm, ratio
-from trainer.lab.contracts.trial import CELLS, NO_STATE, ROWS, Trial, Verdict, relative, run_cells, untestable
+from trainer.lab.contracts.trial import (
+    CELLS,
+    NO_STATE,
+    ROWS,
+    TESTABLE,
+    Trial,
+    Verdict,
+    relative,
+    run_cells,
+    untestable,
+)
 
 ALLOWED = 8.0  # errors of the cut row, over those of the uncut row at this precision
+STATE_DRAWS = 8  # one draw of a discrete state may be the zeros that it is compared with
 RETURNS_NONE = (
     "forward takes a state and returns none, so every cell starts from zero: return "
     "ModelOutput(..., state=...), or set state_width = 0 on a model without a state"
@@ -111,6 +122,22 @@ def _with_other_start(trial: Trial, tokens: Tensor) -> Tensor:
     other = tokens.clone()
     other[:, : trial.cell] = trial.others(tokens)[:, : trial.cell]
     return trial.subject(other, trial.subject.zeros(len(tokens))).logits
+
+
+def check_state_used(trial: Trial) -> Verdict:
+    """Whether another incoming state changes the logits."""
+    if not trial.width:
+        return untestable("state_used", NO_STATE)
+    subject, size = trial.subject, 0.0
+    for sample in range(STATE_DRAWS):  # one that counts is enough
+        tokens = trial.tokens(length=trial.cell, sample=sample)
+        with_state = subject(tokens, trial.start_state(ROWS, sample=sample)).logits
+        size = float(trial.errors(with_state, subject(tokens, subject.zeros(ROWS)).logits).max())
+        if size > TESTABLE * trial.noise:
+            text = f"another state moves the logits by {size:.1e} of their spread"
+            return Verdict("state_used", "held", text, size)
+    text = "logits do not depend on the incoming state: the ledger carries it for nothing"
+    return Verdict("state_used", "warning", text, size)
 
 
 def check_precision(trial: Trial, subject: Subject, check: str, name: str) -> Verdict:
@@ -227,10 +254,12 @@ def _eps(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps)
 
 
-def _gradients(trial: Trial, logits: Tensor, targets: Tensor, *leaves: Tensor) -> list[Tensor]:
+def _gradients(
+    trial: Trial, logits: Tensor, targets: Tensor, *leaves: Tensor, of: nn.Module | None = None
+) -> list[Tensor]:
     """Gradients of the cross-entropy: of the leaves, then of all trained parameters; zeros where
     unused. Raises CallFailed: backward raises; NotTestable: nothing is trained."""
-    parameters = [p for p in trial.subject.model.parameters() if p.requires_grad]
+    parameters = [p for p in (of or trial.subject.model).parameters() if p.requires_grad]
     if not parameters or not logits.requires_grad:
         raise NotTestable("no parameter is trained")
     loss = F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
@@ -248,6 +277,39 @@ def _distance(found: list[Tensor], wanted: list[Tensor], noise: float) -> float:
         leaf = parameters
     sizes = ratio(norm(gaps[:1]), leaf), ratio(norm(gaps[1:]), parameters)
     return math.inf if any(map(math.isnan, sizes)) else max(sizes)
+
+
+def check_checkpointing(trial: Trial) -> Verdict:
+    """Gradient of a forward that runs twice, as under activation checkpointing, against one.
+
+    `torch.utils.checkpoint` would import the compiler, which takes longer than all checks. This is
+    what it does to the model: the same forward twice on the same object with the same random
+    numbers, the second one with the graph that counts.
+    """
+    subject = trial.subject
+    tokens, state = trial.tokens(length=trial.cell), trial.start_state()
+    targets = trial.tokens(length=trial.cell, sample=77).to(subject.device)
+
+    def of_last(calls: int) -> list[Tensor]:
+        model = subject.fresh()
+        for _ in range(calls):
+            logits = subject(tokens, state, with_grad=True, on=model).logits
+        return [logits.new_zeros(()), *_gradients(trial, logits, targets, of=model)]
+
+    with trial.in_mode(True):
+        try:
+            plain = of_last(1)
+        except (NotTestable, CallFailed) as error:
+            return untestable("checkpointing", error)
+        try:
+            size = _distance(of_last(2), plain, trial.noise)
+        except CallFailed as error:
+            return Verdict("checkpointing", "broken", f"recomputing the forward fails: {error}")
+    if size > math.sqrt(trial.noise):
+        text = f"recomputing the forward changes the gradient by {size:.1e} of its norm"
+        return Verdict("checkpointing", "broken", text, size)
+    text = f"recomputation gives the same gradient, to {size:.1e}"
+    return Verdict("checkpointing", "held", text, size)
 
 
 def check_resets(trial: Trial) -> Verdict:

@@ -23,7 +23,9 @@ CHECKS: Final = {
     "causality": "logits depend on no later token",
     "isolation": "a row's logits and state depend on no other row",
     "resets": "nothing crosses a reset inside a row",
+    "state_used": "the incoming state changes the logits",
     "purity": "the result depends on the arguments and the weights alone, in train() as in eval()",
+    "checkpointing": "recomputation under activation checkpointing gives the same gradient",
     "autocast": "carry under bf16 autocast",
     "soak": "a batch in mixed phases, read as training reads it, equals each of its documents run alone",
 }

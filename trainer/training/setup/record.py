@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.config.load import flatten
 from trainer.data.fingerprint import DataChange
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import num_parameters
@@ -213,5 +214,6 @@ def make_sinks(
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:
         make = plan.parts.need("tensorboard", "metrics.tensorboard")
-        sinks.append(in_background(make(run_dir.path / "tensorboard"), "tensorboard"))
+        sink = make(run_dir.path / "tensorboard", flatten(config.model_dump(mode="json")))
+        sinks.append(in_background(sink, "tensorboard"))
     return sinks
