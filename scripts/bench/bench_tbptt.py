@@ -14,7 +14,7 @@ import torch
 from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
-from trainer.lab.cellwise import Cellwise
+from trainer.lab.pieces import Cellwise
 from trainer.model import build
 
 VOCAB = 256

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.lab.flash_linear_attention import build, refusal_here
+from trainer.lab.gated_delta import build, refusal_here
 
 pytestmark = pytest.mark.cuda
 

@@ -13,7 +13,6 @@ import json
 import os
 import pkgutil
 import sys
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,11 +49,9 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.mirror": "has faults of its own",
     "trainer.lab.remote": "has faults of its own",
     "trainer.lab.storage": "has faults of its own",
-    "trainer.lab.stored": "copies what is read",
     "trainer.lab.auxiliary": "the loss",
-    "trainer.lab.chunked": "the loss",
     "trainer.lab.weights": "weights of the model",
-    **dict.fromkeys(("trainer.lab.cellwise", "trainer.lab.nested_state"), "models"),
+    **dict.fromkeys(("trainer.lab.pieces", "trainer.lab.nested_state"), "models and their loss"),
     "trainer.lab.contract_check": "refuses a model",
     "trainer.lab.contracts": "is what refuses it",
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
@@ -63,7 +60,7 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.changed_data": "what a resume reads",
     "trainer.lab.own_batches.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
-        (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
+        (f"trainer.lab.carry_probe.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
     ),
 }
@@ -170,31 +167,13 @@ class Begun:
         return call
 
 
-def counting(calls: list[int], begun: Begun) -> Wrap:
-    """Counts the calls of a run that has begun."""
+def failing(begun: Begun) -> Wrap:
+    """Raises in a run that has begun."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            calls[0] += begun.is_set
-            return function(*args, **options)
-
-        return call
-
-    return wrap
-
-
-def failing(first: int, begun: Begun) -> Wrap:
-    """Raises from call number `first` of a run that has begun."""
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        calls = 0
-
-        @wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += begun.is_set
-            if begun.is_set and calls >= first:
+            if begun.is_set:
                 raise ArithmeticError("broken on purpose")
             return function(*args, **options)
 
@@ -218,8 +197,7 @@ def train_with_broken(
 ) -> dict[str, list[Outcome]]:
     """Name of a case ("" for a run with nothing broken) -> outcomes by rank. Its run directory is `directory / run <name>`.
 
-    A function that a run calls but once after it has begun raises at that call, any other from its second. Those that no rank
-    calls are left out. `cases`: name -> the functions that are broken at once, on the ranks `breaks_on`."""
+    `cases`: name -> the functions that are broken at once, on the ranks `breaks_on`."""
     # One a run: a rank that is ahead would meet the store of the run before.
     ports = [free_port() for _ in range(1 + len(cases))]
     context = fork_server()
@@ -254,22 +232,13 @@ def _train_all(
     torch.set_num_threads(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
-    names = sorted({name for case in cases.values() for name in case})
-    targets = _all_targets(names)
-    calls: dict[str, list[int]] = {name: [0] for name in names}
-    outcomes, begun = {}, Begun()
-    with _nested([(targets[name], counting(calls[name], begun)) for name in names]):
-        outcomes[""] = _train_once(directory, config, "", rank, begun)
-    told = directory / f".calls_{rank}"
-    told.write_text(json.dumps({name: count for name, (count,) in calls.items()}))
-    told.rename(directory / f"calls_{rank}.json")
-    called = _called(directory, int(environ.get("WORLD_SIZE", "1")))
+    targets = _all_targets(sorted({name for case in cases.values() for name in case}))
+    begun = Begun()
+    outcomes = {"": _train_once(directory, config, "", rank, begun)}
     for (case, broken), port in zip(cases.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        if any(called[name] for name in broken):
-            wrapped = [(targets[name], failing(min(2, max(calls[name][0], 1)), begun)) for name in broken]
-            with _nested(wrapped if breaks else []):
-                outcomes[case] = _train_once(directory, config, case, rank, begun)
+        with _nested([(targets[name], failing(begun)) for name in broken if breaks]):
+            outcomes[case] = _train_once(directory, config, case, rank, begun)
     (directory / f"outcomes_{rank}.json").write_text(json.dumps(outcomes))
 
 
@@ -290,14 +259,6 @@ def _nested(wrapped: Sequence[tuple[Target, Any]]) -> Iterator[None]:
     target, wrap = wrapped[0]
     with replaced(target, wrap), _nested(wrapped[1:]):
         yield
-
-
-def _called(directory: Path, world_size: int) -> dict[str, int]:
-    """Calls of each function on the rank that called it most, once all ranks have told."""
-    while len(paths := list(directory.glob("calls_*.json"))) < world_size:
-        time.sleep(0.01)
-    counts = [json.loads(path.read_text()) for path in paths]
-    return {name: max(count[name] for count in counts) for name in counts[0]}
 
 
 def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Language
+from tests.support.honest_models import DIM, HONEST, VOCAB
 from tests.support.mutant_models import MUTANTS
 from trainer.lab.contracts import check_model, soak
 from trainer.model.protocol import ModelOutput
@@ -384,13 +384,10 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
         lambda: WithoutResets(state=lambda c: at_start(c, ~c.state.any())),
         twin=lambda: WithoutResets(state=lambda c: at_start(c, ~c.state.any(1, keepdim=True))),
     ),
-    "rows from the third on lose their state": Case(lost(lambda c: row(c) >= 2)),
     "rows from the fifth on lose their state": Case(lost(lambda c: row(c) >= 4)),
     "rows from the ninth on lose their state": Case(lost(lambda c: row(c) >= 8)),
-    "the seventh and eighth row lose their state": Case(lost(lambda c: (row(c) == 6) | (row(c) == 7))),
     "a mean over more than four rows": Case(model(x=lambda c: c.x - c.x.mean(0) * (c.rows > 4))),
     "20 tokens drop the state": Case(lost(lambda c: c.length >= 20)),
-    "20 tokens quantise the state": Case(model(state=lambda c: coarse(c.state) if c.length >= 20 else c.state)),
     "20 tokens shift the state": Case(
         model(state=lambda c: with_recurrence(c, shifted) if c.length >= 20 else c.state)
     ),
@@ -404,15 +401,7 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
             end=lambda c: c.end.detach(),
         )
     ),
-    "64 tokens quantise the state": Case(
-        model(end=lambda c: with_recurrence(c, coarse, "end") if c.length >= 64 else c.end)
-    ),
-    "64 tokens shift the state": Case(model(h=lambda c: shifted(c.h) if c.length >= 64 else c.h)),
     "no power of two drops the state": Case(lost(lambda c: c.length >= 20 and not is_power(c.length)), seq_len=48),
-    "no power of two shifts the state": Case(
-        model(h=lambda c: shifted(c.h) if c.length >= 20 and not is_power(c.length) else c.h), seq_len=48
-    ),
-    "no causal mask from 64 tokens on": Case(model(sees=lambda c: c.sees | (c.length >= 64))),
     "a norm over time from 64 tokens on": Case(
         model(mixed=lambda c: over_time(c.mixed) if c.length >= 64 else c.mixed)
     ),
@@ -424,12 +413,10 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
     "a graph drops the state": Case(lost(lambda c: torch.is_grad_enabled())),
     "eval() returns the state unchanged": Case(model(end=lambda c: c.end if c.model.training else c.state)),
     "only the first reset": Case(honours(lambda resets: number(resets) == 1)),
-    "only the last reset": Case(honours(lambda resets: resets & (number(resets) == resets.sum(1, keepdim=True)))),
     "only resets side by side": Case(
         honours(lambda resets: resets & (F.pad(resets, (1, -1)) | F.pad(resets, (-1, 1))))
     ),
     "resets of the first four rows alone": Case(model(resets=lambda c: c.resets & (row(c) < 4))),
-    "no resets in the eighth row": Case(model(resets=lambda c: c.resets & (row(c) != 7))),
     "all but the last reset": Case(
         honours(lambda resets: resets & ((number(resets) < resets.sum(1, keepdim=True)) | (number(resets) == 1)))
     ),
@@ -439,61 +426,27 @@ OTHERS = {  # More of their kinds.
     "rows trade states in a batch of four or more": Case(
         model(state=lambda c: c.state.roll(1, 0) if c.rows >= 4 else c.state)
     ),
-    "the odd last row loses its state": Case(lost(lambda c: (row(c) == c.rows - 1) & (c.rows % 2 == 1) & (c.rows > 1))),
     "all rows get the first one's state": Case(model(state=lambda c: c.state[:1].expand_as(c.state))),
-    "rows know their number": Case(model(x=lambda c: c.x + 0.1 * row(c)[..., None])),
-    "a softmax over the rows": Case(model(mixed=lambda c: c.mixed * c.mixed.softmax(0))),
-    "one row's end ends all": Case(lost(lambda c: (~c.state.any(1)).any() and c.rows > 2)),
-    "a reset in one row resets all": Case(model(resets=lambda c: c.resets.any(0).expand_as(c.resets))),
-    "the resets of row 0": Case(model(resets=lambda c: c.resets[:1].expand_as(c.resets))),
-    "no reset at the first token": Case(honours(lambda resets: F.pad(resets[:, 1:], (1, 0)))),
     "no reset at the last token": Case(honours(lambda resets: F.pad(resets[:, :-1], (0, 1)))),
     "resets in the first 20 tokens alone": Case(
         honours(lambda resets: F.pad(resets[:, :20], (0, max(resets.shape[1] - 20, 0))))
     ),
-    "resets a token too early": Case(honours(lambda resets: F.pad(resets[:, 1:], (0, 1)))),
-    "positions go on after a reset": Case(model(place=lambda c: c.count + c.at)),
     "the state of a row with a reset is lost": Case(model(end=lambda c: c.end * ~c.resets.any(1, keepdim=True))),
     "the document before a reset stays in the state": Case(
         model(end=lambda c: with_recurrence(c, lambda h: h + 0.5 * c.h * (c.segment[:, -1:] > 0), "end"))
     ),
     "resets count only where a state came in": Case(model(resets=lambda c: c.resets & c.state.any(1, keepdim=True))),
-    "the state fades at each cut": Case(ends(lambda h: h * 0.99)),
-    "the state loses its sign": Case(ends(torch.abs)),
-    "the state is clipped": Case(ends(lambda h: h.clamp(-0.1, 0.1))),
-    "the state is the mean of the cell": Case(model(last=lambda c: c.out.mean(1))),
-    "one channel of the state is lost": Case(model(h=lambda c: F.pad(c.h[:, 1:], (1, 0)))),
-    "the convolution's context is reversed": Case(
-        model(end=lambda c: torch.cat([c.context.flip(1).flatten(1), c.end[:, (c.model.width - 1) * DIM :]], 1))
-    ),
-    "a cell that begins with some tokens begins anew": Case(lost(lambda c: c.tokens[:, :1] < VOCAB // 4)),
-    "odd cells drop their last token": Case(
-        model(last=lambda c: c.out[:, -2] if c.length % 2 and c.length > 1 else c.out[:, -1]), seq_len=63
-    ),
-    "train() alone drops the state": Case(lost(lambda c: c.model.training)),
     "eval() alone drops the state": Case(lost(lambda c: not c.model.training)),
     "eval() alone sees the next token": Case(
         model(mixed=lambda c: c.mixed if c.model.training else c.mixed + F.pad(c.x[:, 1:], (0, 0, 0, 1)))
     ),
-    "the largest of a row scales it": Case(model(x=lambda c: c.x / c.x.abs().amax((1, 2), keepdim=True))),
-    "tokens are ranked over time": Case(model(x=lambda c: c.x + 0.1 * c.x.argsort(1))),
-    "the row's length is a feature": Case(model(x=lambda c: c.x + c.length / 50)),
     "the gradient stops every 8 tokens": Case(
         model(decay=lambda c: torch.where(c.at % 8 == 0, c.decay.detach(), c.decay))
-    ),
-    "only row 0 has a gradient through a cut": Case(
-        model(end=lambda c: torch.where(row(c) == 0, c.end, c.end.detach()))
     ),
     "the gradient of the state is clipped": Case(
         model(state=lambda c: regraded(c.state, lambda grad: grad.clamp(-1e-3, 1e-3)))
     ),
-    "every other reset": Case(honours(lambda resets: resets & (number(resets) % 2 == 1))),
-    "resets of even rows alone": Case(model(resets=lambda c: c.resets & ((row(c) % 2 == 0) | (c.rows < 4)))),
     "the forward writes into the resets": Case(model(resets=marked)),
-    "rows that begin take their neighbour's state": Case(
-        model(state=lambda c: torch.where(c.state.any(1, keepdim=True), c.state, c.state.roll(1, 0)) * (c.rows > 2))
-    ),
-    "states come back sorted": Case(model(end=lambda c: c.end[c.end.sum(1).argsort()] if c.rows > 2 else c.end)),
     "the state fades by a millionth": Case(ends(lambda h: h * (1 - 1e-6))),
     "rows from the fifth on have no gradient through a cut": Case(
         model(end=lambda c: torch.where(row(c) < 4, c.end, c.end.detach()))
@@ -507,118 +460,6 @@ def called(module: nn.Module) -> int:
     """How often, with this call."""
     module.calls = getattr(module, "calls", 0) + 1
     return int(module.calls)
-
-
-class Cells(Language):
-    """Token by token, of four projections of the input each; `step`: `(model, [4 x [B, D]], state [B, width])` to the output
-    [B, D] and the next state."""
-
-    def __init__(self, width: int, step: Callable[..., tuple[Tensor, Any]]) -> None:
-        super().__init__(width)
-        self.step = step
-        self.projections = nn.Linear(DIM, 4 * DIM)
-        self.matrix = nn.Parameter(torch.randn(DIM, DIM) / DIM)
-        self.vector = nn.Parameter(torch.linspace(-1, 1, DIM))
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out = []
-        for inputs in self.projections(x).to(state.dtype).unbind(1):
-            y, new = self.step(self, inputs.chunk(4, -1), state)
-            state = torch.cat(new, -1) if isinstance(new, tuple) else new
-            out.append(y)
-        return torch.stack(out, 1).to(x.dtype), state
-
-
-def cells(parts: int, step: Callable[..., tuple[Tensor, Any]], extra: int = 0) -> Make:
-    """A state of `parts` vectors and `extra` numbers."""
-    return lambda: Cells(parts * DIM + extra, step)
-
-
-def same(value: Any) -> tuple[Any, Any]:
-    return value, value
-
-
-def lru(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    re, im = s.chunk(2, -1)
-    cos, sin = 0.95 * m.vector.cos(), 0.95 * m.vector.sin()
-    re, im = cos * re - sin * im + u[0], sin * re + cos * im + u[1]
-    return re * u[2], (re, im)
-
-
-def sru(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    c = u[0].sigmoid() * s + (1 - u[0].sigmoid()) * u[1]
-    return u[2].sigmoid() * c.tanh() + (1 - u[2].sigmoid()) * u[3], c
-
-
-def min_lstm(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    forget, take = u[0].sigmoid(), u[1].sigmoid()
-    return same((forget * s + take * u[2]) / (forget + take))
-
-
-def wkv(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    num, den, top = s.chunk(3, -1)
-    top_out = torch.maximum(top, u[0] + m.vector)
-    old, new = (top - top_out).exp(), (u[0] + m.vector - top_out).exp()
-    y = (old * num + new * u[1]) / (old * den + new)
-    after = torch.maximum(top - 0.1, u[0])
-    old, new = (top - 0.1 - after).exp(), (u[0] - after).exp()
-    return y, (old * num + new * u[1], old * den + new, after)
-
-
-def slstm(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    c, n, top = s.chunk(3, -1)
-    forget = F.logsigmoid(u[0])
-    after = torch.maximum(forget + top, u[1])
-    keep, take = (forget + top - after).exp(), (u[1] - after).exp()
-    c, n = keep * c + take * u[2].tanh(), keep * n + take
-    return u[3].sigmoid() * c / n, (c, n, after)
-
-
-def mlstm(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    memory = 0.9 * s.view(-1, DIM, DIM) + u[0][:, :, None] * u[1][:, None]
-    return (memory @ u[2][..., None])[..., 0], memory.flatten(1)
-
-
-def slots(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    memory, pointer = s[:, :-1].view(-1, 4, DIM), s[:, -1:]
-    at = torch.arange(4, device=s.device) == pointer % 4
-    memory = torch.where(at[..., None], u[0][:, None], memory)
-    return ((memory @ u[1][..., None]).softmax(1) * memory).sum(1), (memory.flatten(1), pointer + 1)
-
-
-def clockwork(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    h, count = s[:, :-1], s[:, -1:]
-    h = torch.where(count % (1 + torch.arange(DIM, device=s.device) % 4) == 0, (u[0] + h @ m.matrix).tanh(), h)
-    return h, (h, count + 1)
-
-
-def centred(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    total, count = s[:, :-1] + u[0], s[:, -1:] + 1
-    return u[0] - total / count, (total, count)
-
-
-def kalman(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    mean, precision = s.chunk(2, -1)
-    sure = u[1].exp()
-    precision = 0.9 * precision + sure
-    mean = mean + sure / precision * (u[0] - mean)
-    return mean, (mean, precision)
-
-
-def oscillator(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    x, v = s.chunk(2, -1)
-    v = v + 0.3 * (u[0] - x - 0.5 * v)
-    return x, (x + 0.3 * v, v)
-
-
-def scaled(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    s = 0.9 * s + 0.1 * u[0].square()
-    return u[0] / (s + 1e-2).sqrt(), s
-
-
-def automaton(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
-    s = (s + (u[0] > 0)) % 5
-    return torch.sin(s) * u[1], s
 
 
 TWINS: dict[str, Make] = {
@@ -638,37 +479,13 @@ TWINS: dict[str, Make] = {
 }
 """Honest models like the broken ones."""
 
-LOOPS: dict[str, Make] = {
-    "elman": cells(1, lambda m, u, s: same((u[0] + s @ m.matrix).tanh())),
-    "leaky integrator": cells(1, lambda m, u, s: same(0.9 * s + 0.1 * (u[0] + s @ m.matrix).tanh())),
-    "independent units": cells(1, lambda m, u, s: same((u[0] + m.vector * s).tanh())),
-    "minimal gru": cells(1, lambda m, u, s: same(u[0].sigmoid() * s + (1 - u[0].sigmoid()) * u[1])),
-    "minimal lstm": cells(1, min_lstm),
-    "simple recurrent unit": cells(1, sru),
-    "complex diagonal": cells(2, lru),
-    "rwkv": cells(3, wkv),
-    "exponential gates": cells(3, slstm),
-    "matrix memory": cells(DIM, mlstm),
-    "slots and a pointer": cells(4, slots, extra=1),
-    "clockwork": cells(1, clockwork, extra=1),
-    "mean of the document so far": cells(1, centred, extra=1),
-    "a filter with precisions": cells(2, kalman),
-    "oscillators": cells(2, oscillator),
-    "token shift": cells(1, lambda m, u, s: (u[0] + m.vector * s, u[0])),
-    "largest so far": cells(1, lambda m, u, s: same(torch.maximum(s, u[0]))),
-    "running scale": cells(1, scaled),
-    "a counter alone": cells(0, lambda m, u, s: (u[0] * torch.sin(s), s + 1), extra=1),
-    "an automaton": cells(1, automaton),
-}
-"""Honest models that step token by token."""
-
 BROKEN: dict[str, Case] = {
     **PUBLIC,
     **LONGER,
     **OTHERS,
     **{name: Case(make, check=check) for name, (make, check, _) in MUTANTS.items()},
 }
-HONEST_MODELS: dict[str, Make] = {**TWINS, **LOOPS, **HONEST}
+HONEST_MODELS: dict[str, Make] = {**TWINS, **HONEST}
 HEAD = "model,made,verdict,by,reported in\n"
 
 

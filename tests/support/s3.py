@@ -90,8 +90,8 @@ class S3Server:
         return {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
-Fault = Callable[[str, str], int | float | None]
-"""(method, path) -> an HTTP status to answer with, seconds to wait before the request is passed on, or None."""
+Fault = Callable[[str, str], float | None]
+"""(method, path) -> seconds to wait before the request is passed on, or None."""
 
 
 class FaultyProxy:
@@ -108,13 +108,7 @@ class FaultyProxy:
             def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 proxy.requests.append((self.command, self.path))
-                fault = proxy.fault(self.command, self.path)
-                if isinstance(fault, float):
-                    time.sleep(fault)
-                elif fault is not None:
-                    return self._answer(
-                        fault, [], b"<Error><Code>InternalError</Code><Message>planned</Message></Error>"
-                    )
+                time.sleep(proxy.fault(self.command, self.path) or 0.0)
                 connection = http.client.HTTPConnection("127.0.0.1", upstream, timeout=30)
                 try:
                     connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)

@@ -103,7 +103,7 @@ EXPLAINED = {
 _LAYOUT = "remove it: root is a nested layout, and paths are a direct one"
 # Keys of earlier versions -> what to do instead. Checkpoints that have them can still be read.
 REMOVED = {
-    "data.cache_gb": "remove it: the least recently used copies are deleted when their disk is full",
+    "data.cache_gb": "remove it: delete copies that no run reads from data.cache_dir by hand",
     "data.source.layout": _LAYOUT,
     "distributed.backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
     "eval.source.layout": _LAYOUT,

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from trainer.arrays import IGNORED
-from trainer.config.rules import largest_batch
 from trainer.config.schema import ModelTable
 from trainer.data.batch import accepted_inputs, check_inputs
 from trainer.distributed.strategy import Strategy, bypassed
@@ -90,7 +89,6 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             vocab_size=plan.vocab_size,
             seq_len=tokens,
             autocast=AUTOCAST[plan.config.train.precision],
-            rows=largest_batch(plan.config.data.mixing),
             max_seconds=MAX_SECONDS,
         )
         if plan.config.objective.target is not None and report["forward"].status == "held":
@@ -133,9 +131,6 @@ def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, 
     refuse_breaches(plan, found)
     for line in remarks(found):
         logger.warning("model: %s", line)
-    for check in trust:
-        if found[check].status == "held":
-            logger.info('model.trust names "%s", which the model keeps: it can be removed', check)
     return {**event, **found.to_json()}
 
 

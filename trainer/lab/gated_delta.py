@@ -11,15 +11,24 @@ with M_0, and with d_{ts} = a_{s+1} ... a_t and d_t = a_1 ... a_t, the correctio
 
 whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3). The products d are
 exponentials of differences of cumulated logarithms, at most 1 each: nothing overflows, and an underflow is a correct zero.
-It could go if rglru were the only family of this package.
+
+On CUDA the kernels of flash-linear-attention run it, as operators that compile and can be captured. They take rows as they
+are, [B, T, H, K], and have no resets: at a document's first position the log decay is `FORGET` instead, so nothing depends on
+the data. Within a chunk of 64 positions that costs as many bits of the decays as the sum of its log decays is larger. Which of
+their configurations the kernels run is measured at the first call on a machine and then kept in Triton's cache: another machine
+may round differently. It could go if rglru were the only family of this package.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -159,13 +168,141 @@ def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -
     return decay, from_state, b * from_state * k, decay[..., -1, :, None] * k
 
 
+FORGET: Final = -32.0
+"""Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""
+WIDEST: Final = 256  # head that the kernels take
+KERNEL_TYPES: Final = (torch.bfloat16, torch.float16)
+Version = tuple[int, ...]
+
+
+KNOWN: Final = ((0, 6), (0, 7))
+"""Versions of fla-core, the upper end exclusive, that were tried, on devices of `CAPABILITIES` (major)."""
+CAPABILITIES: Final = (8, 9, 10, 11, 12)
+HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
+
+
+def refusal(fla: str, triton: str, capability: tuple[int, int], width: int) -> str:
+    """Why the kernels must not run for heads of a width; empty where they are right."""
+    here = f"fla-core {fla} with Triton {triton} on devices of capability {capability[0]}.{capability[1]}"
+    if not KNOWN[0] <= _numbers(fla) < KNOWN[1] or capability[0] not in CAPABILITIES:
+        return f"{here} has not been tried"
+    if capability[0] == HOPPER and _numbers(triton) < HOPPER_TRITON:
+        return f"{here} refuses gradients (fla-org/flash-linear-attention#640): use Triton 3.7.1"
+    return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
+
+
+def _numbers(text: str) -> Version:
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache
+def refusal_here(device: int, width: int) -> str:
+    """`refusal` of what is installed, on a CUDA device; on a machine without one, on an H100."""
+    try:
+        installed = version("fla-core"), importlib.import_module("triton").__version__
+    except (PackageNotFoundError, ImportError):
+        return "fla-core is not installed (extra: fla)"
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)  # for `train check`
+    return refusal(*installed, capability, width)
+
+
+@torch.library.custom_op("trainer::gated_delta", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernels = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    given = {"q": q, "k": k, "v": v, "g": log_decay, "beta": rate, "initial_state": state}
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        cumulated, output, solved, end, *_ = kernels.chunk_gated_delta_rule_fwd(
+            **{name: each.contiguous() for name, each in given.items()}, scale=1.0, output_final_state=True
+        )
+    return output, end, cumulated, solved
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    solved = k.new_empty(*log_decay.shape, CHUNK)  # the inverse of each chunk's triangular system
+    return v.new_empty(v.shape), state.new_empty(state.shape), log_decay.new_empty(log_decay.shape), solved
+
+
+@torch.library.custom_op(
+    "trainer::gated_delta_backward",
+    mutates_args=(),
+    schema="(Tensor grad_output, Tensor? grad_end, Tensor q, Tensor k, Tensor v, Tensor cumulated, Tensor rate, Tensor state, "
+    "Tensor solved) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(grad_output: Tensor, grad_end: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
+    kernels = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    names = ("q", "k", "v", "g", "beta", "initial_state", "A")
+    with torch.cuda.device_of(grad_output):  # type: ignore[no-untyped-call]
+        grad_q, grad_k, grad_v, grad_rate, grad_decay, grad_state, *_ = kernels.chunk_gated_delta_rule_bwd(
+            **{name: each.contiguous() for name, each in zip(names, saved, strict=True)},
+            scale=1.0,
+            do=grad_output.contiguous(),
+            dht=None if grad_end is None else grad_end.contiguous(),
+        )
+    _, _, _, cumulated, rate, *_ = saved
+    return grad_q, grad_k, grad_v, grad_decay.to(cumulated.dtype), grad_rate.to(rate.dtype), grad_state
+
+
+@_backward.register_fake
+def _(grad_output: Tensor, grad_end: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in saved[:-1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, _, rate, state = inputs
+    _, _, cumulated, solved = output
+    ctx.save_for_backward(q, k, v, cumulated, rate, state, solved)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_output: Tensor | None, grad_end: Tensor | None, *_: None) -> tuple[Tensor, ...]:
+    if grad_output is None:
+        grad_output = torch.zeros_like(ctx.saved_tensors[2])
+    found: tuple[Tensor, ...] = _backward(grad_output, grad_end, *ctx.saved_tensors)
+    return found
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def kernel_rule(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    resets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` by the kernels; products have the type of autocast, if it is on, and sums are in float32."""
+    kind = queries.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else queries.dtype
+    if resets is not None:
+        log_decay = log_decay.masked_fill(resets[:, None], FORGET)
+    wide = (each.transpose(1, 2).to(dtype).contiguous() for each in (queries, keys, values))
+    narrow = (each.transpose(1, 2).float().contiguous() for each in (log_decay, rate))
+    output, end, _, _ = _forward(*wide, *narrow, state.float().contiguous())
+    return output.transpose(1, 2).to(state.dtype), end
+
+
+def rule(queries: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """`kernel_rule` where it is right and products have 16 bits; otherwise the rule in torch."""
+    has_16_bits = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") in KERNEL_TYPES
+    if queries.is_cuda and has_16_bits and not refusal_here(queries.device.index, queries.shape[-1]):
+        return kernel_rule(queries, *args)
+    return gated_delta_rule(queries, *args)
+
+
 class DeltaMixer(nn.Module):
     """Temporal mixing by the layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.dim, self.heads = dim, heads
-        self.rule: Rule = gated_delta_rule
+        self.rule: Rule = rule
         self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
         self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
         self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
@@ -271,11 +408,19 @@ class GatedDelta(LanguageModel):
     wide, and `sizes` are those of a `LanguageModel`.
     """
 
-    implementation: Callable[[torch.device, str], str]  # what runs the rule on a device in a precision, and why
-
     def __init__(self, *, heads: int, **sizes: Any) -> None:
         super().__init__(lambda: DeltaBlock(sizes["dim"], sizes["hidden"], heads), **sizes)
         self.heads = heads
+
+    def implementation(self, device: torch.device, precision: str) -> str:
+        """The implementation that runs the rule on a device, and why."""
+        if device.type != "cuda":
+            return "gated delta rule in torch: its kernels need CUDA"
+        if precision == "fp32":
+            return "gated delta rule in torch: its kernels compute products in 16 bits"  # fp32 asks for more
+        if why := refusal_here(device.index or 0, self.dim // self.heads):
+            return f"gated delta rule in torch: {why}"
+        return f"gated delta rule by the kernels of fla-core {version('fla-core')}"
 
     def forward(
         self, tokens: Tensor, state: list[LayerState] | None = None, resets: Tensor | None = None
@@ -298,6 +443,13 @@ class GatedDelta(LanguageModel):
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
         rule = self.dim * (18 * width + 26 * chunk)
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
+
+
+def use_rule(model: nn.Module, rule: Rule) -> None:
+    """Let a rule run in all mixers."""
+    for module in model.modules():
+        if isinstance(module, DeltaMixer):
+            module.rule = rule
 
 
 def build(

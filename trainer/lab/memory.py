@@ -39,8 +39,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
 from trainer.errors import UserError
-from trainer.lab.flash_linear_attention import kernel_rule, refusal_here, use_rule
-from trainer.lab.gated_delta import GatedDelta
+from trainer.lab.gated_delta import GatedDelta, kernel_rule, refusal_here, use_rule
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence

@@ -67,7 +67,6 @@ class Mirror:
         self._others: set[int] = set()  # in the store, with no equal one here
         self._verified: tuple[bytes, set[str]] = (b"", set())
         self._num_failures, self._problem = 0, ""
-        self._moved = 0  # bytes
         self._wake, self._closing, self._is_idle = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="remote checkpoints", daemon=True)
         self._thread.start()
@@ -89,17 +88,14 @@ class Mirror:
         false. Say how it went; returns whether the store has it."""
         self._closing.set()
         self._wake.set()
-        started = moved_at = said_at = time.monotonic()
-        moved = self._moved
+        started = moved_at = time.monotonic()
+        moved = self._remote.storage.moved
         while not self._is_idle.wait(0.05) and self._thread.is_alive() and not is_hurried():
             now = time.monotonic()
-            if self._moved != moved:
-                moved, moved_at = self._moved, now
+            if self._remote.storage.moved != moved:
+                moved, moved_at = self._remote.storage.moved, now
             if now - moved_at > self._stall_sec or now - started > MOST_CLOSE_SEC:  # the store hangs
                 break
-            if now - said_at > 10.0:
-                said_at = now
-                logger.info("waiting for %s: %.1f MB moved so far", self._remote.url, self._moved / 1e6)
         self.prune()
         last = next(iter(checkpoint.complete_checkpoints(self._checkpoints)), None)
         if last is None:  # nothing to upload
@@ -221,7 +217,7 @@ class Mirror:
         started, marker = time.monotonic(), read_bytes(path / MARKER)
         if self._verified[0] != marker:
             self._verified = (marker, set())
-        num_bytes = self._remote.upload(path, self._verified[1], self._count)
+        num_bytes = self._remote.upload(path, self._verified[1])
         step, seconds = step_of(path), time.monotonic() - started
         self._mirrored.add(step)
         self._others.discard(step)
@@ -230,9 +226,6 @@ class Mirror:
         attempts, self._num_failures = self._num_failures + 1, 0
         took = {"bytes": num_bytes, "seconds": round(seconds, 3), "attempts": attempts}
         self._event("remote_uploaded", global_step=step, **took)
-
-    def _count(self, num_bytes: int) -> None:
-        self._moved += num_bytes
 
 
 def start_mirror(

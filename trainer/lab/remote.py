@@ -15,7 +15,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -100,10 +99,9 @@ class RemoteCheckpoints:
     def set_owner(self, owner: Owner) -> None:
         self.storage.write(OWNER_FILE, (json.dumps(owner._asdict(), indent=1) + "\n").encode())
 
-    def upload(self, local: Path, verified: set[str], report: Callable[[int], None]) -> int:
+    def upload(self, local: Path, verified: set[str]) -> int:
         """Upload a complete checkpoint, the marker last; returns its bytes. `verified`: files that
-        are in the store, to which others are added. `report` gets the bytes of each piece sent or
-        read back.
+        are in the store, to which others are added.
 
         Raises StorageError: a request failed, or a file does not read back as the marker says;
         OSError, CheckpointError: the local marker is gone or damaged.
@@ -116,8 +114,8 @@ class RemoteCheckpoints:
         unknown = there.keys() - listed.keys() - {MARKER}
         self.storage.remove([f"{name}/{file}" for file in unknown])
         for file in [each for each in listed if each not in verified]:
-            self.storage.put(local / file, f"{name}/{file}", report=report)
-            problem = self._difference(f"{name}/{file}", listed[file], report)
+            self.storage.put(local / file, f"{name}/{file}")
+            problem = self._difference(f"{name}/{file}", listed[file])
             if problem:
                 raise StorageError(problem)
             verified.add(file)
@@ -127,12 +125,12 @@ class RemoteCheckpoints:
             raise StorageError(f"{self.url}/{marker_name}: is not what was uploaded")
         return sum(int(expected["bytes"]) for expected in listed.values())
 
-    def _difference(self, name: str, expected: Mapping[str, Any], report: Callable[[int], None]) -> str:
+    def _difference(self, name: str, expected: Mapping[str, Any]) -> str:
         """How a stored file differs from what the marker says of it; empty if it does not."""
         size = self.storage.info(name).size
         if size != expected["bytes"]:
             return f"{self.url}/{name}: has {size} bytes, not {expected['bytes']}"
-        if self.storage.sha256(name, size, report=report) == expected["sha256"]:
+        if self.storage.sha256(name, size) == expected["sha256"]:
             return ""
         return f"{self.url}/{name}: is damaged (its hash is not what {MARKER} says)"
 
@@ -140,7 +138,7 @@ class RemoteCheckpoints:
         """Compare every file of a complete checkpoint with the marker. Raises CheckpointError."""
         for file, expected in self._listed(step, self.marker(step)).items():
             try:
-                problem = self._difference(f"{checkpoint_name(step)}/{file}", expected, lambda read: None)
+                problem = self._difference(f"{checkpoint_name(step)}/{file}", expected)
             except MissingError as error:
                 problem = str(error)
             if problem:
@@ -191,8 +189,6 @@ class RemoteCheckpoints:
         left = [step for step, files in self.files().items() if not files.keys() & {MARKER, ABANDONED}]
         for step in left:
             self.remove(step)
-        with suppress(StorageError):  # not everybody who may write may do this
-            self.storage.abort_uploads()
         return left
 
     def set_aside_after(self, step: int) -> list[int]:

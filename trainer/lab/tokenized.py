@@ -38,7 +38,7 @@ from trainer.data.text_formats import row_group_bytes
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file, write_json
-from trainer.lab.cache import ENTRY, Cache
+from trainer.lab.storage import ENTRY, Cache
 from trainer.metrics.logger import get_logger
 from trainer.metrics.progress_bar import Report, now_and_then, progress_bar, silent
 from trainer.wording import listed
@@ -254,14 +254,10 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
         key = _key(streams, source, Path(data.tokenizer), data.eod)
         place, files = cache.directory / key, cache.directory / key / "files"
         what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
-        about = {"url": f"the tokens of source {source.name}"}
 
         def make() -> None:
             logger.info("%s", what)
-            with cache.alone():
-                place.mkdir(exist_ok=True)
-                write_json(place / "plan.json", {**about, "bytes": size})
-                cache.make_room(f"source {source.name}", size, size, place)
+            cache.need(f"source {source.name}", size)
             names = [files / f"{number:06d}.bin" for number in range(len(streams))]
             paths = zip(streams, names, strict=True)
             with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
@@ -275,7 +271,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
                     text_eod=data.eod,
                     report=partial(look, report),
                 )
-            write_json(place / ENTRY, {**about, "files": len(streams)})
+            write_json(place / ENTRY, {"source": source.name, "files": len(streams)})
 
         held = cache.hold(
             key,

@@ -28,8 +28,7 @@ from trainer.data.layout import Discovery, Stream, discover_direct, refuse_unhee
 from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import is_url, write_file
-from trainer.lab.cache import Cache
-from trainer.lab.stored import discover_stored
+from trainer.lab.storage import Cache, discover_stored
 from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.corpus.documents import discover, refuse_empty
 from trainer.tools.corpus.survey import Guess, describe, guess, look, not_text

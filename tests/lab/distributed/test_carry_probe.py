@@ -74,19 +74,10 @@ def test_without_learning_nothing_drifts(tmp_path: Path) -> None:
         assert row[DRIFT] == row[GAP] == row.get(f"{DRIFT}_se", 0.0) == row.get(f"{GAP}_se", 0.0) == 0.0, row
 
 
-def test_states_in_bfloat16_differ_by_their_rounding_alone(tmp_path: Path) -> None:
-    make_corpus(tmp_path / "corpus", streams=2, documents=40)
-    sets = ("optimizer.lr=1e-30", 'scheduler.name="constant"', 'ledger.dtype="bfloat16"')
-    run_dir = train(tmp_path, "rounded", *PROBES, *sets, nproc=None, steps=4)
-    assert 1e-4 < rows(run_dir)[4][DRIFT] < 8e-3  # 8 bits: half a unit in the last place is 2^-9 to 2^-8
-
-
 OWN = """
 import numpy as np
-from torch import nn
-from trainer.model import build as build_ours
 
-def own(rank, world_size, seed, seq_len, *, columns=True):
+def own(rank, world_size, seed, seq_len):
     # Groups of four cells, on rows of their own.
     generator = np.random.default_rng(rank)
     for group in range(10**6):
@@ -100,24 +91,11 @@ def own(rank, world_size, seed, seq_len, *, columns=True):
                 "cell_index": np.full(2, cell),
                 "is_last": np.full(2, cell == 3),
             }
-            if columns:
-                before = np.zeros((2, 3 * seq_len), np.int64)
-                before[:, 3 * seq_len - at :] = document[:, :at]
-                batch["tokens_before"] = before
+            batch["tokens_before"] = np.zeros((2, 3 * seq_len), np.int64)
+            batch["tokens_before"][:, 3 * seq_len - at :] = document[:, :at]
             yield batch
-
-class Stateless(nn.Module):
-    state_width = 0
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-    def forward(self, tokens, state=None):
-        return type(self.inner(tokens))(self.inner(tokens).logits, None)
-
-def stateless(vocab_size, dim, num_layers):
-    return Stateless(build_ours(vocab_size, dim=dim, num_layers=num_layers))
 """
-SOURCE = 'data.source=[{{name="own",target="own:own",args={{columns={columns}}}}}]'
+SOURCE = 'data.source=[{name="own",target="own:own"}]'
 
 
 @pytest.fixture
@@ -126,22 +104,8 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_data_of_ones_own_are_probed_if_they_have_the_column(own: Path) -> None:
-    found = rows(train(own, "with", *PROBES, SOURCE.format(columns="true"), "train.micro_batches=1"))
+def test_data_of_ones_own_are_probed(own: Path) -> None:
+    found = rows(train(own, "with", *PROBES, SOURCE, "train.micro_batches=1"))
     assert {step for step, row in found.items() if probed(row)} == {4, 8, 12}
     assert found[4][SHARE_KEY] == 1.0
     assert found[4][AGE] == 1.0
-
-
-def test_data_of_ones_own_without_the_column_say_why_not(own: Path) -> None:
-    run_dir = train(own, "without", *PROBES, SOURCE.format(columns="false"))
-    assert not any(probed(row) for row in rows(run_dir).values())
-    said = (run_dir / "stderr").read_text()
-    assert "carry probe skipped" in said
-    assert "tokens_before" in said
-
-
-def test_a_model_without_state_is_not_probed(own: Path) -> None:
-    run_dir = train(own, "stateless", *PROBES, 'model.target="own:stateless"', nproc=None)
-    assert not any(probed(row) for row in rows(run_dir).values())
-    assert "probe" not in (run_dir / "stderr").read_text()

@@ -232,24 +232,6 @@ def test_resets_among_the_earlier_tokens_are_honoured() -> None:
     assert numbers(measure(model, batch, state, inputs=inputs))[DRIFT] > 1e-4  # None: resets nowhere
 
 
-class Ignores(nn.Module):
-    """Returns a state and never reads it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.state_width = inner, inner.state_width
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        return self.inner(tokens, state=None)  # type: ignore[no-any-return]
-
-
-def test_carrying_is_worth_nothing_to_a_model_that_ignores_its_state() -> None:
-    model = Ignores(make_model())
-    batch = make_batch([1, 2, 3], history=4)
-    found = numbers(measure(model, batch, torch.randn(3, model.state_width)))
-    assert (found[GAIN], found[f"{GAIN}_se"], found[GAP]) == (0.0, 0.0, 0.0)
-
-
 class Noisy(nn.Module):
     """Dropout, a part that is kept in evaluation mode, and a count of calls in training."""
 
@@ -336,12 +318,3 @@ def test_the_age_of_a_state_is_that_of_its_last_store() -> None:
     ledger.store(np.array([1, 2]), np.array([0, 0]), np.array([False, False]), torch.tensor([[1.0, 1], [math.nan, 1]]))
     # Group 2 was refused: it holds a slot, but no state.
     assert list(ages(ledger)) == [[3, -1, -1], [1, -1, -1], [2, 1, -1]]
-
-
-def test_ages_are_known_between_a_lookup_and_the_next_store() -> None:
-    ledger = Ledger(LedgerOptions(capacity=4, wipe_mode="none"), state_width=2)
-    with pytest.raises(RuntimeError, match="lookup"):
-        ledger.lookup_age()
-    list(ages(ledger))
-    with pytest.raises(RuntimeError, match="lookup"):
-        ledger.lookup_age()

@@ -17,8 +17,7 @@ from tests.support.kernels import DEVICE, interpreted_fla
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
 from trainer.errors import UserError
-from trainer.lab.flash_linear_attention import build, kernel_rule, refusal, refusal_here, use_rule
-from trainer.lab.gated_delta import CHUNK, gated_delta_rule
+from trainer.lab.gated_delta import CHUNK, build, gated_delta_rule, kernel_rule, refusal, refusal_here, use_rule
 from trainer.training.setup.plan import build_model
 
 ROWS, LENGTH, HEADS, WIDTH = 3, 100, 2, 32 if DEVICE == "cpu" else 128
@@ -68,20 +67,6 @@ def test_outputs_states_and_gradients_are_those_of_the_rule_in_torch(fla, resets
         by_steps = results(rule_by_steps, given, resets, torch.float64)
         for one, other in zip(wanted, by_steps, strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_the_rule_in_torch_equals_the_naive_one_of_the_library(fla):
-    naive = pytest.importorskip("fla.ops.gated_delta_rule.naive").naive_recurrent_gated_delta_rule
-
-    def by_library(*given: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, decay, rate = (x.transpose(1, 2) for x in given[:5])
-        output, end = naive(q, k, v, rate, decay, scale=1.0, initial_state=given[5], output_final_state=True)
-        return output.transpose(1, 2), end
-
-    rules = gated_delta_rule, by_library
-    found, wanted = (results(rule, drawn(torch.float32), None, torch.float32) for rule in rules)
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).norm() <= 2e-6 * other.norm()
 
 
 @pytest.mark.cuda
@@ -138,10 +123,6 @@ def test_a_model_on_the_kernels_compiles_in_one_piece_and_equals_the_one_in_torc
         ("0.6.0", "3.6.0", (8, 0), 64, ""),
         ("0.6.2", "3.6.0", (9, 0), 128, "on devices of capability 9.0 refuses gradients"),
         ("0.5.2", "3.7.1", (9, 0), 128, "has not been tried"),
-        ("0.4.2", "3.6.0", (9, 0), 128, ""),
-        ("0.4.2", "3.6.0", (9, 0), 96, ""),
-        ("0.4.2", "3.6.0", (9, 0), 64, "gives heads 33 to 64 wide wrong gradients"),
-        ("0.4.2", "3.7.1", (9, 0), 64, ""),
         ("0.7.0", "3.7.1", (9, 0), 64, "has not been tried"),
         ("0.6.0", "3.7.1", (7, 5), 64, "has not been tried"),
         ("0.6.0", "3.7.1", (9, 0), 512, "take 256 at most"),

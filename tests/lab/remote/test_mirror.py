@@ -159,7 +159,7 @@ def test_the_wait_at_the_end_gives_up_when_nothing_moves_and_names_the_command(c
 
 def test_leftovers_are_cleaned_a_left_branch_is_set_aside_and_another_content_replaced(checkpoints, remote, mirrored):
     for step in (1, 2, 3):
-        remote.upload(make_checkpoint(checkpoints.parent / "other", step, branch=1), set(), lambda n: None)
+        remote.upload(make_checkpoint(checkpoints.parent / "other", step, branch=1), set())
     remote.storage.write("step_00000009/model_000.safetensors", b"of an interrupted upload")
     mirror = mirrored(step=2, keep_last=3)
     mirror.publish(make_checkpoint(checkpoints, 2))
@@ -192,7 +192,7 @@ def test_two_runs_cannot_share_a_prefix(checkpoints, remote, url):
     assert claim(remote, run_dir, "run", resumes=False, may_adopt=False).id != first.id  # nothing to lose yet
     save_id(run_dir, first, url)
     remote.set_owner(first)
-    remote.upload(make_checkpoint(checkpoints, 1), set(), lambda n: None)
+    remote.upload(make_checkpoint(checkpoints, 1), set())
     assert claim(remote, run_dir, "run", resumes=True, may_adopt=False).id == first.id
 
     def refused(name, **how):
@@ -216,7 +216,7 @@ def test_a_marker_that_lists_a_path_is_damage(name):
 @pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"!" + content[1:]])
 def test_a_download_leaves_nothing_of_a_damaged_checkpoint(checkpoints, remote, damage):
     original = make_checkpoint(checkpoints.parent / "other", 1)
-    remote.upload(original, set(), lambda n: None)
+    remote.upload(original, set())
     path, file = remote.download(1, checkpoints), "model_000.safetensors"
     assert local_steps(checkpoints) == [1]
     assert (path / file).read_bytes() == (original / file).read_bytes()
@@ -227,7 +227,7 @@ def test_a_download_leaves_nothing_of_a_damaged_checkpoint(checkpoints, remote, 
 
 
 def test_a_deletion_begins_with_the_marker(checkpoints, remote, monkeypatch):
-    remote.upload(make_checkpoint(checkpoints, 1), set(), lambda n: None)
+    remote.upload(make_checkpoint(checkpoints, 1), set())
     real, order = remote.storage.remove, []
     monkeypatch.setattr(remote.storage, "remove", lambda names: (order.extend(names), real(names)))
     remote.remove(1)

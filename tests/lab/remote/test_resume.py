@@ -38,7 +38,7 @@ def stored(checkpoints, url):
     owner = claim(remote, run_dir, "run", resumes=False, may_adopt=False)
     save_id(run_dir, owner, url)
     for step in (1, 2, 3):
-        remote.upload(make_checkpoint(checkpoints, step), set(), lambda n: None)
+        remote.upload(make_checkpoint(checkpoints, step), set())
     return remote
 
 

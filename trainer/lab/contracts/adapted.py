@@ -129,7 +129,7 @@ class Adapted(nn.Module):
             return f"{name} cannot be used: {error}"
         held, of_rows, of_longer = (list(tensors_of(each)) for each in (cache, rows, longer))
         if not held:
-            return f"{name} is returned without a tensor{self._hint()}"
+            return f"{name} is returned without a tensor"
         if [each.shape for each in held] != [each.shape for each in of_longer]:
             return f"{name} grows with every token: a context, not a state of a fixed size"
         for one, other in zip(held, of_rows, strict=True):
@@ -144,14 +144,6 @@ class Adapted(nn.Module):
         found = self.run(more, with_tensors(self._blank, placed))[0]
         if distance(found, self.run(more, cache)[0]) > APART:
             return f"{name} counts tokens for all rows together, so that rows of different lengths cannot share it"
-        return ""
-
-    def _hint(self) -> str:
-        """The first tensor that a module keeps as a plain attribute."""
-        for where, module in self.model.named_modules():
-            for key, each in vars(module).items():
-                if isinstance(each, Tensor):
-                    return f": the module keeps {where}.{key}, which no row can take along"
         return ""
 
     def _try(self, rows: int, length: int) -> tuple[Tensor, Any]:

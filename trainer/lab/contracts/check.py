@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
-from trainer.lab.contracts import carry, rows, soak
+from trainer.lab.contracts import short_rows, soak
 from trainer.lab.contracts.adapted import adapt
 from trainer.lab.contracts.subject import (
     MODES,
@@ -35,10 +35,6 @@ from trainer.lab.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, ma
 
 LOW = (torch.bfloat16, torch.float16)
 KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
-ALIAS = (
-    "the next call overwrites the state that the last one returned, a buffer of the model's own: "
-    "the ledger copies it, train.tbptt_cells > 1 and code of your own would not; return state.clone()"
-)
 RANDOM = (
     "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: "
     "something random is active there, such as a dropout without training=self.training; "
@@ -52,7 +48,6 @@ def check_model(
     vocab_size: int,  # token ids are below it
     seq_len: int = 64,  # tokens of a cell in training; most checks use shorter rows
     autocast: torch.dtype | None = None,  # in training; None: none
-    rows: int = soak.LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
     max_seconds: float = 60.0,
 ) -> Report:
     """Check that a model keeps the contract of `trainer.model.protocol.SequenceModel`.
@@ -70,7 +65,7 @@ def check_model(
     how, why = "nothing was run", "the time was up before it began"
     with _left_alone(model):
         try:
-            request = _Request(vocab_size, seq_len, autocast, rows, time.thread_time(), max_seconds)
+            request = _Request(vocab_size, seq_len, autocast, time.thread_time(), max_seconds)
             how = _check(model, request, verdicts)
         except (CallFailed, NotTestable) as error:
             why = str(error)
@@ -86,7 +81,6 @@ class _Request(NamedTuple):
     vocab_size: int
     seq_len: int
     autocast: torch.dtype | None
-    rows: int
     began: float
     max_seconds: float
 
@@ -99,8 +93,7 @@ class _Request(NamedTuple):
         now = time.thread_time()
         allowed = max(soak.LEAST_SECONDS, now - self.began)
         deadline = min(self.began + self.max_seconds, now + allowed)
-        low = working.with_autocast(self.autocast)
-        return soak.check_soak(trial, low, seq_len=self.seq_len, rows=self.rows, deadline=deadline)
+        return soak.check_soak(trial, working, self.autocast, seq_len=self.seq_len, deadline=deadline)
 
 
 def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
@@ -264,14 +257,14 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         raise NotTestable("the model is random in eval() too")
     is_exact, low = trial.subject is not working, working.with_autocast(torch.bfloat16)
     checks: dict[str, Callable[[Trial], Verdict]] = {
-        "causality": lambda trial: trial.judge("causality", rows.judge_causality),
-        "isolation": lambda trial: trial.judge("isolation", rows.judge_isolation),
-        "carry": carry.check_carry,
-        "state_used": carry.check_state_used,
-        "resets": rows.check_resets,
-        "gradient": carry.check_gradient,
-        "checkpointing": carry.check_checkpointing,
-        "autocast": lambda trial: carry.check_precision(trial, low, "autocast", "bf16 autocast"),
+        "causality": lambda trial: trial.judge("causality", short_rows.judge_causality),
+        "isolation": lambda trial: trial.judge("isolation", short_rows.judge_isolation),
+        "carry": short_rows.check_carry,
+        "state_used": short_rows.check_state_used,
+        "resets": short_rows.check_resets,
+        "gradient": short_rows.check_gradient,
+        "checkpointing": short_rows.check_checkpointing,
+        "autocast": lambda trial: short_rows.check_precision(trial, low, "autocast", "bf16 autocast"),
         "soak": lambda trial: request.soak(trial, working),
     }
     for check, judge in checks.items():
@@ -288,7 +281,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
             verdict = Verdict(check, "broken", f"{error}, with a reset inside a row")
         trial.facts[check] = verdict.status
         if check == "carry" and is_exact and verdict.status == "held":
-            found = carry.check_precision(trial, working, "carry", dtype_name(working.dtype))
+            found = short_rows.check_precision(trial, working, "carry", dtype_name(working.dtype))
             if found.status == "broken":
                 verdict = found
         verdicts[check] = verdict
@@ -326,19 +319,18 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
             if not draws or subject.draws_random_numbers(tokens):
                 trial.facts["random"] = True
         return Verdict("purity", "broken", RANDOM.format(size), size), trial
-    kept, written, is_alias = "", "", False
+    kept, written = "", ""
     results: dict[bool, Result] = {}
     for training in (True, False):
         with trial.in_mode(training):
             model = subject.fresh()
             result, found = _with_writes(trial, tokens, state, model)
             written = written or found or _under_grad(trial, tokens, state, result)
-            returned = result.state  # not a copy
-            result = results[training] = result._replace(state=copy.deepcopy(returned))
+            # The next call may write into a buffer of the model's own.
+            result = results[training] = result._replace(state=copy.deepcopy(result.state))
             # Other tokens and another state: the same call again would write the same numbers.
-            reversed_state = rows.ordered(state, [*reversed(range(ROWS))])
+            reversed_state = short_rows.ordered(state, [*reversed(range(ROWS))])
             subject(trial.others(tokens), reversed_state, on=model)
-            is_alias = is_alias or not equal(returned, result.state)
             kept, size = _again(trial, tokens, state, model, result)
         if kept:  # the other mode would only say it again
             break
@@ -355,17 +347,6 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     trial = replace(trial, modes=modes, mode_note=note)
     if kept or written:
         return Verdict("purity", "broken", kept or written, size or None), trial
-    if is_alias:
-        return Verdict("purity", "warning", ALIAS), trial
-    if draws:
-        text = "the model draws random numbers in eval(), which do not change its answer here"
-        return Verdict("purity", "warning", text), trial
-    difference = 0.0
-    if len(modes) == 2:
-        difference = _difference(trial, results[True], results[False])
-    if difference > _tolerance(trial):
-        text = f"train() and eval() differ by {difference:.1e} of the logits' spread, though nothing is random"
-        return Verdict("purity", "warning", text, difference), trial
     text = f"the same call twice gives the same answer, in train() as in eval(){note}"
     return Verdict("purity", "held", text), trial
 

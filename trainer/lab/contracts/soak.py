@@ -12,9 +12,8 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -24,9 +23,7 @@ from trainer.lab.contracts.subject import MODES, CallFailed, NotTestable, Subjec
 from trainer.lab.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
-MOST_ROWS = 64
 CELLS = 6  # of the training length; one of another length follows
-COMPARED = (4, 2)  # phases whose documents are also run alone: as many as the time allows
 MOST_COLUMNS = 256  # of the logits of `LEAST_ROWS` rows: a large vocabulary would fill the memory
 LEAST_SECONDS = 3.0
 SLOW_CALL = 0.05  # seconds, beside which setting up takes little
@@ -55,7 +52,7 @@ class _Batch(NamedTuple):
     is_read: Tensor  # [B, cells], False where a row has no document
     resets: Tensor | None  # [B, length]; None: the model takes none
     lengths: list[int]  # tokens of each cell
-    copies: dict[int, list[int]]  # first row of each phase that is judged -> its rows
+    copies: dict[int, list[int]]  # first row of each phase -> its rows
 
     @property
     def compared(self) -> list[int]:
@@ -121,100 +118,71 @@ class _Pass:
         return self.subject.carried(state)
 
 
-def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadline: float) -> Verdict:
-    """Judge `rows` rows in cells of `seq_len` tokens, or less where the time is short.
+def check_soak(
+    trial: Trial, working: Subject, autocast: torch.dtype | None, *, seq_len: int, deadline: float
+) -> Verdict:
+    """Judge nine rows in cells of `seq_len` tokens, or less where the time is short.
 
     Returned states are judged by what follows: one state may be stored in several ways.
-    `working`: the model at the precision of training. `deadline`: of the calling thread's own time.
+    `working`: the model at its own precision; `autocast` in training. `deadline`: of the calling
+    thread's own time.
     """
-    exact, trains = trial.subject, True in trial.modes
-    working.is_pure = exact.is_pure
+    exact, trains, training = trial.subject, True in trial.modes, working.with_autocast(autocast)
+    working.is_pure = training.is_pure = exact.is_pure
     backward = trial.facts.get("gradient") == "held"
     passes = [
-        [_Pass(working, trains, with_grad=True)],
-        [_Pass(exact, training=False), _Pass(working, training=False)],
-        [_Pass(exact, trains, with_grad=True, backward=backward)],
+        _Pass(training, trains, with_grad=True),
+        _Pass(working, training=False),
+        _Pass(exact, trains, with_grad=True, backward=backward),
     ]
-    held: dict[str, list[Verdict]] = {}
+    held: list[str] = []
     missing: list[str] = []
-    before = working.training, exact.training
-    for ways, share in zip(passes, SHARES, strict=True):
-        working.training = exact.training = ways[0].training
+    largest, before = 0.0, (working.training, exact.training)
+    for way, share in zip(passes, SHARES, strict=True):
+        way.subject.training = way.training
         try:
-            way, size = _find_way(trial, ways, seq_len, rows, share * (deadline - time.thread_time()))
-            found = _judge(trial, way, size)
+            cell = _find_cell(trial, way, seq_len, share * (deadline - time.thread_time()))
+            found = _judge(trial, way, cell)
         except (NotTestable, CallFailed) as error:
-            missing.append(f"; {ways[-1]}: not testable here: {error}")
+            missing.append(f"; {way}: not testable here: {error}")
             continue
         finally:
             working.training, exact.training = before
         if found.status != "held":
             return found  # the first breach is the verdict
-        held.setdefault(str(size), []).append(found)
+        held.append(f"{found.text} ({LEAST_ROWS} rows, {CELLS} cells of {cell} tokens)")
+        largest = max(largest, found.size or 0.0)
     if not held:
         return untestable("soak", missing[0].removeprefix("; "))
-    tried = [f"{', '.join(each.text for each in found)} ({size})" for size, found in held.items()]
-    text = f"documents in a batch equal the same run alone, in {'; '.join(tried)}{''.join(missing)}"
-    largest = max(each.size or 0.0 for found in held.values() for each in found)
-    return Verdict("soak", "held", f"{text}{trial.mode_note}", largest, scope=" and of ".join(held))
+    text = f"documents in a batch equal the same run alone, in {'; '.join(held)}{''.join(missing)}"
+    return Verdict("soak", "held", f"{text}{trial.mode_note}", largest)
 
 
-def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
+def _judge(trial: Trial, way: _Pass, cell: int) -> Verdict:
     """One pass; a breach must show with every draw of tokens."""
     breaches = []
     for sample in SAMPLES:
-        found = _compare(trial, way, make_batch(trial, size, sample), sample)
+        found = _compare(trial, way, make_batch(trial, cell, sample), sample)
         if found.status != "broken":
             return found
         breaches.append(found)
     return breaches[0]
 
 
-class _Size(NamedTuple):
-    """The size of a batch."""
-
-    rows: int
-    cell: int  # tokens
-    compared: int  # phases whose documents are also run alone
-
-    def __str__(self) -> str:
-        text = f"{self.rows} rows"
-        if self.compared < len(PHASES):
-            text += f" in {len(PHASES)} phases, {self.compared} of them judged"
-        return f"{text}, {CELLS} cells of {self.cell} tokens"
-
-
-def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seconds: float) -> tuple[_Pass, _Size]:
-    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with
-    its size. Raises CallFailed, NotTestable: see `_find_size`, of the last."""
-    for way in ways[:-1]:
-        with suppress(NotTestable, CallFailed):
-            size = _find_size(trial, way, seq_len, rows, seconds)
-            if size.cell == seq_len:
-                return way, size
-    return ways[-1], _find_size(trial, ways[-1], seq_len, rows, seconds)
-
-
-def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> _Size:
-    """The first size that fits the time: fewer rows first, then shorter cells. Raises CallFailed:
-    the model takes none of these shapes; NotTestable: nothing fits."""
+def _find_cell(trial: Trial, way: _Pass, seq_len: int, seconds: float) -> int:
+    """The longest cells that fit the time. Raises CallFailed: the model takes none of these shapes;
+    NotTestable: nothing fits."""
     shorter: list[int] = []
     if trial.takes_cells:
         shorter = [each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len]
-    rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), CELLS + 1.5
+    reads = CELLS + 1.5
     if way.backward:
         reads *= 3
     for cell in (seq_len, *shorter):
-        one = _time_call(trial, way, 1, cell)
-        if reads * one * (1 + COMPARED[-1] + 2) > seconds:
-            continue
-        many = _time_call(trial, way, LEAST_ROWS, cell)
-        with suppress(CallFailed):  # a long row may take longer than its cells
-            one = max(one, _time_call(trial, way, 1, CELLS * cell) / CELLS)
-        for count, compared in product(dict.fromkeys((rows, LEAST_ROWS)), COMPARED):
-            # Two more runs measure rounding.
-            if reads * (many * count / LEAST_ROWS + one * (compared + 2)) <= seconds:
-                return _Size(count, cell, compared)
+        # Each phase alone, and twice more to measure rounding.
+        alone = reads * (len(PHASES) + 2) * _time_call(trial, way, 1, cell)
+        if alone <= seconds and alone + reads * _time_call(trial, way, LEAST_ROWS, cell) <= seconds:
+            return cell
     raise NotTestable(f"it would take more than the {max(seconds, 0.0):.1f} s that are left for it")
 
 
@@ -230,14 +198,13 @@ def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
     return seconds
 
 
-def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
+def make_batch(trial: Trial, cell: int, sample: int) -> _Batch:
     """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that no
     two rows that are 1, 2, 4, 8, 16 or 32 apart are the same."""
-    rows, cell, compared = size
     lengths = [cell] * CELLS
     if trial.takes_cells and cell > 1:
         lengths.append(cell + cell // 2 - 1)
-    digits = [[row // 4**digit % 4 for digit in range(4)] for row in range(rows)]
+    digits = [[row // 4**digit % 4 for digit in range(4)] for row in range(LEAST_ROWS)]
     phases = torch.tensor([sum(each) % len(PHASES) for each in digits])
     begins = torch.zeros(len(PHASES), len(lengths), dtype=torch.bool)
     is_read = torch.ones_like(begins)
@@ -256,8 +223,7 @@ def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
     else:
         begins[3, [1, 5]] = True
     tokens = trial.tokens(len(PHASES), sum(lengths), sample=sample)
-    judged = [3, 0, 1, 2][:compared]
-    copies = {phase: (phases == phase).nonzero().flatten().tolist() for phase in judged}
+    copies = {phase: (phases == phase).nonzero().flatten().tolist() for phase in (3, 0, 1, 2)}
     return _Batch(tokens[phases], begins[phases], is_read[phases], resets, lengths, copies)
 
 

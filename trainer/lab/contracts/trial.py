@@ -26,7 +26,7 @@ CHECKS: Final = {
     "state_used": "the incoming state changes the logits",
     "purity": "the result depends on the arguments and the weights alone, in train() as in eval()",
     "checkpointing": "recomputation under activation checkpointing gives the same gradient",
-    "autocast": "carry, causality and isolation under bf16 autocast",
+    "autocast": "carry under bf16 autocast",
     "soak": "a batch in mixed phases, read as training reads it, equals each of its documents run alone",
 }
 """Every check and what it asserts, in the order in which they are reported."""
@@ -52,7 +52,6 @@ class Verdict:
     text: str  # what was found, or why nothing could be
     size: float | None = None  # largest deviation, over the spread of the logits; None: none known
     position: int | None = None  # the first wrong one of the row, from 0
-    scope: str = ""  # how far the check looked, where that depends on the model
 
 
 def untestable(check: str, why: object) -> Verdict:
@@ -93,10 +92,7 @@ class Report:
         """The checks by status, on one line."""
         by_status: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            name = verdict.check
-            if verdict.scope:
-                name += f" of {verdict.scope}"
-            by_status.setdefault(verdict.status, []).append(name)
+            by_status.setdefault(verdict.status, []).append(verdict.check)
         listed = "; ".join(f"{status}: {', '.join(checks)}" for status, checks in by_status.items())
         return f"{listed} ({self.how})"
 

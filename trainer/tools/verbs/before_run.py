@@ -141,8 +141,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     Raises UserError: the first of them."""
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
-    from trainer.lab.cellwise import recompute_blocks
     from trainer.lab.optimizers import resolve_own
+    from trainer.lab.pieces import recompute_blocks
     from trainer.lab.storage import Storage
     from trainer.lab.weights import check_fit, read_weights
     from trainer.model.protocol import output_layer
