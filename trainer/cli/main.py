@@ -196,7 +196,7 @@ def _usage_message(error: Exception) -> str:
     if error.__cause__ is not None:
         from pydantic import ValidationError
 
-        from trainer.config.messages import option_problem
+        from trainer.config.load import option_problem
 
         if isinstance(error.__cause__, ValidationError):
             error.message = option_problem(error.__cause__)  # type: ignore[attr-defined]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -47,13 +46,11 @@ TAGS = (NUMBER_TAG, SCHEDULE_TAG, AUTO_TAG)
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-WEB_ADDRESS = r"^https?://([\w.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]+)?(/\S*)?$"
 FORMS = {
     PLAIN_NAME: 'letters, digits, "_", "." and "-", starting with a letter, digit or "_"',
     SOURCE_NAME: 'letters, digits, "_", "." and "-"',
     IMPORT_PATH: "an import path package.module:function",
     NO_NUL: "text without NUL characters",
-    WEB_ADDRESS: "an address such as https://HOST",
 }
 
 Share = Annotated[float, Limits(ge=0, le=1e15)]  # relative to the others: may be a size in bytes
@@ -64,34 +61,16 @@ ImportPath = Annotated[str, Limits(pattern=IMPORT_PATH, max_length=4096)]
 
 
 def _storable(args: dict[str, Any]) -> dict[str, Any]:
-    """Refuse values that a checkpoint's config would give back changed, or not at all."""
-    values: list[Any] = [args]
-    for value in values:
-        if isinstance(value, int) and value.bit_length() > 63:
-            raise ValueError("holds an integer of more than 64 bits: TOML has none, write it as a string")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"holds {value}, which JSON has not: write it as a string")
-        if not isinstance(value, bool | int | float | str | list | dict):
-            raise ValueError(f"holds a {type(value).__name__}, which JSON has not: write it as a string")
-        # Appending while iterating visits values at any depth.
-        if isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
+    """Refuse values that a checkpoint's config, which is JSON, could not hold."""
+    try:
+        json.dumps(args, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError("holds a value that JSON has not: write it as a string") from None
     return args
 
 
 Args = Annotated[dict[str, Any], AfterValidator(_storable)]
-
-
-def _no_number(value: Any) -> Any:
-    """Refuse 1 and 0, which Python takes for true and false."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        raise ValueError(f'must be "auto", true or false, got {value}')
-    return value
-
-
-AutoSwitch = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
+AutoSwitch = Literal["auto", True, False]
 
 
 class Table(BaseModel):
@@ -148,29 +127,16 @@ Points = Annotated[dict[Tokens, Share], Limits(min_length=1), BeforeValidator(_i
 BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Limits(min_length=1), BeforeValidator(_integer_keys)]
 
 
-def _accept_kind(schema: dict[str, Any]) -> None:
-    """Add the alias to the JSON Schema, from which pydantic leaves it out."""
-    properties = schema["properties"]
-    # Without a description: the docs name it at `schedule`, not as a key of its own.
-    properties["kind"] = {key: value for key, value in properties["schedule"].items() if key != "description"}
-    schema["required"].remove("schedule")
-    schema["oneOf"] = [{"required": ["schedule"]}, {"required": ["kind"]}]
-
-
 class ScheduleTable(Table):
     """A weight that changes: `{ schedule = "linear", points = { 0 = 3.0, 150 = 1.0 } }`."""
 
-    model_config = ConfigDict(json_schema_extra=_accept_kind)
-
-    schedule: Annotated[Literal["linear", "step"], Field(validation_alias=AliasChoices("schedule", "kind"))]
+    schedule: Literal["linear", "step"]
     """linear: interpolate between points; step: take the last point reached. Constant outside
-    the points. `kind` is another name for it."""
+    the points."""
     unit: Literal["batch", "step"] = "batch"
     """Unit of the points: a rank's micro-batches, from 0, or optimizer steps, from 1."""
     points: Points
     """Position in the run -> weight."""
-    scale: Share = 1.0
-    """Factor on the weight of every point."""
 
 
 class BatchScheduleTable(Table):
@@ -350,8 +316,6 @@ class DataTable(Table):
     runs resets in one pass."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
-    cache_dir: Text | None = None
-    """Where each node copies URLs, as far as the disk has room; absent: the user's cache."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 

@@ -1,32 +1,71 @@
-"""Configs as files: TOML with `--set` overrides, validated, written and compared."""
+"""Configs as files: TOML with `--set` overrides, validated, written and compared; and what is said of mistakes."""
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from trainer.config.data_tables import DatasetFile
-from trainer.config.messages import REMOVED, SAME_KEYS, SETTLED, KeyPath, user_errors
+from trainer.config.data_tables import FORMS, TAGS, DatasetFile
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import did_you_mean, read_bytes
 from trainer.wording import short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
+KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
 _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
+
+# Keys that are gone -> the value that always applies now: the configs that runs have recorded hold
+# it, and are still read. Checkpoints may hold any.
+REMOVED: Final[dict[str, Any]] = {
+    "alert.url": None,
+    "data.cache_dir": None,
+    "data.source.weight.scale": 1.0,
+    "ledger.probe_cells": 8,
+    "objective.losses.*.by": "tokens",
+    "optimizer.momentum": 0.95,
+    "scheduler.warmup_tokens": 0,
+    "train.memory_snapshot": False,
+}
+# pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
+_MUST = {
+    "greater_than_equal": "be >= {ge}",
+    "greater_than": "be > {gt}",
+    "less_than_equal": "be <= {le}",
+    "less_than": "be < {lt}",
+    "too_short": "have a length >= {min_length}",
+    "too_long": "have a length <= {max_length}",
+    "string_too_short": "have a length >= {min_length}",
+    "string_too_long": "have a length <= {max_length}",
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be true or false",
+    "string_type": "be a string",
+    "list_type": "be a list",
+    "dict_type": "be a table",
+    "model_type": "be a table",
+    "model_attributes_type": "be a table",
+    # On the command line, where every value is text.
+    "int_parsing": "be an integer",
+    "float_parsing": "be a number",
+}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -81,9 +120,10 @@ class _Source:
         self._path = str(path)
         self._text = _read(path)
         self.raw = _parse(self._text, path)
-        self._written = _read_other_names(self.raw, self._path)
         self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
-        _drop_settled(self.raw)
+        for key, value in REMOVED.items():
+            if value is not None:
+                _drop(self.raw, key.split("."), value)
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
@@ -91,7 +131,7 @@ class _Source:
         for changed, origin in reversed(self._overrides.items()):
             if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
                 return origin
-        line = line_of(self._text, self._written.get(key, key))
+        line = line_of(self._text, key)
         return self._path if line is None else f"{self._path}:{line}"
 
     def path_of(self, key: str) -> KeyPath:
@@ -103,42 +143,6 @@ class _Source:
         sources = self.raw.get(table, {}).get("source", [])
         indices = [index for index, source in enumerate(sources) if source.get("name") == named[2]]
         return (table, "source", *indices[:1], *named[3].split("."))
-
-
-def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
-    """Move values of `SAME_KEYS` to the keys themselves. Returns key -> the name that was written."""
-    written: dict[KeyPath, KeyPath] = {}
-    for name, key in SAME_KEYS.items():
-        outer, last = name.split(".")
-        _, *inner, own = key.split(".")
-        target = table = raw.get(outer)
-        if not isinstance(table, dict) or last not in table:
-            continue
-        for part in inner:  # `data.batch_size` is a key of `data.mixing`
-            target = table.setdefault(part, {})
-        if not isinstance(target, dict):  # refused as what it is
-            continue
-        if own in target:
-            raise UserError(name, f"is {key} by another name, and that is set too", "keep one", where=path)
-        target[own] = table.pop(last)
-        written[(outer, *inner, own)] = (outer, last)
-    return written
-
-
-def _drop_settled(raw: dict[str, Any]) -> None:
-    """Drop removed keys with the values that always apply, so that older configs stay valid."""
-    for name, value in SETTLED.items():
-        outer, last = name.split(".")
-        table = raw.get(outer)
-        if isinstance(table, dict) and table.get(last) == value:
-            del table[last]
-    # `source` is also a table of a dataset file.
-    for table in (raw, raw.get("data"), raw.get("eval")):
-        sources = table.get("source") if isinstance(table, dict) else None
-        for source in sources if isinstance(sources, list) else ():
-            for layout, key in (("nested", "root"), ("direct", "paths")):
-                if isinstance(source, dict) and key in source and source.get("layout") == layout:
-                    del source["layout"]
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
@@ -210,7 +214,7 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         UserError: `text` is not `key=value`, or the path leads through a value that is no table.
     """
     name, separator, value = text.partition("=")
-    parts = [part.strip() for part in SAME_KEYS.get(name.strip(), name).split(".")]
+    parts = [part.strip() for part in name.split(".")]
     if not separator or not all(parts):
         raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
     node: Any = raw
@@ -280,14 +284,17 @@ def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _drop(table: Any, names: Sequence[str]) -> None:
-    """Drop the key that `names` lead to, in every element of an array of tables."""
+def _drop(table: Any, names: Sequence[str], value: Any = None) -> None:
+    """Drop the key that `names` lead to, in every element of an array of tables; if a value is
+    given, only where the key has it."""
     if isinstance(table, list):
         for element in table:
-            _drop(element, names)
+            _drop(element, names, value)
+    elif isinstance(table, dict) and names[0] == "*":
+        _drop(list(table.values()), names[1:], value)
     elif isinstance(table, dict) and names[1:]:
-        _drop(table.get(names[0]), names[1:])
-    elif isinstance(table, dict):
+        _drop(table.get(names[0]), names[1:], value)
+    elif isinstance(table, dict) and (value is None or table.get(names[0]) == value):
         table.pop(names[0], None)
 
 
@@ -296,3 +303,101 @@ def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any])
     recorded = {"env": {key: value for key, value in environment.items() if key in _RECORDED}}
     flat = {**flatten(config), **flatten(recorded)}
     return {key: value for key, value in flat.items() if key not in _NAMES_OF_THE_RUN}
+
+
+def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
+    """One `UserError` per mistake that pydantic found in a `model`, in the order of the tables.
+
+    Args:
+        locate: path of a key -> `file:line` (or `--set ...`).
+    """
+    found = []
+    for details in error.errors(include_url=False):
+        path = tuple(part for part in details["loc"] if part not in TAGS)
+        problem, fix = _describe(details, path, model)
+        found.append(UserError(_dotted(path) or "config", problem, fix, where=locate(path)))
+    return found
+
+
+def option_problem(error: ValidationError) -> str:
+    """The problem with a command-line option's value, worded like the mistakes of a config."""
+    return _describe(error.errors(include_url=False)[0], (), BaseModel)[0]
+
+
+def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
+    """(problem, fix) of one error."""
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    is_table = bool(keys_of(model, path))
+    if kind == "extra_forbidden":
+        return "unknown key", hint(path, model)
+    if kind == "missing":
+        return "is required but missing", f"add a table [{_dotted(path)}]" if is_table else f"add {path[-1]}"
+    if kind == "list_type" and isinstance(value, Mapping):
+        return f"must be a list, got {shown(value)}", f"write [[{_dotted(path)}]]"
+    if kind == "literal_error":  # in TOML's spelling, not Python's
+        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
+        allowed = allowed.replace("True", "true").replace("False", "false")
+        return f"must be one of {allowed}; got {shown(value)}", ""
+    if kind in _MUST:
+        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", ""
+    if kind == "string_pattern_mismatch":
+        return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
+    if kind == "value_error":  # raised by a validator of ours
+        text = details["msg"].removeprefix("Value error, ")
+        return text[:1].lower() + text[1:], ""
+    return f"cannot be {shown(value)}", ""
+
+
+def shown(value: Any) -> str:
+    """A value in TOML's spelling, cut to a readable length."""
+    if isinstance(value, Mapping):
+        return "a table"
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except ValueError:  # an integer of thousands of digits
+        text = short_repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def hint(path: KeyPath, model: type[BaseModel]) -> str:
+    """The fix for the unknown key at `path`: the closest key of its table, else of any table, else
+    all keys of its table."""
+    word, known = str(path[-1]), keys_of(model, path[:-1])
+    found = difflib.get_close_matches(word, known, n=1)
+    if not found:
+        everywhere = list(_all_keys(model))
+        close = difflib.get_close_matches(word, {keys[-1] for keys in everywhere}, n=1, cutoff=0.8)
+        found = sorted({".".join(keys) for keys in everywhere if keys[-1] in close})
+    if 0 < len(found) <= 2:
+        return f"did you mean {' or '.join(found)}?"
+    return f"known keys: {', '.join(known)}" if known else ""
+
+
+def keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys of the table at `path` below `model`, sorted; empty if there is no table."""
+    table = _names(path)
+    return sorted({keys[-1] for keys in _all_keys(model) if keys[:-1] == table})
+
+
+def _all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every table and key below `model`, without indices."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        for table in _models_in(field.annotation):
+            yield from _all_keys(table, (*prefix, name))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation mentions, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _models_in(argument)]
+
+
+def _names(path: KeyPath) -> tuple[str, ...]:
+    """The path without the indices of its elements."""
+    return tuple(part for part in path if isinstance(part, str))
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field
 from trainer.config.data_tables import (
     PLAIN_NAME,
     SOURCE_NAME,
-    WEB_ADDRESS,
     Args,
     AutoSwitch,
     BatchSize,
@@ -75,8 +74,6 @@ class TrainTable(Table):
     """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
     """Replay CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where possible."""
-    memory_snapshot: bool = False
-    """Write a snapshot of CUDA's allocations to the run directory at the end (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
@@ -128,8 +125,6 @@ class LedgerTable(Table, LedgerOptions):
     """Who holds a group's state. exchange: by hash; auto: its reader, where possible."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
-    probe_cells: Size = 8
-    """Cells that a probe reads again."""
 
 
 class CoordTable(Table, CoordOptions):
@@ -142,16 +137,15 @@ class LossTable(Table):
     weight: Factor = 1.0
     """Factor in the objective; 0: computed and not trained on."""
     target: ImportPath | None = None
-    """Your own, `(*, output, micro, **args)`; absent: a loss of the model's output."""
-    by: Literal["tokens", "rows"] = "tokens"
-    """With target: the mean over target tokens, or over rows."""
+    """Your own, `(*, output, micro, **args)`, a mean over target tokens; absent: a loss of the
+    model's output."""
     args: Args = {}
     """Keyword arguments of target."""
 
     def check(self) -> None:
-        """Refuse keys of a target without one."""
-        if self.target is None and (self.args or self.by != "tokens"):
-            raise ValueError("args and by are those of a target; a model says the latter in its loss_keys")
+        """Refuse arguments of nothing."""
+        if self.target is None and self.args:
+            raise ValueError("args are those of a target")
 
 
 def _weight_alone(value: Any) -> Any:
@@ -215,7 +209,8 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest."""
+    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest. muon
+    and sgd have Nesterov's momentum, 0.95."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
@@ -227,15 +222,13 @@ class OptimizerTable(Table):
     """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the denominator of the update."""
-    momentum: Decay = 0.95
-    """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
     """For matrices, not vectors (norms, biases, decay rates)."""
     group: list[OptimizerGroupTable] = []
 
     def check(self) -> None:
         """Refuse keys without effect."""
-        _refuse_ineffective(self, {"name", "betas", "eps", "momentum"})
+        _refuse_ineffective(self, {"name", "betas", "eps"})
 
 
 def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
@@ -263,9 +256,7 @@ class SchedulerTable(Table):
     args: Args = {}
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
-    """Steps of linear warm-up from 0."""
-    warmup_tokens: Tokens = 0
-    """The same in tokens, with train.tokens."""
+    """Steps of linear warm-up from 0; with train.tokens, as many tokens as those of full batches."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -273,8 +264,6 @@ class SchedulerTable(Table):
 
     def check(self) -> None:
         """Refuse keys without effect."""
-        if self.warmup_steps and self.warmup_tokens:
-            raise ValueError("warmup_steps and warmup_tokens say the same: keep one")
         _refuse_ineffective(self, type(self).model_fields.keys() - {"target", "args"})
 
 
@@ -364,9 +353,7 @@ class AlertTable(Table):
     """`[alert]`: where loss spikes and the end of the run are reported (docs/reliability.md)."""
 
     command: list[Text] = []
-    """Program and arguments; gets JSON on stdin."""
-    url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
-    """A webhook, which gets the JSON by POST."""
+    """Program and arguments, such as `["curl", "-d", "@-", URL]`; gets JSON on stdin."""
 
 
 class ExtensionTable(Table):

@@ -33,6 +33,7 @@ from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
 from trainer.model.protocol import evaluating
 from trainer.on_device import to_device
+from trainer.options import PROBED_CELLS
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
 
@@ -232,7 +233,7 @@ class StepProbe(Extension):
             CarryProbe(
                 run.row_model,
                 token_loss=lambda output, targets: run.loss(output, targets).token_loss,
-                cells=run.config.ledger.probe_cells,
+                cells=PROBED_CELLS,
                 cell_tokens=run.config.row_tokens,
                 agree=run.strategy.most,
                 autocast=autocast_context(run.config, run.device),
