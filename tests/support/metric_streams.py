@@ -35,7 +35,7 @@ from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
-from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
+from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.micro_batches import MicroBatches
 
 Rows = dict[int, dict[str, float]]
@@ -129,11 +129,14 @@ def add_restarts(directory: Path, restarts: list[tuple[int, int]]) -> None:
     steps = [json.loads(line)["global_step"] for line in lines]
     out: list[str] = []
     at = 0
-    for died, resumed in restarts:
-        out += [line for line, step in zip(lines, steps, strict=True) if at < step <= died]
-        out.append(encode_payload(build_restart(resumed)))
+    for died, resumed in [*restarts, (steps[-1], 0)]:
+        part = [line for line, step in zip(lines, steps, strict=True) if at < step <= died]
+        if part and out:
+            part[0] = encode_payload({**json.loads(part[0]), "restart": {"from_step": at}})
+        out += part
         at = resumed
-    out += [line for line, step in zip(lines, steps, strict=True) if step > at]
+    with (directory / "events.jsonl").open("a", encoding="utf-8") as events:
+        events.writelines(json.dumps({"event": "restart", "global_step": resumed}) + "\n" for _, resumed in restarts)
     path.write_text("\n".join(out) + "\n", encoding="utf-8")
 
 

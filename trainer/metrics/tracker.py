@@ -28,7 +28,7 @@ from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_nu
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
 from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
-from trainer.metrics.payload_contract import Mode, build_payload, build_restart
+from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
 from trainer.options import TrackerOptions
 from trainer.wording import message_of
@@ -376,7 +376,7 @@ class MetricsTracker:
     def log_restart(self, step: int) -> None:
         """Tell the sinks that the run continues after this step: later ones may repeat."""
         self._restart = {"from_step": step}
-        self.log_event(build_restart(step))
+        self.log_event({"event": RESTART, "global_step": step})
 
     def log_event(self, event: Mapping[str, Any]) -> None:
         """Send an event to the sinks, which ignore those that they do not support."""
