@@ -131,12 +131,10 @@ def add_restarts(directory: Path, restarts: list[tuple[int, int]]) -> None:
     at = 0
     for died, resumed in [*restarts, (steps[-1], 0)]:
         part = [line for line, step in zip(lines, steps, strict=True) if at < step <= died]
-        if part and out:
+        if out:
             part[0] = encode_payload({**json.loads(part[0]), "restart": {"from_step": at}})
         out += part
         at = resumed
-    with (directory / "events.jsonl").open("a", encoding="utf-8") as events:
-        events.writelines(json.dumps({"event": "restart", "global_step": resumed}) + "\n" for _, resumed in restarts)
     path.write_text("\n".join(out) + "\n", encoding="utf-8")
 
 
