@@ -36,7 +36,7 @@ from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.micro_batches import MicroBatches
+from trainer.options import MicroBatches
 
 Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16

@@ -20,11 +20,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from trainer.micro_batches import AutoRule, LrRule, MicroBatchCount, MicroBatches
 from trainer.options import (
     NO_NUL,
+    AutoRule,
     BatchingMode,
     Limits,
+    LrRule,
+    MicroBatchCount,
+    MicroBatches,
     MixingOptions,
     Options,
     PickMode,

@@ -23,13 +23,13 @@ from trainer.config.data_tables import (
     Table,
     plan_of,
 )
-from trainer.micro_batches import MicroBatches
 from trainer.options import (
     Amount,
     CoordOptions,
     Count,
     Factor,
     LedgerOptions,
+    MicroBatches,
     ObjectiveOptions,
     PositiveFactor,
     Size,

@@ -94,5 +94,4 @@ def test_a_run_without_wandb_installed_names_no_upload(
         train_here(tmp_path, torch.device("cpu"), "train.steps=9", 'metrics.wandb.mode="offline"')
     assert "wandb failed and is off from now on" in caplog.text
     assert "the run is in" in caplog.text
-    assert "gns/b_now has no value yet" in caplog.messages[-1]
     assert "wandb sync" not in caplog.text

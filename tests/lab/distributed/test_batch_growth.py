@@ -18,7 +18,7 @@ from tests.support.runs import write_tiny_config
 from trainer.lab.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window
-from trainer.micro_batches import AutoRule, MicroBatches
+from trainer.options import AutoRule, MicroBatches
 
 pytestmark = pytest.mark.distributed
 

@@ -30,7 +30,7 @@ from trainer.lab.digests import BITS, KINDS
 from trainer.lab.mix import changes_of
 from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
-from trainer.micro_batches import MOST_MICRO_BATCHES
+from trainer.options import MOST_MICRO_BATCHES
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
 from trainer.tools.branching.study import config_path_of
 from trainer.tools.mix_weights import mix_events

@@ -24,7 +24,7 @@ from trainer.errors import UserError
 from trainer.files import is_url, write_file
 from trainer.lab.cache import Cache
 from trainer.lab.stored import discover_stored
-from trainer.metrics.progress_bar import progress_bar
+from trainer.metrics.logger import progress_bar
 from trainer.tools.corpus.documents import discover, refuse_empty
 from trainer.tools.fitted_table import duration_text
 from trainer.tools.init.sizing import Part, choose_sizes, never_held_out, parts_of

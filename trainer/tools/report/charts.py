@@ -24,7 +24,7 @@ from trainer.metrics.catalog.lookup import (
     keys_under,
     lookup,
 )
-from trainer.metrics.catalog.rows_gns import LAYER_ROWS
+from trainer.metrics.catalog.rows_training import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools import limits
 from trainer.tools.diagnostics.facts import batches_through

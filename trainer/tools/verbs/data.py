@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
-from trainer.metrics.progress_bar import now_and_then, progress_bar
+from trainer.metrics.logger import now_and_then, progress_bar
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import print_json, require_run, writing
 from trainer.wording import counted, few
