@@ -9,6 +9,7 @@ what it needs when it is called.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -128,6 +129,8 @@ def run() -> None:
     except UserError as error:
         refuse(error.message)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            refuse(f"{str(error.filename)[:60]}...: {error.strerror}; use a shorter path")
         if not isinstance(error, BrokenPipeError):
             raise
         # Whoever read our stdout is gone. Python flushes it once more at exit, which must not fail.

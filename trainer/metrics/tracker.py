@@ -46,8 +46,6 @@ class Ema:
     """
 
     def __init__(self, alpha: float) -> None:
-        if not 0.0 < alpha <= 1.0:
-            raise ValueError(f"alpha must be in (0, 1], got {alpha}")
         self.alpha = alpha
         self._value: Scalar | None = None
 
@@ -168,8 +166,7 @@ class MetricsTracker:
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
-        # By key, since the start. None: some of what was read before is not known.
-        self._epochs: dict[str, float | None] | None = {}
+        self._epochs: dict[str, float | None] = {}  # by key, since the start
         self._outside_sec = 0.0
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
@@ -348,9 +345,6 @@ class MetricsTracker:
                     self._leave_out(key, message_of(error))
         # Of epochs, the total since the start.
         read = [key for key in values if key.startswith(EPOCHS)]
-        if self._epochs is None:
-            values |= dict.fromkeys(read)
-            return
         totals: dict[str, float | None] = {}
         for key in {*self._epochs, *read}:
             before, more = self._epochs.get(key, 0.0), values.get(key)
@@ -416,7 +410,7 @@ class MetricsTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._tokens_seen = state["tokens_seen"]
-        self._epochs = state.get("epochs")  # checkpoints of earlier versions lack them
+        self._epochs = state["epochs"]
         for name, average in self._smoothed.items():
             average.load(state["smoothed"][name])
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -350,6 +350,7 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
     return longest
 
 
+@dataclass
 class PairAverage:
     """Bias-corrected exponential averages of x and y with the covariance of the two averages.
 
@@ -357,14 +358,18 @@ class PairAverage:
     1979): dividing by the sum of the weights corrects the bias.
     """
 
-    FIELDS = ("weight", "weight_sq", "mean_x", "mean_y", "c_xx", "c_yy", "c_xy", "count")
+    ema: InitVar[float]
+    weight: float = 0.0
+    weight_sq: float = 0.0
+    mean_x: float = 0.0
+    mean_y: float = 0.0
+    c_xx: float = 0.0
+    c_yy: float = 0.0
+    c_xy: float = 0.0
+    count: float = 0.0
 
-    def __init__(self, ema: float) -> None:
+    def __post_init__(self, ema: float) -> None:
         self._ema = ema
-        self.weight = self.weight_sq = 0.0
-        self.mean_x = self.mean_y = 0.0
-        self.c_xx = self.c_yy = self.c_xy = 0.0
-        self.count = 0.0
 
     def update(self, x: float, y: float) -> None:
         fresh = 1.0 - self._ema
@@ -400,11 +405,10 @@ class PairAverage:
         return bounded_ratio(self.mean_x, self.mean_y, *moments, freedom=self.freedom)
 
     def state_dict(self) -> dict[str, float]:
-        return {name: float(getattr(self, name)) for name in self.FIELDS}
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        for name in self.FIELDS:
-            setattr(self, name, float(state[name]))
+        vars(self).update(state)
 
 
 class NoiseScaleAverage:
