@@ -65,7 +65,7 @@ num_layers = 2
 
 [scheduler]
 name = "cosine"
-warmup_steps = 49
+warmup_tokens = 50000
 min_lr_ratio = 0.1
 """
 

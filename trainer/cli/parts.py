@@ -54,6 +54,7 @@ _LAB = {
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
+    "memory snapshot": f"{LAB}.memory:MemorySnapshot",
     "alert": f"{LAB}.alert:Alert",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -49,11 +50,13 @@ TAGS = (NUMBER_TAG, SCHEDULE_TAG, AUTO_TAG)
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+WEB_ADDRESS = r"^https?://([\w.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]+)?(/\S*)?$"
 FORMS = {
     PLAIN_NAME: 'letters, digits, "_", "." and "-", starting with a letter, digit or "_"',
     SOURCE_NAME: 'letters, digits, "_", "." and "-"',
     IMPORT_PATH: "an import path package.module:function",
     NO_NUL: "text without NUL characters",
+    WEB_ADDRESS: "an address such as https://HOST",
 }
 
 Share = Annotated[float, Limits(ge=0, le=1e15)]  # relative to the others: may be a size in bytes
@@ -130,16 +133,29 @@ Points = Annotated[dict[Tokens, Share], Limits(min_length=1), BeforeValidator(_i
 BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Limits(min_length=1), BeforeValidator(_integer_keys)]
 
 
+def _accept_kind(schema: dict[str, Any]) -> None:
+    """Add the alias to the JSON Schema, from which pydantic leaves it out."""
+    properties = schema["properties"]
+    # Without a description: the docs name it at `schedule`, not as a key of its own.
+    properties["kind"] = {key: value for key, value in properties["schedule"].items() if key != "description"}
+    schema["required"].remove("schedule")
+    schema["oneOf"] = [{"required": ["schedule"]}, {"required": ["kind"]}]
+
+
 class ScheduleTable(Table):
     """A weight that changes: `{ schedule = "linear", points = { 0 = 3.0, 150 = 1.0 } }`."""
 
-    schedule: Literal["linear", "step"]
+    model_config = ConfigDict(json_schema_extra=_accept_kind)
+
+    schedule: Annotated[Literal["linear", "step"], Field(validation_alias=AliasChoices("schedule", "kind"))]
     """linear: interpolate between points; step: take the last point reached. Constant outside
-    the points."""
+    the points. `kind` is another name for it."""
     unit: Literal["batch", "step"] = "batch"
     """Unit of the points: a rank's micro-batches, from 0, or optimizer steps, from 1."""
     points: Points
     """Position in the run -> weight."""
+    scale: Share = 1.0
+    """Factor on the weight of every point."""
 
 
 class BatchScheduleTable(Table):
@@ -319,6 +335,8 @@ class DataTable(Table):
     runs resets in one pass."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
+    cache_dir: Text | None = None
+    """Where each node copies URLs, as far as the disk has room; absent: the user's cache."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 

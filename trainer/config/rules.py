@@ -151,6 +151,9 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
     if train.tokens and not tokens_per_step:
         problem = "needs the size of a batch, which data sets of your own do not tell"
         yield "train.tokens", problem, "set train.steps instead"
+    if config.scheduler.warmup_tokens and not train.tokens:
+        problem = "needs a run whose length is in tokens"
+        yield "scheduler.warmup_tokens", problem, "set train.tokens, or warmup_steps instead"
     if 0 < data.max_group_cells < train.tbptt_cells:
         problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from trainer.config.data_tables import (
     PLAIN_NAME,
     SOURCE_NAME,
+    WEB_ADDRESS,
     Args,
     AutoSwitch,
     BatchSize,
@@ -74,6 +75,8 @@ class TrainTable(Table):
     """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
     """Replay CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where possible."""
+    memory_snapshot: bool = False
+    """Write a snapshot of CUDA's allocations to the run directory at the end (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
@@ -137,15 +140,16 @@ class LossTable(Table):
     weight: Factor = 1.0
     """Factor in the objective; 0: computed and not trained on."""
     target: ImportPath | None = None
-    """Your own, `(*, output, micro, **args)`, a mean over target tokens; absent: a loss of the
-    model's output."""
+    """Your own, `(*, output, micro, **args)`; absent: a loss of the model's output."""
+    by: Literal["tokens", "rows"] = "tokens"
+    """With target: the mean over target tokens, or over rows."""
     args: Args = {}
     """Keyword arguments of target."""
 
     def check(self) -> None:
-        """Refuse arguments of nothing."""
-        if self.target is None and self.args:
-            raise ValueError("args are those of a target")
+        """Refuse keys of a target without one."""
+        if self.target is None and (self.args or self.by != "tokens"):
+            raise ValueError("args and by are those of a target; a model says the latter in its loss_keys")
 
 
 def _weight_alone(value: Any) -> Any:
@@ -256,7 +260,9 @@ class SchedulerTable(Table):
     args: Args = {}
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
-    """Steps of linear warm-up from 0; with train.tokens, as many tokens as those of full batches."""
+    """Steps of linear warm-up from 0."""
+    warmup_tokens: Tokens = 0
+    """The same in tokens, with train.tokens."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -264,6 +270,8 @@ class SchedulerTable(Table):
 
     def check(self) -> None:
         """Refuse keys without effect."""
+        if self.warmup_steps and self.warmup_tokens:
+            raise ValueError("warmup_steps and warmup_tokens say the same: keep one")
         _refuse_ineffective(self, type(self).model_fields.keys() - {"target", "args"})
 
 
@@ -353,7 +361,9 @@ class AlertTable(Table):
     """`[alert]`: where loss spikes and the end of the run are reported (docs/reliability.md)."""
 
     command: list[Text] = []
-    """Program and arguments, such as `["curl", "-d", "@-", URL]`; gets JSON on stdin."""
+    """Program and arguments; gets JSON on stdin."""
+    url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
+    """A webhook, which gets the JSON by POST."""
 
 
 class ExtensionTable(Table):

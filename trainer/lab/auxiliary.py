@@ -211,7 +211,7 @@ def make_auxiliary(table: ObjectiveTable, model: Any, own_loss: Callable[..., Ca
     for name in own:
         each, key = losses[name], f"objective.losses.{name}"
         function = own_loss(each.target or "", each.args, key, output=0, micro=0)
-        found[name] = AuxiliaryLoss("tokens", each.weight, function)
+        found[name] = AuxiliaryLoss(each.by, each.weight, function)
     if not table.components and not any(each.weight for each in found.values()):
         fix = "set loss_keys on the model, or objective.losses or target (docs/models.md#losses-and-metrics)"
         raise UserError("objective.token_ce", "is 0, and no other loss would be trained on", fix)

@@ -41,7 +41,7 @@ class Snapshot:
 
 
 class Cache:
-    """The copies below a directory (None: the user's cache, which XDG_CACHE_HOME moves).
+    """The copies below the directory that `[data] cache_dir` names (None: the user's own).
 
     Raises UserError: it cannot be a directory.
     """
@@ -56,7 +56,7 @@ class Cache:
             if not place.exists() or place.is_dir():
                 self.directory = place
                 return
-        raise UserError(str(place), "cannot be a directory", "set XDG_CACHE_HOME to another one")
+        raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
 
     def hold(
         self,
@@ -94,7 +94,7 @@ class Cache:
             os.utime(self.directory / key / ENTRY)  # used now: the last one to be deleted
         except OSError as error:
             where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
-            raise UserError(where, problem, "set XDG_CACHE_HOME to another directory") from None
+            raise UserError(where, problem, "name another directory: data.cache_dir") from None
         return Snapshot(key, target, is_new, lock)
 
     def make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
@@ -107,7 +107,7 @@ class Cache:
         if free < to_download:
             shutil.rmtree(place)
             problem = f"takes {size / 1e9:.3g} GB as a local copy; {free / 1e9:.3g} GB are free in {self.directory}"
-            raise UserError(url, problem, "set XDG_CACHE_HOME to another disk, or read fewer modalities")
+            raise UserError(url, problem, "name another data.cache_dir, or read fewer modalities")
 
     def _free(self) -> int:
         return shutil.disk_usage(self.directory).free

@@ -38,6 +38,7 @@ from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
+from trainer.errors import UserError
 from trainer.lab.flash_linear_attention import kernel_rule, refusal_here, use_rule
 from trainer.lab.gated_delta import GatedDelta
 from trainer.metrics.logger import get_logger
@@ -45,6 +46,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
 from trainer.model.protocol import tied_names
 from trainer.model.recurrence import HAS_TRITON, fused_scan
+from trainer.training.extension import Extension
 from trainer.training.setup.parts import (
     autocast_context,
     in_cells,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 every_rank_logger = get_logger(__name__, rank_zero_only=False)
+SNAPSHOT_ENTRIES = 100_000  # the last allocations
 
 MOST_SECONDS = 30.0
 CPU = torch.device("cpu")
@@ -342,8 +345,34 @@ def _micro_batch(plan: Plan, model: nn.Module) -> MicroBatch:
     return MicroBatch(inputs, torch.zeros_like(inputs["tokens"]), None, {})
 
 
+class MemorySnapshot(Extension):
+    """`train.memory_snapshot`: records CUDA's allocations, and writes them at the end."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.device.type != "cuda":
+            problem = f"records CUDA's memory, not that of {run.device.type}"
+            raise UserError("train.memory_snapshot", problem, "remove it")
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+        for left in run.run_dir.path.glob("memory_rank_*.pickle"):
+            left.unlink(missing_ok=True)
+
+    def closed(self) -> None:
+        write_snapshot(self.run)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_snapshot(run: Run) -> None:
+    """Write this rank's snapshot, unless it is there: it shows most where the memory ran out."""
+    file = run.run_dir.path / f"memory_rank_{run.info.rank}.pickle"
+    if not file.exists():
+        torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+
+
 def explain(run: Run) -> None:
     """Log what took the memory, predicted and measured, and which settings take less."""
+    if run.config.train.memory_snapshot:
+        write_snapshot(run)
     measured = {"weights": sum(map(tensor_bytes, run.model.parameters()))}
     measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.state.optimizer.state.values()])))
     measured["gradients"] = _gradient_bytes(run.model)

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from trainer.config.data_tables import SourceTable
+from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data.formats import FORMATS, check_format, index_suffixes
 from trainer.data.layout import Discovery, Stream, discover_direct, discover_nested, sort_of, warn_unread
 from trainer.errors import UserError
@@ -129,9 +129,9 @@ BESIDE = {suffix: each.beside for each in FORMATS.values() if each.beside for su
 Listing = Callable[[bool], dict[str, StoredFile]]
 
 
-def streams_of(table: SourceTable) -> tuple[list[Stream], tuple[Snapshot, ...]]:
-    """The streams of a source with URLs, and its local copies in the user's cache."""
-    cache = Cache(None)
+def streams_of(table: SourceTable, data: DataTable) -> tuple[list[Stream], tuple[Snapshot, ...]]:
+    """The streams of a source with URLs, and its local copies in the cache of `[data]`."""
+    cache = Cache(data.cache_dir)
     if table.root is not None:
         streams, copy = stored_nested(table.root, table.modalities, format=table.format, cache=cache)
         return streams, (copy,)

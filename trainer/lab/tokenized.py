@@ -249,7 +249,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
 
     data = plan.config.data
     try:
-        cache = Cache(None)
+        cache = Cache(data.cache_dir)
         key = _key(streams, source, Path(data.tokenizer), data.eod)
         place, files = cache.directory / key, cache.directory / key / "files"
         what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"

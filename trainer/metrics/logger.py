@@ -6,7 +6,6 @@ import io
 import logging
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -187,18 +186,20 @@ def silent(done: int, total: int, what: str) -> None:
 
 @contextmanager
 def progress_bar(otherwise: Report = silent) -> Iterator[Report]:
-    """A line on stderr that is overwritten, if that is a terminal."""
+    """A bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield otherwise
         return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    def report(done: int, total: int, what: str) -> None:
-        line = printable(f"{done:,} of {total:,}: {what}")[: shutil.get_terminal_size().columns - 1]
-        sys.stderr.write(f"\r{line}\x1b[K")
-        sys.stderr.flush()
-
-    yield report
-    sys.stderr.write("\r\x1b[K")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("reading")
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=escape(printable(what))
+        )
 
 
 def now_and_then(say: Callable[[str], object]) -> Report:

@@ -4,7 +4,8 @@ A payload is one line of strict JSON, `{"schema_version": 1, "mode": "train" | "
 "global_step": int, "metrics": {key: number}}`, plus optional sections that no consumer needs. JSON
 has no NaN or infinity, so such a metric appears in the section `non_finite` as a word. The first
 payload after a resume has the section `restart`, `{"from_step": int}`, and may repeat an earlier
-step.
+step. Streams of earlier versions have a separate line instead, `{"schema_version": 1, "event":
+"restart", "global_step": int}`.
 
 Only the standard library is used, so that a dashboard can import this module without torch.
 """
@@ -133,7 +134,7 @@ def build_payload(
 
 
 def encode_payload(payload: Mapping[str, Any]) -> str:
-    """A payload as one line of strict JSON, without the newline.
+    """A payload or event as one line of strict JSON, without the newline.
 
     Raises:
         PayloadError: a section has a value that JSON cannot represent (NaN, an object).
@@ -145,12 +146,32 @@ def encode_payload(payload: Mapping[str, Any]) -> str:
 
 
 def parse_payload(line: str | bytes) -> Payload:
-    """Parse one line.
+    """Parse one line that must be a payload.
 
     Raises:
         PayloadError: the line violates the contract.
     """
+    return _payload_of(_decode(line))
+
+
+def parse_line(line: str | bytes) -> Payload | Restart:
+    """Parse one line of a stream: a payload, or the restart event of an earlier version.
+
+    Raises:
+        PayloadError: it is neither.
+    """
     obj = _decode(line)
+    if not isinstance(obj, dict) or "event" not in obj:
+        return _payload_of(obj)
+    _check_version(obj)
+    if obj["event"] != RESTART:
+        raise PayloadError("event", f"must be {RESTART}, got {obj['event']!r:.80}")
+    _check_step(obj.get("global_step"))
+    details = {name: obj[name] for name in obj if name not in ("schema_version", "event", "global_step")}
+    return Restart(obj["global_step"], details)
+
+
+def _payload_of(obj: Any) -> Payload:
     validate_payload(obj)
     sections = {name: obj[name] for name in obj if name not in (*_REQUIRED, "non_finite")}
     return Payload(obj["mode"], obj["global_step"], obj["metrics"], obj.get("non_finite", {}), sections)
@@ -257,7 +278,7 @@ def strip_launcher_prefix(line: str) -> str:
 
 
 def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
-    """Check a stream of payloads; yields every violation in order.
+    """Check a stream of lines, see `parse_line`; yields every violation in order.
 
     Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one
     step) but must not decrease, except to a restart's.
@@ -265,13 +286,13 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
     last_step = 0
     for number, raw in enumerate(lines, start=1):
         try:
-            found = parse_payload(strip_launcher_prefix(_text(raw).rstrip("\r\n")))
+            found = parse_line(strip_launcher_prefix(_text(raw).rstrip("\r\n")))
         except PayloadError as error:
             yield Violation(number, error.key, error.reason)
             continue
-        if found.restart is not None:
+        if isinstance(found, Payload) and found.restart is not None:
             last_step = found.restart.global_step
-        if found.global_step < last_step:
+        if isinstance(found, Payload) and found.global_step < last_step:
             problem = f"falls from {last_step} to {found.global_step} without a restart"
             yield Violation(number, "global_step", problem)
         last_step = found.global_step

@@ -200,11 +200,23 @@ def is_held(directory: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # on a file system without locks, nobody can tell
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks: the process itself, which may be one of another machine
+        return _is_alive(read_status(directory / STATUS_NAME).get("pid"))
     finally:
         os.close(descriptor)
     return False
+
+
+def _is_alive(pid: Any) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, TypeError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def last_step(directory: Path) -> int | None:

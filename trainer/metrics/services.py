@@ -28,7 +28,14 @@ from trainer.metrics.sinks import SAMPLE, display_key
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
 SERVER = "https://api.wandb.ai"
-MODES: dict[str, WandbMode] = {"online": "online", "offline": "offline", "disabled": "disabled"}
+# wandb's words for WANDB_MODE, older ones included.
+MODES: dict[str, WandbMode] = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
 FINISH_TIMEOUT_SEC = 60.0
@@ -43,7 +50,7 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
     mode = environ.get("WANDB_MODE")
     if mode in MODES:
         return MODES[mode], f"WANDB_MODE={mode}"
-    if mode is not None:
+    if mode is not None:  # wandb would refuse it
         return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
     if has_login(environ.get("WANDB_BASE_URL") or SERVER, environ):
         return "online", "there is a login"

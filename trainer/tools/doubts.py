@@ -65,10 +65,11 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
     if optimizer.lr > limits.LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
-    warmup, length = config.scheduler.warmup_steps, train.steps
-    if length and warmup > limits.LONG_WARMUP * length:
-        problem = f"{warmup:,} of {length:,} steps: most of the run is below the configured learning rate"
-        yield "scheduler.warmup_steps", problem, f"set it to at most {max(length // 10, 1):,}"
+    for unit in ("steps", "tokens"):
+        warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(train, unit)
+        if length and warmup > limits.LONG_WARMUP * length:
+            problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the configured learning rate"
+            yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
     first, last = FIRST_PROFILED, FIRST_PROFILED + config.metrics.profile - 1
     if config.metrics.profile and 0 < train.steps < last:
         problem = f"records steps {first} to {last}, after those that settle, and the run has {train.steps}"

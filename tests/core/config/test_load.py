@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import tomllib
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.support.runs import TINY
 from trainer import options
 from trainer.config import data_tables, schema
 from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml, without_removed
 from trainer.config.rules import mixing_of
+from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
+jsonschema = pytest.importorskip("jsonschema")
 BASE = TINY.format(runs="runs", corpus="corpus")
 
 
@@ -64,7 +67,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("train.steps", "is not of the form table.key=value"),
         ('data.source.0.root=""', "data.source.0.root: must have a length >= 1"),
         ("optimizer.eps=1e308", "optimizer.eps: must be <= 1.0, got 1e+308"),
-        ('model.target="nowhere"', "model.target: must be an import path package.module:function; got"),
+        ('alert.url="http://["', "alert.url: must be an address such as https://HOST"),
     ],
 )
 def test_refusals_name_key_value_and_fix(tmp_path, override, message):
@@ -142,6 +145,32 @@ def test_a_source_overrides_the_mixing_it_names_alone(tmp_path):
     assert (mixing.num_streams_mixed, mixing.batch_size) == (7, 4)
 
 
+def test_kind_is_another_name_for_the_schedule_of_a_weight(tmp_path):
+    by_kind, by_schedule = (
+        load(tmp_path, BASE, f"data.source.second.weight={{{key}='step', points={{0=1, 5=2}}}}")
+        for key in ("kind", "schedule")
+    )
+    assert by_kind == by_schedule
+    assert load(tmp_path, to_toml(by_kind)) == by_kind
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_valid"),
+    [
+        ({"kind": "step", "points": {"0": 1.0}}, True),
+        ({"schedule": "step", "points": {"0": 1.0}}, True),
+        ({"kind": "step", "schedule": "step", "points": {"0": 1.0}}, False),
+        ({"points": {"0": 1.0}}, False),
+    ],
+)
+def test_the_schema_accepts_kind_as_the_loader_does(weight, is_valid):
+    raw = tomllib.loads(BASE)
+    raw["data"]["source"][0]["weight"] = weight
+    with nullcontext() if is_valid else pytest.raises(ValidationError):
+        RunConfig.model_validate(raw)
+    assert jsonschema.Draft202012Validator(RunConfig.model_json_schema()).is_valid(raw) is is_valid
+
+
 def test_a_mistake_names_the_line_of_its_key_or_of_the_table_around_it(tmp_path):
     text = BASE.replace("steps = 6", "steps = 6.5").replace("[data.mixing]", "[data.mixing]\nnum_active = 3")
     text = text.replace('name = "second"', 'name = "sec ond"')
@@ -196,12 +225,9 @@ def test_options_accept_what_their_table_accepts(pair: str) -> None:
         assert [accepted(own, each) for each in given] == [accepted(its, each) for each in given], key
 
 
-def test_recorded_configs_may_hold_keys_that_are_gone_and_a_users_may_not(tmp_path):
-    old = {"ledger": {"probe_cells": 16}, "optimizer": {"momentum": 0.95}, "train": {"steps": 1}}
-    old["data"] = {"source": [{"weight": {"scale": 1.0, "unit": "step"}}, {"weight": 2.0}]}
-    old["objective"] = {"losses": {"a": {"by": "tokens"}}}
-    kept = {"ledger": {}, "optimizer": {}, "train": {"steps": 1}, "objective": {"losses": {"a": {}}}}
-    assert without_removed(old) == {**kept, "data": {"source": [{"weight": {"unit": "step"}}, {"weight": 2.0}]}}
+def test_recorded_configs_may_set_what_always_applies(tmp_path):
+    recorded = {"ledger": {"probe_cells": 8}, "optimizer": {"momentum": 0.9, "lr": 0.1}, "train": 1}
+    assert without_removed(recorded) == {**recorded, "ledger": {}}
+    assert recorded["ledger"] == {"probe_cells": 8}
     assert load(tmp_path, BASE, "ledger.probe_cells=8", "optimizer.momentum=0.95").train.steps == 6
-    for override in ("ledger.probe_cells=16", "alert.url=x"):
-        assert "unknown key" in refusal(tmp_path, BASE, override)[0]
+    assert "ledger.probe_cells: unknown key" in refusal(tmp_path, BASE, "ledger.probe_cells=16")[0]

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.distributed
 LINEAR = (
     'scheduler.name="linear"',
     "scheduler.min_lr_ratio=0.0",
-    "scheduler.warmup_steps=2",
+    "scheduler.warmup_tokens=600",
+    "scheduler.warmup_steps=0",
 )
 EXTRA = "\n[checkpoint]\nevery = 3\nkeep_last = 100\n"
 
@@ -47,6 +48,11 @@ def test_it_ends_within_two_steps_and_goes_on_with_more_tokens_on_another_number
     [
         (("train.steps=0",), "how long is the run? set steps, or tokens"),
         (("train.tokens=100000",), "train.steps: 6 beside train.tokens = 100,000: both say how long the run is"),
+        (("scheduler.warmup_tokens=60", "scheduler.warmup_steps=0"), "needs a run whose length is in tokens"),
+        (
+            ("scheduler.warmup_tokens=60", "train.tokens=500", "train.steps=0"),
+            "warmup_steps and warmup_tokens say the same",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(tmp_path, capsys, sets, text):
@@ -87,7 +93,7 @@ def test_the_tokens_of_skipped_steps_do_not_count_and_a_resume_between_them_is_t
         assert row["tokens_seen"] == sum(trained[each] for each in range(1, step + 1)), step
         assert row["tokens_in_step"] > 0
         reached = min(seen[step - 1] + min(step, 2) * 256, 3000)
-        expected = reached / 512 if reached <= 512 else (3000 - reached) / (3000 - 512)
+        expected = reached / 600 if reached <= 600 else (3000 - reached) / 2400
         assert row["lr"] == pytest.approx(1e-3 * expected, abs=1e-12), step
     assert 3000 - 2 * 256 <= seen[-1] < 3000 + 256
     middle = whole / "checkpoints" / "step_00000006"

@@ -104,7 +104,7 @@ NETRC = "machine api.wandb.ai login user password KEY\nmachine own.example login
     ("environ", "netrc", "mode", "why"),
     [
         ({"WANDB_MODE": "online"}, "", "online", "WANDB_MODE=online"),
-        ({"WANDB_MODE": "offline"}, NETRC, "offline", "WANDB_MODE=offline"),
+        ({"WANDB_MODE": "dryrun"}, NETRC, "offline", "WANDB_MODE=dryrun"),
         ({"WANDB_MODE": "on", "WANDB_API_KEY": "x"}, "", "disabled", "WANDB_MODE=on is none of online, offline"),
         ({"WANDB_API_KEY": "x"}, "", "online", "there is a login"),
         ({}, NETRC, "online", "there is a login"),

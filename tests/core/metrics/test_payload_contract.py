@@ -14,6 +14,7 @@ from trainer.metrics.payload_contract import (
     Restart,
     build_payload,
     encode_payload,
+    parse_line,
     parse_payload,
     validate_payload,
     validate_stream,
@@ -92,7 +93,15 @@ def test_a_section_that_json_cannot_say_is_refused_when_encoded() -> None:
         encode_payload(build_payload("train", 1, {"a": 1.0}, context={"x": float("nan")}))
 
 
-def test_the_first_payload_after_a_resume_may_fall_to_its_step() -> None:
+def test_a_restart_event_round_trips_and_is_no_payload() -> None:
+    line = '{"schema_version":1,"event":"restart","global_step":50,"reason":"resume"}'
+    assert parse_line(line) == Restart(50, {"reason": "resume"})
+    with pytest.raises(PayloadError, match="missing"):
+        parse_payload(line)
+    with pytest.raises(PayloadError, match="event: must be restart"):
+        parse_line('{"schema_version":1,"event":"other","global_step":1}')
+    with pytest.raises(PayloadError, match="global_step: must be an integer"):
+        parse_line('{"schema_version":1,"event":"restart"}')
     for mode in ("train", "eval"):
         first = build_payload(mode, 51, {"loss": 1.0}, restart={"from_step": 50})
         assert parse_payload(encode_payload(first)).restart == Restart(50)

@@ -24,6 +24,7 @@ from trainer.metrics.payload_contract import (
     PayloadError,
     build_payload,
     encode_payload,
+    parse_line,
     parse_payload,
     validate_payload,
     validate_stream,
@@ -71,7 +72,7 @@ def test_any_metrics_survive_the_trip_as_one_strict_line(
 @given(st.binary(max_size=60) | st.text(max_size=60) | json_values.map(json.dumps))
 def test_no_line_breaks_the_parser(line: str | bytes) -> None:
     with contextlib.suppress(PayloadError):
-        parse_payload(line)
+        parse_line(line)
 
 
 SCHEMA = jsonschema.Draft202012Validator(read_json(ROOT / "docs" / "payload.v1.schema.json"))
@@ -102,15 +103,18 @@ def test_the_json_schema_and_the_validator_agree(obj: dict[str, Any]) -> None:
 
 @profile
 @given(
-    st.lists(st.tuples(st.sampled_from(["row", "section"]), st.integers(0, 30)), max_size=25),
+    st.lists(st.tuples(st.sampled_from(["row", "event", "section"]), st.integers(0, 30)), max_size=25),
     st.integers(0, 30),
 )
 def test_a_stream_is_refused_exactly_where_a_step_falls(rows: list[tuple[str, int]], start: int) -> None:
     lines, expected, last = [], [], 0
     for number, (kind, step) in enumerate(rows, start=1):
         section = {"from_step": start} if kind == "section" else None
-        lines.append(encode_payload(build_payload("train", step, {"a": 1}, restart=section)))
-        if step < (start if section else last):
+        payload = build_payload("train", step, {"a": 1}, restart=section)
+        if kind == "event":
+            payload = {"schema_version": 1, "event": "restart", "global_step": step}
+        lines.append(encode_payload(payload))
+        if kind != "event" and step < (start if section else last):
             expected.append(number)
         last = step
     assert [violation.line for violation in validate_stream(lines)] == expected

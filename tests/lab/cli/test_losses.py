@@ -191,7 +191,7 @@ def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_num
         ((OWN, "objective.args.form=all"), "objective.target: fails: ValueError: the loss of a few tokens is NaN"),
         ((OWN, "objective.args.form=none"), "objective.target: fails: KeyError: 'none' ("),
         (("objective.losses.energy=-1",), "objective.losses.energy.weight: must be >= 0"),
-        (("objective.losses.energy={args={a=1}}",), "objective.losses.energy: args are those of a target"),
+        (("objective.losses.energy={by='rows'}",), "objective.losses.energy: args and by are those of a target"),
         (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
         (("model.args.returned=no norm",), "returns no loss norm in train(), which its loss_keys name"),
         (

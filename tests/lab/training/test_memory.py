@@ -18,6 +18,7 @@ from tests.support.in_process import train_here
 from tests.support.runs import ROOT, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
+from trainer.errors import UserError
 from trainer.lab.memory import LiveBytes, memory_lines, predict_memory
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -172,8 +173,9 @@ def build(vocab_size, dim, num_layers):
 def test_a_run_out_of_memory_says_what_took_it_and_which_settings_take_less(tmp_path, device, monkeypatch, caplog):
     (tmp_path / "full_model.py").write_text(FULL)
     monkeypatch.syspath_prepend(str(tmp_path))
+    is_cuda = str(device.type == "cuda").lower()
     own = [f"train.device={device.type}", "model.target=full_model:build", "model.dim=128", "model.contract=false"]
-    own += ["train.compile=false", "train.cuda_graph=false"]
+    own += [f"train.memory_snapshot={is_cuda}", "train.compile=false", "train.cuda_graph=false"]
     train_here(write_tiny_config(tmp_path), tmp_path / "run", *own, "train.precision=fp32", code=1)
     said = caplog.text
     rows = [line.replace(",", "").split(" MB") for line in said.partition(" measured\n")[2].splitlines()]
@@ -188,6 +190,7 @@ def test_a_run_out_of_memory_says_what_took_it_and_which_settings_take_less(tmp_
     assert peaks[1:] == sorted(peaks[1:]), "the best first"
     assert max(peaks) == peaks[0], "what takes more is left out"
     assert "data.mixing.batch_size=2 and train.micro_batches=4" in said
+    assert (tmp_path / "run" / "memory_rank_0.pickle").exists() == (device.type == "cuda")
 
 
 def test_without_a_prediction_settings_are_named_all_the_same(tmp_path):
@@ -195,6 +198,11 @@ def test_without_a_prediction_settings_are_named_all_the_same(tmp_path):
     assert re.search(r"weights +not known +2,000.0 MB\n", lines), lines
     assert re.search(r"activations and others +not known +1,000.0 MB\n", lines), lines
     assert lines.endswith("a=1 and b=2 may help")
+
+
+def test_a_snapshot_of_a_cpu_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"train.memory_snapshot: records CUDA's memory, not that of cpu; remove it"):
+        train_here(write_tiny_config(tmp_path), tmp_path / "run", "train.memory_snapshot=true")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

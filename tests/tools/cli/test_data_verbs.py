@@ -109,7 +109,7 @@ def test_a_terminal_gets_a_progress_bar_on_stderr(corpus, tmp_path):
     )
     assert verify.wait(TIMEOUT_SEC) == 0
     assert out.read_text().count("\n") == 1
-    assert "4 of 4" in terminal.text()
+    assert "4/4" in terminal.text()
 
 
 def test_lost_files_come_before_copies(tmp_path, capsys):

@@ -34,6 +34,10 @@ def plan(config: Path, *overrides: str, world_size: int = 1) -> Plan:
 GROWN = "train.micro_batches={schedule='step',points={0=1,6=2,7=4}}"
 DOUBTS = [
     (["train.steps=1"], "scheduler.warmup_steps: 2 of 1 steps: most of the run"),
+    (
+        ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"],
+        "scheduler.warmup_tokens: 2,000 of 500 tokens: most of the run",
+    ),
     (["metrics.profile=3", "train.steps=12"], "metrics.profile: records steps 11 to 13"),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight"),
     (["data.source.first.weight=1.0", GROWN], "train.micro_batches.points: has a point at 7, but the run has 6 steps"),

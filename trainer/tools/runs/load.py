@@ -26,7 +26,7 @@ from trainer.metrics.payload_contract import (
     SCHEMA_VERSION,
     PayloadError,
     Restart,
-    parse_payload,
+    parse_line,
     strip_launcher_prefix,
 )
 from trainer.metrics.run_status import STATUS_NAME, judged, run_state, usable
@@ -156,7 +156,7 @@ class _Reader:
 
     def _take_any(self, line: bytes) -> None:
         try:
-            found = parse_payload(strip_launcher_prefix(line.decode("utf-8").strip()))
+            found = parse_line(strip_launcher_prefix(line.decode("utf-8").strip()))
         except UnicodeDecodeError:
             self._skip(PayloadError("line", "is not UTF-8"))
             return
@@ -165,6 +165,9 @@ class _Reader:
             return
         if found.global_step > MAX_STEP:
             self._skip(PayloadError("global_step", f"must be at most {MAX_STEP}"))
+            return
+        if isinstance(found, Restart):
+            self._restart(found)
             return
         if found.restart is not None:
             self._restart(found.restart)

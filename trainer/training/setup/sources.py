@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainer.config.data_tables import ScheduleTable, SourceTable, Weight
+from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable, Weight
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import largest_batch, least_steps, mixing_of, reads_lanes, tokens_per_micro
 from trainer.config.schema import RunConfig
@@ -64,7 +64,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
 
     A UserError if an included file is wrong, a source has no streams, or all weights are zero.
     """
-    stored, including = partial(_stored, parts), (config_path.resolve(),)
+    stored, including = partial(_stored, config.data, parts), (config_path.resolve(),)
     leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stored)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
@@ -88,7 +88,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
 
 def resolve_eval_sources(config: RunConfig, parts: Parts = NO_PARTS) -> list[Source]:
     """The validation sets of `[[eval.source]]`. A UserError if a set has no streams."""
-    found, stored = [], partial(_stored, parts)
+    found, stored = [], partial(_stored, config.data, parts)
     for each in config.eval.source:
         streams = _streams(each.as_source(), f"eval source {each.name}", stored)
         found.append(Source(each.name, each.as_source(), ConstantWeight(1.0), *streams))
@@ -147,7 +147,7 @@ def _leaves(
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
     """A config's weight as the value that the blend evaluates."""
     if isinstance(weight, ScheduleTable):
-        return ScheduledWeight(weight.schedule, weight.points, unit=weight.unit, path=path)
+        return ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit, path=path)
     return ConstantWeight(float(weight), path)
 
 
@@ -181,8 +181,8 @@ def _streams(
     return [], ()
 
 
-def _stored(parts: Parts, table: SourceTable) -> tuple[list[Stream], tuple[Any, ...]]:
-    found: tuple[list[Stream], tuple[Any, ...]] = parts.need("sources in a store", "paths")(table)
+def _stored(data: DataTable, parts: Parts, table: SourceTable) -> tuple[list[Stream], tuple[Any, ...]]:
+    found: tuple[list[Stream], tuple[Any, ...]] = parts.need("sources in a store", "paths")(table, data)
     return found
 
 

@@ -64,7 +64,8 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
     """The schedule of `[scheduler]`, over this length. A UserError if a custom one fails."""
     table, steps, peak = config.scheduler, length.total, config.optimizer.lr
     if table.target is None:
-        table = table.model_copy(update={"warmup_steps": length.in_full_steps(table.warmup_steps)})
+        warmup = table.warmup_tokens or length.in_full_steps(table.warmup_steps)
+        table = table.model_copy(update={"warmup_steps": warmup})
         return partial(lr_at, steps=steps, peak=peak, table=table)
     function = resolve_target(table.target, "scheduler.target")
     given = {"steps": steps, "peak": peak, **table.args}
