@@ -41,7 +41,7 @@ from trainer.options import (
 from trainer.wording import short_repr
 
 # Tags of the unions of numbers and tables. pydantic puts them into error paths, from which
-# `messages` removes them; the angle brackets keep them distinct from keys.
+# `load` removes them; the angle brackets keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
 AUTO_TAG = "<auto>"

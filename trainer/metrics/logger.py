@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -176,6 +177,7 @@ def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 SECONDS_PER_LINE = 30.0
+BAR = 30  # characters
 Report = Callable[[int, int, str], None]
 """Called with (done, total, what is being done)."""
 
@@ -190,16 +192,17 @@ def progress_bar(otherwise: Report = silent) -> Iterator[Report]:
     if not sys.stderr.isatty():
         yield otherwise
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("reading")
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=escape(printable(what))
-        )
+    def report(done: int, total: int, what: str) -> None:
+        bar = "#" * (BAR * done // max(total, 1))
+        line = printable(f"{bar:-<{BAR}} {done:,}/{total:,} {what}")
+        sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+        sys.stderr.flush()
+
+    try:
+        yield report
+    finally:
+        sys.stderr.write("\n")
 
 
 def now_and_then(say: Callable[[str], object]) -> Report:
