@@ -107,15 +107,6 @@ def test_tensors_are_read_on_logging_steps_only() -> None:
         run.step(10, **unreadable)
 
 
-def test_counters_of_silent_steps_are_in_the_next_logged_one() -> None:
-    run = Run(log_interval=5)
-    for step in range(1, 11):
-        extra = {"ledger/cold_starts": 1.0, "ledger/cold_starts_max": 1.0} if step != 10 else None
-        run.step(step, extra=extra)
-    found = [payload["metrics"].get("ledger/cold_starts") for payload in run.sink.payloads]
-    assert found == [1.0, 4.0, 4.0]
-
-
 def test_times_are_means_over_the_steps_since_the_last_payload() -> None:
     run = Run()
     run.step(1, seconds=100.0)
