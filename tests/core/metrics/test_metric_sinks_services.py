@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.wandb_file import find_wandb_file, read_history, read_records
+from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.config.schema import WandbTable
 from trainer.lab.tensorboard import TensorboardSink
 from trainer.metrics.payload_contract import build_payload
@@ -64,6 +64,37 @@ def test_wandbs_own_variables_hold_where_the_config_says_nothing(
     (run,) = (each.run for each in read_records(find_wandb_file(tmp_path / "elsewhere")) if each.HasField("run"))
     assert (run.project, run.display_name) == ("theirs", "named")
     assert not (tmp_path / "run").exists()
+
+
+def test_wandb_keeps_rows_after_a_rewind(tmp_path: Path) -> None:
+    sink = WandbSink(mode="offline", project="p", run_dir=tmp_path)
+    for step in (10, 20, 11, 12, 30):
+        sink.log(train(step, float(step)))
+    sink.close()
+    assert [row["train/loss"] for row in rows_of(tmp_path)] == [10.0, 20.0, 11.0, 12.0, 30.0]
+    own = [row["_step"] for row in read_history(find_wandb_file(tmp_path))]
+    assert own == sorted(set(own)), "wandb drops rows whose own step does not grow"
+
+
+def test_wandb_that_cannot_begin_online_costs_one_warning_and_writes_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    events: list[dict[str, Any]] = []
+    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, init_timeout_sec=30, on_event=events.append)
+    sink.log(train(1))
+    sink.log(train(2))
+    sink.close()
+    said = capsys.readouterr().err
+    assert said.count("wandb: cannot begin online, and goes on offline") == said.count("WARNING") == 1
+    assert events == []
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    wait_for_end(path)
+    assert [row["global_step"] for row in read_history(path)] == [1, 2]
 
 
 NETRC = "machine api.wandb.ai login user password KEY\nmachine own.example login user password KEY\n"
