@@ -172,7 +172,7 @@ class MetricsTracker:
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
         self._checked_keys: set[str] = set()  # most keys come with every payload
-        self._sinks: list[tuple[Sink, BestEffort | None]] = []
+        self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
 
@@ -185,9 +185,10 @@ class MetricsTracker:
         if sinks and self._rank != 0:
             raise ValueError(f"sinks belong to rank 0, this is rank {self._rank}")
         for sink in sinks:
-            name = getattr(sink, "name", type(sink).__name__)
-            is_essential = getattr(sink, "is_essential", False)
-            self._sinks.append((sink, None if is_essential else self.diagnostics.best_effort(f"sink {name}")))
+            run: Callable[..., object] = _call
+            if not getattr(sink, "is_essential", False):
+                run = self.diagnostics.best_effort(f"sink {getattr(sink, 'name', type(sink).__name__)}").run
+            self._sinks.append((sink, run))
 
     def will_log(self, step: int) -> bool:
         """Whether `end_step` of this step logs by itself."""
@@ -392,13 +393,8 @@ class MetricsTracker:
             self._send("log", build_payload(mode, step, metrics, restart=restart))
 
     def _send(self, method: str, *args: Any) -> None:
-        """Call the sinks: an essential one as it is, any other one under its guard."""
-        for sink, guard in self._sinks:
-            call = getattr(sink, method)
-            if guard is None:
-                call(*args)
-            else:
-                guard.run(call, *args)
+        for sink, run in self._sinks:
+            run(getattr(sink, method), *args)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a resumed run: tokens seen and the smoothed values."""
@@ -419,11 +415,12 @@ class MetricsTracker:
         # Whatever one of them raises, the others are closed.
         with ExitStack() as stack:
             while self._sinks:
-                sink, guard = self._sinks.pop(0)
-                if guard is None:
-                    stack.callback(sink.close)
-                else:
-                    stack.callback(guard.run, sink.close)
+                sink, run = self._sinks.pop(0)
+                stack.callback(run, sink.close)
+
+
+def _call(function: Callable[..., object], *args: Any) -> None:
+    function(*args)
 
 
 def _read(value: Any) -> float | None:
