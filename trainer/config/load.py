@@ -428,16 +428,14 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     word, known = str(path[-1]).lower().replace("-", "_"), keys_of(model, path[:-1])
     if word in EXPLAINED:
         return EXPLAINED[word]
-    renamed = _RENAMED.get(_dotted(path)) or _RENAMED.get(word)
-    found = [*filter(None, [renamed]), *_keys_named(word, model)]
+    # With a table in front, or with a slip.
+    renamed = difflib.get_close_matches(word, _RENAMED, n=1, cutoff=0.85)
+    if _dotted(path) in _RENAMED:
+        renamed = [_dotted(path)]
+    found = [*(_RENAMED[name] for name in renamed), *_keys_named(word, model)]
     if not renamed:
         close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
         found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
-    if not found:
-        # A slip in the name that another trainer has for a key of this table.
-        table = _dotted(path[:-1])
-        others = {name: key for name, key in _RENAMED.items() if key.rpartition(".")[0] == table}
-        found = [others[name] for name in difflib.get_close_matches(word, others, n=1, cutoff=0.8)]
     if found:
         return f"did you mean {' or '.join(dict.fromkeys(found))}?"
     return f"known keys: {', '.join(known)}" if known else ""

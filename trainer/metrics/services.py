@@ -28,14 +28,8 @@ from trainer.metrics.sinks import SAMPLE, display_key
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
 SERVER = "https://api.wandb.ai"
-# wandb's words for WANDB_MODE, older ones included.
-MODES: dict[str, WandbMode] = {
-    "online": "online",
-    "run": "online",
-    "offline": "offline",
-    "dryrun": "offline",
-    "disabled": "disabled",
-}
+MODES: dict[str, WandbMode] = {"online": "online", "offline": "offline", "disabled": "disabled"}
+MODES |= {"run": "online", "dryrun": "offline"}  # wandb's older words
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
 FINISH_TIMEOUT_SEC = 60.0
