@@ -82,7 +82,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_state_of_the_optimiz
 def test_found_inf_on_the_device_makes_a_step_do_nothing(device: torch.device, name: str, is_first: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(device)
-    optimizer = build_optimizer(model, OptimizerTable(name=name, lr=0.1, momentum=0.9), PARTS)
+    optimizer = build_optimizer(model, OptimizerTable(name=name, lr=0.1), PARTS)
     assert supports_found_inf(optimizer)
 
     def step(is_bad: bool) -> None:

@@ -194,7 +194,7 @@ def build(vocab_size, dim, num_layers):
 
 def probed(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
     """The last row of a run that probes often, and what the rules about carrying say: name -> verdict."""
-    sets = (source_override(corpus), "ledger.probe_every=10", "ledger.probe_cells=16", "metrics.log_interval=10")
+    sets = (source_override(corpus), "ledger.probe_every=10", "metrics.log_interval=10")
     train_here(CONFIG, directory / "run", *sets, f"train.steps={steps}", "eval.every=0", *changes)
     rulings = diagnose(load_run(directory / "run")).rulings
     verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in rulings}

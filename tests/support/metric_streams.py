@@ -35,8 +35,8 @@ from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
-from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
-from trainer.micro_batches import MicroBatches
+from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.options import MicroBatches
 
 Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16
@@ -129,11 +129,12 @@ def add_restarts(directory: Path, restarts: list[tuple[int, int]]) -> None:
     steps = [json.loads(line)["global_step"] for line in lines]
     out: list[str] = []
     at = 0
-    for died, resumed in restarts:
-        out += [line for line, step in zip(lines, steps, strict=True) if at < step <= died]
-        out.append(encode_payload(build_restart(resumed)))
+    for died, resumed in [*restarts, (steps[-1], 0)]:
+        part = [line for line, step in zip(lines, steps, strict=True) if at < step <= died]
+        if out:
+            part[0] = encode_payload({**json.loads(part[0]), "restart": {"from_step": at}})
+        out += part
         at = resumed
-    out += [line for line, step in zip(lines, steps, strict=True) if step > at]
     path.write_text("\n".join(out) + "\n", encoding="utf-8")
 
 

@@ -30,12 +30,6 @@ from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
 EXIT_CODE, RUN_DIR = "exit_code", "run_dir"
-# Launchers of processes that are no ranks of torchrun: variables with their number and rank.
-OTHER_LAUNCHERS = {
-    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "mpiexec": ("PMI_SIZE", "PMI_RANK"),
-}
 # Smaller blocks would be mapped anew, and the heap's end be returned, in each step.
 MALLOC_OPTIONS = {"M_MMAP_THRESHOLD": (-3, 4 * 2**20), "M_TRIM_THRESHOLD": (-1, 64 * 2**20)}
 
@@ -113,13 +107,11 @@ def _train_on_ranks(config: RunConfig, nproc: int) -> int:
     return launch_ranks(nproc, uses_cuda=config.train.device != "cpu")
 
 
-def _warn_of_runs_apart(environ: Mapping[str, str] = os.environ) -> None:
-    """Warn of several processes of another launcher, each of which trains its own run."""
-    for launcher, (size, rank) in OTHER_LAUNCHERS.items():
-        number = environ.get(size, "")
-        if number.isdecimal() and int(number) > 1 and environ.get(rank) == "0":
-            apart = "each trains a run of its own; start torchrun with it (docs/cli.md)"
-            _say(f"{launcher} started {number} of this: {apart}")
+def _warn_of_runs_apart() -> None:
+    """Warn of several processes of srun, each of which trains its own run."""
+    number = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if number != "1" and os.environ.get("SLURM_PROCID") == "0":
+        _say(f"srun started {number} of this: each trains a run of its own; start torchrun with it (docs/cli.md)")
 
 
 def give_back_freed_blocks(environ: Mapping[str, str] = os.environ) -> None:

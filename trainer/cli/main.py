@@ -138,14 +138,6 @@ def run() -> None:
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)  # 128 + SIGINT, as of a process that the signal ends
-    except SystemExit as error:
-        from trainer.import_path import place_of
-
-        place = place_of(error)
-        if place:  # not this program: a model or a data set that a verb builds
-            called = f"sys.exit({error.code!r}) was called{place}"
-            refuse(f"{called} before the program was done; take the call out")
-        raise
     except Exception as error:
         # A wrong command line. Its exception is click's UsageError, which typer imports in some
         # releases and carries a private copy of in others; click documents `format_message`, and
@@ -196,7 +188,7 @@ def _usage_message(error: Exception) -> str:
     if error.__cause__ is not None:
         from pydantic import ValidationError
 
-        from trainer.config.messages import option_problem
+        from trainer.config.load import option_problem
 
         if isinstance(error.__cause__, ValidationError):
             error.message = option_problem(error.__cause__)  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -21,11 +21,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from trainer.micro_batches import AutoRule, LrRule, MicroBatchCount, MicroBatches
 from trainer.options import (
     NO_NUL,
+    AutoRule,
     BatchingMode,
     Limits,
+    LrRule,
+    MicroBatchCount,
+    MicroBatches,
     MixingOptions,
     Options,
     PickMode,
@@ -38,7 +41,7 @@ from trainer.options import (
 from trainer.wording import short_repr
 
 # Tags of the unions of numbers and tables. pydantic puts them into error paths, from which
-# `messages` removes them; the angle brackets keep them distinct from keys.
+# `load` removes them; the angle brackets keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
 AUTO_TAG = "<auto>"
@@ -64,34 +67,16 @@ ImportPath = Annotated[str, Limits(pattern=IMPORT_PATH, max_length=4096)]
 
 
 def _storable(args: dict[str, Any]) -> dict[str, Any]:
-    """Refuse values that a checkpoint's config would give back changed, or not at all."""
-    values: list[Any] = [args]
-    for value in values:
-        if isinstance(value, int) and value.bit_length() > 63:
-            raise ValueError("holds an integer of more than 64 bits: TOML has none, write it as a string")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"holds {value}, which JSON has not: write it as a string")
-        if not isinstance(value, bool | int | float | str | list | dict):
-            raise ValueError(f"holds a {type(value).__name__}, which JSON has not: write it as a string")
-        # Appending while iterating visits values at any depth.
-        if isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
+    """Refuse values that a checkpoint's config, which is JSON, could not hold."""
+    try:
+        json.dumps(args, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError("holds a value that JSON has not: write it as a string") from None
     return args
 
 
 Args = Annotated[dict[str, Any], AfterValidator(_storable)]
-
-
-def _no_number(value: Any) -> Any:
-    """Refuse 1 and 0, which Python takes for true and false."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        raise ValueError(f'must be "auto", true or false, got {value}')
-    return value
-
-
-AutoSwitch = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
+AutoSwitch = Literal["auto", True, False]
 
 
 class Table(BaseModel):

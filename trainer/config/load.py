@@ -1,32 +1,123 @@
-"""Configs as files: TOML with `--set` overrides, validated, written and compared."""
+"""Configs as files: TOML with `--set` overrides, validated, written and compared; and what is said of mistakes."""
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from trainer.config.data_tables import DatasetFile
-from trainer.config.messages import REMOVED, SAME_KEYS, SETTLED, KeyPath, user_errors
+from trainer.config.data_tables import FORMS, TAGS, DatasetFile
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import did_you_mean, read_bytes
 from trainer.wording import short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
+KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
 _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
+
+# Keys that are gone -> the value that always applies: the configs and checkpoints of runs
+# hold it, and are still read.
+REMOVED: Final = {"ledger.probe_cells": 8, "optimizer.momentum": 0.95}
+# Key here -> its names in other trainers; with a table in front, in that table only.
+OTHER_NAMES: Final = {
+    "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint.steps",
+    "checkpoint.keep_last": "save_total_limit keep_checkpoints",
+    "checkpoint.resume": "resume_from resume_from_checkpoint load_from",
+    "data.mixing.batch_size": "micro_batch_size train_batch_size per_device_batch_size per_device_train_batch_size",
+    "data.mixing.num_streams_mixed": "num_active",
+    "data.seq_len": "max_seq_len max_length sequence_length block_size context_length",
+    "eval.batches": "eval_iters",
+    "eval.every": "eval.steps eval_steps eval_interval",
+    "eval.holdout_fraction": "val_fraction val_split validation_split",
+    "metrics.log_interval": "log_every log_freq log_steps logging_steps log_every_n_steps",
+    "metrics.peak_tflops": "gpu_peak_tflops",
+    "model.dim": "width d_model n_embd hidden_size hidden_dim embed_dim",
+    "model.num_layers": "n_layer n_layers num_hidden_layers depth",
+    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.lr": "learning_rate max_lr peak_lr",
+    "run.dir": "output_dir out_dir save_dir log_dir",
+    "scheduler.min_lr_ratio": "min_lr lr_min",
+    "scheduler.name": "lr_scheduler lr_scheduler_type lr_schedule",
+    "scheduler.warmup_steps": "warmup warmup_iters warmup_ratio",
+    "train.clip_grad_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
+    "train.micro_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
+    "rampup_batch_size batch_size_schedule",
+    "train.precision": "mixed_precision amp dtype bf16 fp16",
+    "train.steps": "max_steps num_steps total_steps train_steps max_iters",
+}
+# Name elsewhere -> key here, of the same meaning: read as that key.
+SAME_KEYS: Final = {
+    "data.batch_size": "data.mixing.batch_size",
+    "train.max_steps": "train.steps",
+    "train.gradient_accumulation_steps": "train.micro_batches",
+    "train.max_grad_norm": "train.clip_grad_norm",
+    "optimizer.learning_rate": "optimizer.lr",
+    "metrics.every": "metrics.log_interval",
+    "eval.interval": "eval.every",
+    "checkpoint.interval": "checkpoint.every",
+    "sample.interval": "sample.every",
+    "ledger.probe_interval": "ledger.probe_every",
+}
+_WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
+_ENTITY = "set WANDB_ENTITY in the environment"
+_BASE_URL = "set WANDB_BASE_URL in the environment"
+_LAUNCHER = "the launcher sets the number of processes: torchrun --nproc_per_node=N"
+_EPOCHS = "set train.steps, or data.mixing.repeat = false to stop after one epoch"
+# Names for which there is no single key.
+EXPLAINED: Final = {
+    "enable_wandb": _WANDB,
+    "use_wandb": _WANDB,
+    "entity": _ENTITY,
+    "base_url": _BASE_URL,
+    "enable_tensorboard": "set metrics.tensorboard = true",
+    "num_gpus": _LAUNCHER,
+    "world_size": _LAUNCHER,
+    "num_workers": "there are no worker processes; data.prefetch sets how many micro-batches a thread prepares ahead",
+    "global_batch_size": "set train.micro_batches: rows over all ranks = micro_batches * data.batch_size * ranks",
+    "epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",
+}
+_RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
+# pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
+_MUST = {
+    "greater_than_equal": "be >= {ge}",
+    "greater_than": "be > {gt}",
+    "less_than_equal": "be <= {le}",
+    "less_than": "be < {lt}",
+    "too_short": "have a length >= {min_length}",
+    "too_long": "have a length <= {max_length}",
+    "string_too_short": "have a length >= {min_length}",
+    "string_too_long": "have a length <= {max_length}",
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be true or false",
+    "string_type": "be a string",
+    "list_type": "be a list",
+    "dict_type": "be a table",
+    "model_type": "be a table",
+    "model_attributes_type": "be a table",
+    # On the command line, where every value is text.
+    "int_parsing": "be an integer",
+    "float_parsing": "be a number",
+}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -83,7 +174,7 @@ class _Source:
         self.raw = _parse(self._text, path)
         self._written = _read_other_names(self.raw, self._path)
         self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
-        _drop_settled(self.raw)
+        self.raw = without_removed(self.raw)
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
@@ -123,22 +214,6 @@ def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
         target[own] = table.pop(last)
         written[(outer, *inner, own)] = (outer, last)
     return written
-
-
-def _drop_settled(raw: dict[str, Any]) -> None:
-    """Drop removed keys with the values that always apply, so that older configs stay valid."""
-    for name, value in SETTLED.items():
-        outer, last = name.split(".")
-        table = raw.get(outer)
-        if isinstance(table, dict) and table.get(last) == value:
-            del table[last]
-    # `source` is also a table of a dataset file.
-    for table in (raw, raw.get("data"), raw.get("eval")):
-        sources = table.get("source") if isinstance(table, dict) else None
-        for source in sources if isinstance(sources, list) else ():
-            for layout, key in (("nested", "root"), ("direct", "paths")):
-                if isinstance(source, dict) and key in source and source.get("layout") == layout:
-                    del source["layout"]
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
@@ -273,22 +348,13 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of an older checkpoint, without keys that are gone."""
-    kept = deepcopy(dict(config))
-    for key in REMOVED:
-        _drop(kept, key.split("."))
+    """The config without keys that are gone, where they have the value that always applies."""
+    kept = {**config}
+    for key, value in REMOVED.items():
+        table, _, name = key.partition(".")
+        if isinstance(kept.get(table), dict) and kept[table].get(name) == value:
+            kept[table] = {each: kept[table][each] for each in kept[table] if each != name}
     return kept
-
-
-def _drop(table: Any, names: Sequence[str]) -> None:
-    """Drop the key that `names` lead to, in every element of an array of tables."""
-    if isinstance(table, list):
-        for element in table:
-            _drop(element, names)
-    elif isinstance(table, dict) and names[1:]:
-        _drop(table.get(names[0]), names[1:])
-    elif isinstance(table, dict):
-        table.pop(names[0], None)
 
 
 def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,3 +362,121 @@ def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any])
     recorded = {"env": {key: value for key, value in environment.items() if key in _RECORDED}}
     flat = {**flatten(config), **flatten(recorded)}
     return {key: value for key, value in flat.items() if key not in _NAMES_OF_THE_RUN}
+
+
+def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
+    """One `UserError` per mistake that pydantic found in a `model`, in the order of the tables.
+
+    Args:
+        locate: path of a key -> `file:line` (or `--set ...`).
+    """
+    found = []
+    for details in error.errors(include_url=False):
+        path = tuple(part for part in details["loc"] if part not in TAGS)
+        problem, fix = _describe(details, path, model)
+        found.append(UserError(_dotted(path) or "config", problem, fix, where=locate(path)))
+    return found
+
+
+def option_problem(error: ValidationError) -> str:
+    """The problem with a command-line option's value, worded like the mistakes of a config."""
+    return _describe(error.errors(include_url=False)[0], (), BaseModel)[0]
+
+
+def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
+    """(problem, fix) of one error."""
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    is_table = bool(keys_of(model, path))
+    if kind == "extra_forbidden":
+        return "unknown key", hint(path, model)
+    if kind == "missing":
+        return "is required but missing", f"add a table [{_dotted(path)}]" if is_table else f"add {path[-1]}"
+    if kind == "list_type" and isinstance(value, Mapping):
+        return f"must be a list, got {shown(value)}", f"write [[{_dotted(path)}]]"
+    if kind == "literal_error":  # in TOML's spelling, not Python's
+        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
+        allowed = allowed.replace("True", "true").replace("False", "false")
+        return f"must be one of {allowed}; got {shown(value)}", ""
+    if kind in _MUST:
+        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", ""
+    if kind == "string_pattern_mismatch":
+        return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
+    if kind == "value_error":  # raised by a validator of ours
+        text = details["msg"].removeprefix("Value error, ")
+        return text[:1].lower() + text[1:], ""
+    return f"cannot be {shown(value)}", ""
+
+
+def shown(value: Any) -> str:
+    """A value in TOML's spelling, cut to a readable length."""
+    if isinstance(value, Mapping):
+        return "a table"
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except ValueError:  # an integer of thousands of digits
+        text = short_repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def hint(path: KeyPath, model: type[BaseModel]) -> str:
+    """The fix for the unknown key at `path` of a config that `model` describes.
+
+    An explanation; or the keys that may be meant: the one that other trainers call so, keys of the
+    same name in other tables (`lr` and `optimizer_lr` for `optimizer.lr`), and the closest key of
+    this table; or all keys of this table.
+    """
+    word, known = str(path[-1]).lower().replace("-", "_"), keys_of(model, path[:-1])
+    if word in EXPLAINED:
+        return EXPLAINED[word]
+    # With a table in front, or with a slip.
+    renamed = difflib.get_close_matches(word, _RENAMED, n=1, cutoff=0.85)
+    if _dotted(path) in _RENAMED:
+        renamed = [_dotted(path)]
+    found = [*(_RENAMED[name] for name in renamed), *_keys_named(word, model)]
+    if not renamed:
+        close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+        found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
+    if found:
+        return f"did you mean {' or '.join(dict.fromkeys(found))}?"
+    return f"known keys: {', '.join(known)}" if known else ""
+
+
+def _keys_named(word: str, model: type[BaseModel]) -> list[str]:
+    """The keys that end with this name; none if it is too common (`name`, `every`)."""
+    found = []
+    for keys in _all_keys(model):
+        is_named = word in ("_".join(keys[start:]) for start in range(len(keys)))
+        # `optimizer.lr`, rather than how it follows the batch; a source to train on, not to evaluate on.
+        if is_named and keys[:2] not in (("train", "micro_batches"), ("eval", "source")):
+            found.append(".".join(keys))
+    return found if len(found) <= 2 else []
+
+
+def keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys of the table at `path` below `model`, sorted; empty if there is no table."""
+    table = _names(path)
+    return sorted({keys[-1] for keys in _all_keys(model) if keys[:-1] == table})
+
+
+def _all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every table and key below `model`, without indices."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        for table in _models_in(field.annotation):
+            yield from _all_keys(table, (*prefix, name))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation mentions, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _models_in(argument)]
+
+
+def _names(path: KeyPath) -> tuple[str, ...]:
+    """The path without the indices of its elements."""
+    return tuple(part for part in path if isinstance(part, str))
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

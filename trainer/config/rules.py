@@ -13,8 +13,8 @@ from typing import Any
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, raise_found
-from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
-from trainer.micro_batches import MOST_MICRO_BATCHES
+from trainer.metrics.catalog.rows_training import ONE_BATCH_SIZE
+from trainer.options import MOST_MICRO_BATCHES
 from trainer.wording import counted
 
 Mistake = tuple[str, str, str]  # key, problem, fix

@@ -24,13 +24,13 @@ from trainer.config.data_tables import (
     Table,
     plan_of,
 )
-from trainer.micro_batches import MicroBatches
 from trainer.options import (
     Amount,
     CoordOptions,
     Count,
     Factor,
     LedgerOptions,
+    MicroBatches,
     ObjectiveOptions,
     PositiveFactor,
     Size,
@@ -128,8 +128,6 @@ class LedgerTable(Table, LedgerOptions):
     """Who holds a group's state. exchange: by hash; auto: its reader, where possible."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
-    probe_cells: Size = 8
-    """Cells that a probe reads again."""
 
 
 class CoordTable(Table, CoordOptions):
@@ -215,7 +213,8 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest."""
+    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest. muon
+    and sgd have Nesterov's momentum, 0.95."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
@@ -227,15 +226,13 @@ class OptimizerTable(Table):
     """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the denominator of the update."""
-    momentum: Decay = 0.95
-    """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
     """For matrices, not vectors (norms, biases, decay rates)."""
     group: list[OptimizerGroupTable] = []
 
     def check(self) -> None:
         """Refuse keys without effect."""
-        _refuse_ineffective(self, {"name", "betas", "eps", "momentum"})
+        _refuse_ineffective(self, {"name", "betas", "eps"})
 
 
 def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:

@@ -23,7 +23,7 @@ from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.catalog.spec import RankReduction
-from trainer.micro_batches import ONE, MicroBatches
+from trainer.options import ONE, MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"
 """The key of a source's part that holds those of every rank of the world that saved them."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.errors import UserError
-from trainer.micro_batches import ONE, MicroBatches
+from trainer.options import ONE, MicroBatches
 
 # Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a
 # weight is zero exactly where its schedule is.

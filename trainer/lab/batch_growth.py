@@ -13,7 +13,7 @@ from trainer.distributed.env import gather_from_ranks
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import RECENT, NoiseScaleAverage
-from trainer.micro_batches import AutoRule, MicroBatches
+from trainer.options import AutoRule, MicroBatches
 from trainer.wording import number_text
 
 logger = get_logger(__name__)

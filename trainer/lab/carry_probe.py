@@ -51,6 +51,7 @@ from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import BestEffort, SkipBatch
 from trainer.model.protocol import evaluating
 from trainer.on_device import to_device
+from trainer.options import PROBED_CELLS
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
@@ -250,7 +251,7 @@ class StepProbe(Extension):
             CarryProbe(
                 run.row_model,
                 token_loss=lambda output, targets: run.loss(output, targets).token_loss,
-                cells=run.config.ledger.probe_cells,
+                cells=PROBED_CELLS,
                 cell_tokens=run.config.row_tokens,
                 agree=run.strategy.most,
                 autocast=autocast_context(run.config, run.device),

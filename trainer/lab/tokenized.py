@@ -39,8 +39,7 @@ from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file, write_json
 from trainer.lab.storage import ENTRY, Cache
-from trainer.metrics.logger import get_logger
-from trainer.metrics.progress_bar import Report, now_and_then, progress_bar, silent
+from trainer.metrics.logger import Report, get_logger, now_and_then, progress_bar, silent
 from trainer.wording import listed
 
 if TYPE_CHECKING:  # what starts each of the processes imports little

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from trainer.metrics.logger import get_logger
@@ -115,13 +116,10 @@ class BestEffort:
             return
         self.enabled = False
         logger.warning("%s failed and is off from now on: %s", self.name, error_text(error))
-        if self._on_event is None:
-            return
         event = {"event": "diagnostic_disabled", "name": self.name, "error": error_text(error)}
-        try:
-            self._on_event({**event, "traceback": "".join(traceback.format_exception(error))})
-        except Exception as failure:  # noqa: BLE001 - nor must its report stop the run
-            logger.warning("could not record that %s is off: %s", self.name, error_text(failure))
+        if self._on_event is not None:
+            with suppress(Exception):  # nor must its report stop the run
+                self._on_event({**event, "traceback": "".join(traceback.format_exception(error))})
 
 
 class Diagnostics:

@@ -1,4 +1,4 @@
-"""Human-readable log lines on stderr, and the formatting of numbers in them."""
+"""Human-readable log lines and progress on stderr, and the formatting of numbers in them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import io
 import logging
 import math
 import os
+import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
 from trainer.files import open_plain
-from trainer.wording import printable_lines
+from trainer.wording import printable, printable_lines
 
 ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
 _RESET: Final = "\033[0m"
-_MOST_EARLY: Final = 1000  # records before the run's directory is known
 
 
 def _rank() -> int:
@@ -87,19 +86,6 @@ class _LogFile(logging.FileHandler):
         """A line is lost."""
 
 
-class _Early(logging.Handler):
-    """Keeps the newest records for a log file that is yet to be opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: deque[logging.LogRecord] = deque(maxlen=_MOST_EARLY)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # As text: the arguments may be large, and may change.
-        plain = {"msg": self.format(record), "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
-        self.records.append(logging.makeLogRecord({**record.__dict__, **plain}))
-
-
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     """A logger below `trainer` that writes to stderr with the prefix `[rank N] LEVEL`.
 
@@ -112,7 +98,6 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
         # Below `trainer`, not at the root: the logging of a host program stays as it is.
         root.addHandler(_StderrHandler())
-        root.addHandler(_Early())
         if root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
     if f"{name}.".startswith(f"{ROOT}."):
@@ -127,25 +112,18 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append this rank's records, earlier ones included, with their time, to a file."""
+    """Also append this rank's records from now on, with their time, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(time_format="%Y-%m-%dT%H:%M:%SZ "))
-    root = logging.getLogger(ROOT)
-    for early in [each for each in root.handlers if isinstance(each, _Early)]:
-        root.removeHandler(early)
-        for record in early.records:
-            handler.handle(record)
-    root.addHandler(handler)
+    logging.getLogger(ROOT).addHandler(handler)
     return handler
 
 
 def remove_log_file(handler: logging.Handler) -> None:
     """Close the file of `add_log_file`."""
-    root = logging.getLogger(ROOT)
-    root.removeHandler(handler)
+    logging.getLogger(ROOT).removeHandler(handler)
     handler.close()
-    root.addHandler(_Early())
 
 
 def format_number(value: float | str) -> str:
@@ -196,3 +174,45 @@ def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
         seconds = metrics["step_time_sec"]
         parts["step_time"] = f"{seconds:.2f}s" if seconds >= 0.1 else f"{seconds:.4f}s"
     return format_metrics(step, parts)
+
+
+SECONDS_PER_LINE = 30.0
+BAR = 30  # characters
+Report = Callable[[int, int, str], None]
+"""Called with (done, total, what is being done)."""
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """Says nothing."""
+
+
+@contextmanager
+def progress_bar(otherwise: Report = silent) -> Iterator[Report]:
+    """A bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield otherwise
+        return
+
+    def report(done: int, total: int, what: str) -> None:
+        bar = "#" * (BAR * done // max(total, 1))
+        line = printable(f"{bar:-<{BAR}} {done:,}/{total:,} {what}")
+        sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+        sys.stderr.flush()
+
+    try:
+        yield report
+    finally:
+        sys.stderr.write("\n")
+
+
+def now_and_then(say: Callable[[str], object]) -> Report:
+    """Hands `say` a line of progress every half minute, of megabytes."""
+    said = time.perf_counter()
+
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal said
+        if time.perf_counter() - said >= SECONDS_PER_LINE:
+            said = time.perf_counter()
+            say(f"{done:,} of {total:,} MB: {what}")
+
+    return report

@@ -133,12 +133,6 @@ def build_payload(
     return payload
 
 
-def build_restart(global_step: int, **details: Any) -> dict[str, Any]:
-    """The event that names the checkpointed step from which a run continues."""
-    _check_step(global_step)
-    return {**details, "schema_version": SCHEMA_VERSION, "event": RESTART, "global_step": global_step}
-
-
 def encode_payload(payload: Mapping[str, Any]) -> str:
     """A payload or event as one line of strict JSON, without the newline.
 

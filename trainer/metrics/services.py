@@ -28,14 +28,8 @@ from trainer.metrics.sinks import SAMPLE, display_key
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
 SERVER = "https://api.wandb.ai"
-WORDS: dict[str, WandbMode] = {
-    "online": "online",
-    "run": "online",
-    "offline": "offline",
-    "dryrun": "offline",
-    "disabled": "disabled",
-}
-"""wandb's words for WANDB_MODE -> mode."""
+MODES: dict[str, WandbMode] = {"online": "online", "offline": "offline", "disabled": "disabled"}
+MODES |= {"run": "online", "dryrun": "offline"}  # wandb's older words
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
 FINISH_TIMEOUT_SEC = 60.0
@@ -48,8 +42,8 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "the package is not installed (pip install wandb)"
     mode = environ.get("WANDB_MODE")
-    if mode in WORDS:
-        return WORDS[mode], f"WANDB_MODE={mode}"
+    if mode in MODES:
+        return MODES[mode], f"WANDB_MODE={mode}"
     if mode is not None:  # wandb would refuse it
         return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
     if has_login(environ.get("WANDB_BASE_URL") or SERVER, environ):

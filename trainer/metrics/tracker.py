@@ -28,7 +28,7 @@ from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_nu
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
 from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
-from trainer.metrics.payload_contract import Mode, build_payload, build_restart
+from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
 from trainer.options import TrackerOptions
 from trainer.wording import message_of
@@ -46,8 +46,6 @@ class Ema:
     """
 
     def __init__(self, alpha: float) -> None:
-        if not 0.0 < alpha <= 1.0:
-            raise ValueError(f"alpha must be in (0, 1], got {alpha}")
         self.alpha = alpha
         self._value: Scalar | None = None
 
@@ -168,14 +166,13 @@ class MetricsTracker:
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
-        # By key, since the start. None: some of what was read before is not known.
-        self._epochs: dict[str, float | None] | None = {}
+        self._epochs: dict[str, float | None] = {}  # by key, since the start
         self._outside_sec = 0.0
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
         self._checked_keys: set[str] = set()  # most keys come with every payload
-        self._sinks: list[tuple[Sink, BestEffort | None]] = []
+        self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
 
@@ -188,9 +185,10 @@ class MetricsTracker:
         if sinks and self._rank != 0:
             raise ValueError(f"sinks belong to rank 0, this is rank {self._rank}")
         for sink in sinks:
-            name = getattr(sink, "name", type(sink).__name__)
-            is_essential = getattr(sink, "is_essential", False)
-            self._sinks.append((sink, None if is_essential else self.diagnostics.best_effort(f"sink {name}")))
+            run: Callable[..., object] = _call
+            if not getattr(sink, "is_essential", False):
+                run = self.diagnostics.best_effort(f"sink {getattr(sink, 'name', type(sink).__name__)}").run
+            self._sinks.append((sink, run))
 
     def will_log(self, step: int) -> bool:
         """Whether `end_step` of this step logs by itself."""
@@ -348,9 +346,6 @@ class MetricsTracker:
                     self._leave_out(key, message_of(error))
         # Of epochs, the total since the start.
         read = [key for key in values if key.startswith(EPOCHS)]
-        if self._epochs is None:
-            values |= dict.fromkeys(read)
-            return
         totals: dict[str, float | None] = {}
         for key in {*self._epochs, *read}:
             before, more = self._epochs.get(key, 0.0), values.get(key)
@@ -376,7 +371,7 @@ class MetricsTracker:
     def log_restart(self, step: int) -> None:
         """Tell the sinks that the run continues after this step: later ones may repeat."""
         self._restart = {"from_step": step}
-        self.log_event(build_restart(step))
+        self.log_event({"event": RESTART, "global_step": step})
 
     def log_event(self, event: Mapping[str, Any]) -> None:
         """Send an event to the sinks, which ignore those that they do not support."""
@@ -398,13 +393,8 @@ class MetricsTracker:
             self._send("log", build_payload(mode, step, metrics, restart=restart))
 
     def _send(self, method: str, *args: Any) -> None:
-        """Call the sinks: an essential one as it is, any other one under its guard."""
-        for sink, guard in self._sinks:
-            call = getattr(sink, method)
-            if guard is None:
-                call(*args)
-            else:
-                guard.run(call, *args)
+        for sink, run in self._sinks:
+            run(getattr(sink, method), *args)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a resumed run: tokens seen and the smoothed values."""
@@ -416,7 +406,7 @@ class MetricsTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._tokens_seen = state["tokens_seen"]
-        self._epochs = state.get("epochs")  # checkpoints of earlier versions lack them
+        self._epochs = state["epochs"]
         for name, average in self._smoothed.items():
             average.load(state["smoothed"][name])
 
@@ -425,11 +415,12 @@ class MetricsTracker:
         # Whatever one of them raises, the others are closed.
         with ExitStack() as stack:
             while self._sinks:
-                sink, guard = self._sinks.pop(0)
-                if guard is None:
-                    stack.callback(sink.close)
-                else:
-                    stack.callback(guard.run, sink.close)
+                sink, run = self._sinks.pop(0)
+                stack.callback(run, sink.close)
+
+
+def _call(function: Callable[..., object], *args: Any) -> None:
+    function(*args)
 
 
 def _read(value: Any) -> float | None:

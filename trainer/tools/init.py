@@ -29,7 +29,7 @@ from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokeniz
 from trainer.errors import UserError
 from trainer.files import is_url, write_file
 from trainer.lab.storage import Cache, discover_stored
-from trainer.metrics.progress_bar import progress_bar
+from trainer.metrics.logger import progress_bar
 from trainer.tools.corpus.documents import discover, refuse_empty
 from trainer.tools.corpus.survey import Guess, describe, guess, look, not_text
 from trainer.tools.fitted_table import duration_text

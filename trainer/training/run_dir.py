@@ -22,7 +22,6 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import is_url, read_bytes, read_lines, refuse_special, remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
-from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 from trainer.metrics.run_status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 
@@ -165,10 +164,10 @@ class RunDir:
         if self.has_saved() or state not in (None, "failed", "stopped", "died"):
             return False
         try:
-            return all(isinstance(parse_line(line), Restart) for line in read_lines(self.metrics))
+            return not any(read_lines(self.metrics))
         except FileNotFoundError:
             return True
-        except (OSError, ValueError, PayloadError):
+        except (OSError, ValueError):
             # An unreadable record may still be worth something.
             return False
 

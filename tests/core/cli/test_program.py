@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import ROOT, command, environment, losses, overrides, write_tiny_config
+from tests.support.runs import ROOT, environment, losses, overrides, write_tiny_config
 from trainer.cli.launch import EXIT_CODE, report_to_launcher
 from trainer.metrics.payload_contract import validate_stream
 
@@ -147,21 +147,11 @@ def nproc(monkeypatch, tmp_path, capsys):
     return launch
 
 
-@pytest.mark.parametrize(
-    ("launcher", "own", "is_said"),
-    [
-        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, True),
-        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, False),
-        ("srun", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),
-        ("mpirun", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, True),
-    ],
-)
-def test_another_launchers_processes_are_told_once_that_they_train_apart(nproc, monkeypatch, launcher, own, is_said):
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
-    found = nproc(2)
-    assert found.stderr.count("each trains a run of its own") == is_said
-    assert f"{launcher} started" in found.stderr or not is_said
+@pytest.mark.parametrize(("tasks", "rank", "is_said"), [("2", "0", True), ("2", "1", False), ("1", "0", False)])
+def test_tasks_of_srun_are_told_once_that_they_train_apart(nproc, monkeypatch, tasks, rank, is_said):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    monkeypatch.setenv("SLURM_PROCID", rank)
+    assert nproc(2).stderr.count("srun started 2 of this: each trains a run of its own") == is_said
 
 
 @pytest.mark.parametrize(
@@ -234,19 +224,6 @@ def test_a_launch_whose_ranks_all_exit_with_0_fails_unless_each_said_that_it_is_
     found = nproc(3, run_ranks=run_ranks)
     assert found.returncode == (0 if silent is None else 1)
     assert ("train: rank 1 exited with 0 before the run was over" in found.stderr) == (silent == 1)
-
-
-@pytest.mark.slow
-def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):
-    config = write_tiny_config(tmp_path)
-    (tmp_path / "empty").mkdir()
-    mistake = ["--config", config, "--set", f"data.source.first.root={tmp_path / 'empty'}"]
-    found = call(command(["--nproc", "2", *mistake]), tmp_path)
-    assert found.returncode == 2
-    said, refused = found.stderr.splitlines()
-    assert said == "starting 2 ranks"
-    assert "source first: root: " in refused
-    assert "has no modality 'a'" in refused
 
 
 def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_command_that_is_offered(

@@ -14,7 +14,7 @@ import pytest
 from tests.support.forks import Forked, wait_as_torchrun
 from tests.support.runs import TIMEOUT_SEC, environment, evaluating, free_port, rank_environment, write_tiny_config
 from tests.support.terminal import Terminal
-from trainer.metrics.payload_contract import PayloadError, parse_line, validate_stream
+from trainer.metrics.payload_contract import PayloadError, parse_payload, validate_stream
 
 STEPS = 6
 HUMAN = re.compile(
@@ -105,7 +105,7 @@ def test_four_ranks_on_one_pipe_break_no_line(tmp_path):
             chats += 1
         elif not re.fullmatch(r"\[rank 0\] INFO [^{}]*", text):
             try:
-                payloads.append(parse_line(text))
+                payloads.append(parse_payload(text))
             except PayloadError as error:
                 raise AssertionError(f"{error}: {text!r}") from None
     assert [payload.global_step for payload in payloads] == [*range(1, steps + 1)]

@@ -15,7 +15,7 @@ from tests.support.forks import Forked
 from tests.support.runs import ROOT, TIMEOUT_SEC, environment, evaluating, losses, write_tiny_config
 from tests.support.wandb_file import read_history
 from tests.support.wandb_stub import API_KEY, WandbStub
-from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
+from trainer.metrics.payload_contract import parse_payload, validate_stream
 from trainer.metrics.sinks import display_key
 
 ONLINE = '\nwandb = { mode = "online", project = "trainer-test" }\n' + evaluating(3, saves=3, keep_last=9)
@@ -40,14 +40,11 @@ def logged_rows(metrics: Path) -> list[dict[str, float]]:
     """The rows that a backend must have: one a step and attempt, training and evaluation together, by display key."""
     rows: list[dict[str, float]] = []
     for line in metrics.read_bytes().splitlines():
-        parsed = parse_line(line)
-        if isinstance(parsed, Restart):
-            rows.append({})
-            continue
-        if not rows or rows[-1].get("global_step") != parsed.global_step:
+        parsed = parse_payload(line)
+        if parsed.restart is not None or not rows or rows[-1].get("global_step") != parsed.global_step:
             rows.append({"global_step": parsed.global_step})
         rows[-1].update({display_key(key): value for key, value in parsed.values().items()})
-    return [row for row in rows if row]
+    return rows
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:

@@ -225,19 +225,9 @@ def test_options_accept_what_their_table_accepts(pair: str) -> None:
         assert [accepted(own, each) for each in given] == [accepted(its, each) for each in given], key
 
 
-def test_a_checkpoint_may_have_keys_that_are_gone():
-    old = {"distributed": {"backend": "auto", "shards": 2}, "metrics": {"wandb": {"entity": None}}, "train": 1}
-    old["data"] = {"source": [{"name": "a", "layout": "nested"}, {"name": "b"}]}
-    kept = {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}
-    assert without_removed(old) == {**kept, "data": {"source": [{"name": "a"}, {"name": "b"}]}}
-
-
-def test_older_configs_may_set_what_always_applies(tmp_path):
-    source = '[[data.source]]\nname = "a"\nroot = "data"\nlayout = "{}"\n'
-    # As `config.resolved.toml` of the last version has them.
-    tables = "[gns]\nema = {}\n[ledger]\nsweep_every = 3\nwipe_every = 0\n[train]\nmax_skips = 10\nsteps = 1\n"
-    tables += "[sample]\ntemperature = 1.0\ntop_k = 0\n[metrics]\nsmoothing_alpha = 0.1\n"
-    text = "[data]\ncache_gb = 100.0\n" + source.format("nested") + tables.format(0.95)
-    assert load(tmp_path, text, "train.max_skips=10", "data.source.a.layout=nested").ledger.sweep_every == 3
-    refused = "\n".join(refusal(tmp_path, source.format("direct") + tables.format(0.9), "train.max_skips=9"))
-    assert [key in refused for key in ("gns.ema", "layout", "max_skips", "top_k")] == [True, True, True, False]
+def test_recorded_configs_may_set_what_always_applies(tmp_path):
+    recorded = {"ledger": {"probe_cells": 8}, "optimizer": {"momentum": 0.9, "lr": 0.1}, "train": 1}
+    assert without_removed(recorded) == {**recorded, "ledger": {}}
+    assert recorded["ledger"] == {"probe_cells": 8}
+    assert load(tmp_path, BASE, "ledger.probe_cells=8", "optimizer.momentum=0.95").train.steps == 6
+    assert "ledger.probe_cells: unknown key" in refusal(tmp_path, BASE, "ledger.probe_cells=16")[0]

@@ -127,17 +127,6 @@ def test_ranks_reduce_means_weighted_means_and_totals(on_ranks: list[dict[str, A
         assert reduced == expected
 
 
-def test_one_rank_needs_no_process_group() -> None:
-    reduced = reduce_over_ranks(local_values(2), PLAN, device="cpu", world_size=1)
-    assert reduced["loss"] == 2.0
-    assert reduced["ledger/cold_starts"] == reduced["ledger/cold_starts_max"] == 20.0
-    assert reduce_loss_metrics({"a": 2.0}, {"a": 3}, ["b"], device="cpu", world_size=1) == {
-        "a": 2.0,
-        "b": 0.0,
-        "b_max": 0.0,
-    }
-
-
 def test_a_mean_over_nothing_is_absent() -> None:
     for value in (math.nan, torch.tensor(math.nan)):
         for count in (0, torch.tensor(0)):
@@ -159,6 +148,8 @@ def test_with_a_guard_what_cannot_be_packed_costs_one_warning(capsys: pytest.Cap
         assert reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1, guard=guard) == {}
     assert capsys.readouterr().err.count("metric 'lr' is left out: it is not among the keys of the reduction") == 1
     assert guard.enabled
+    with pytest.raises(KeyError, match="not among the keys of the reduction: lr"):
+        reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1)
 
 
 class Odd:
@@ -203,11 +194,6 @@ def test_a_rank_without_a_key_leaves_the_others_and_one_that_failed_takes_totals
         assert {key: unknown[key] for key in means} == means
         assert absent["ledger/cold_starts"] == 4.0
         assert absent["stream_mixing/active/remaining_min"] == 1.0
-
-
-def test_a_key_outside_the_plan_is_refused() -> None:
-    with pytest.raises(KeyError, match="not among the keys of the reduction: lr"):
-        reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1)
 
 
 UNITS = {0: ([1.0, -2.0, 4.0], [1.0, 2.0, 3.0]), 1: ([0.5], [7.0]), 2: ([], [])}

@@ -18,7 +18,7 @@ import pytest
 
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import add_log_file
-from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
+from trainer.metrics.payload_contract import build_payload, validate_stream
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, PayloadStream, StdoutSink, resolve_stdout_mode
 
 
@@ -34,7 +34,7 @@ def test_each_payload_is_on_disk_at_once_and_reopening_appends(tmp_path: Path) -
     sink.close()
     sink.close()
     again = JsonlSink(path)
-    again.event(build_restart(0))
+    again.event({"event": "restart", "global_step": 0})
     again.event({"event": "signal"})
     again.log(payload(1, loss=float("nan")))
     again.close()
@@ -121,7 +121,7 @@ def test_a_payload_is_one_write_and_one_flush() -> None:
     stream = CountingStream()
     sink = StdoutSink("json", stream=stream)
     sink.log(payload(1))
-    sink.event(build_restart(1))
+    sink.event({"event": "restart", "global_step": 1})
     assert len(stream.writes) == stream.num_flushes == 1
     assert list(validate_stream(stream.writes)) == []
     assert all(text.endswith("}\n") for text in stream.writes)
@@ -132,7 +132,7 @@ def test_people_get_a_line_and_nothing_when_off() -> None:
     sink = StdoutSink("line", stream=stream)
     sink.log(payload(10, loss=float("nan"), lr=3e-4))
     sink.log(build_payload("eval", 10, {"eval_loss": 1.5, "eval_token_type/digit/loss": 4.0, "eval/books/loss": 2.0}))
-    sink.event(build_restart(1))
+    sink.event({"event": "restart", "global_step": 1})
     StdoutSink("off", stream=stream).log(payload(1))
     assert stream.writes == [
         "[step 10] loss=nan | lr=3.00e-04\n",

@@ -14,7 +14,7 @@ import pytest
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.config.schema import WandbTable
 from trainer.lab.tensorboard import TensorboardSink
-from trainer.metrics.payload_contract import build_payload, build_restart
+from trainer.metrics.payload_contract import build_payload
 from trainer.metrics.services import WandbSink, resolve_mode
 
 
@@ -180,7 +180,7 @@ def test_tensorboard_hides_what_a_restart_repeats(tmp_path: Path) -> None:
         sink.log(train(step, 1.0))
     sink.close()
     again = TensorboardSink(tmp_path)
-    again.event(build_restart(10))
+    again.event({"event": "restart", "global_step": 10})
     again.log(train(11, 2.0))
     again.close()
     assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (10, 1.0), (11, 2.0)]

@@ -107,15 +107,6 @@ def test_tensors_are_read_on_logging_steps_only() -> None:
         run.step(10, **unreadable)
 
 
-def test_counters_of_silent_steps_are_in_the_next_logged_one() -> None:
-    run = Run(log_interval=5)
-    for step in range(1, 11):
-        extra = {"ledger/cold_starts": 1.0, "ledger/cold_starts_max": 1.0} if step != 10 else None
-        run.step(step, extra=extra)
-    found = [payload["metrics"].get("ledger/cold_starts") for payload in run.sink.payloads]
-    assert found == [1.0, 4.0, 4.0]
-
-
 def test_times_are_means_over_the_steps_since_the_last_payload() -> None:
     run = Run()
     run.step(1, seconds=100.0)
@@ -204,14 +195,6 @@ def test_a_resumed_tracker_goes_on_where_the_other_stopped() -> None:
         (first if step < 5 else second).step(step, loss=float(step), extra=read)
     assert second.metrics() == whole.metrics()
     assert (second.metrics()["tokens_seen"], second.metrics()["data/epochs/a"]) == (8000, 0.8)
-    state, older = second.tracker.state_dict(), Run(log_interval=4)
-    del state["epochs"]  # as saved by an earlier version
-    for step in (9, 12):
-        older.tracker.load_state_dict(state)  # unknown once, and after every further resume
-        older.step(step, loss=1.0, extra=read)
-        state = older.tracker.state_dict()
-    assert "data/epochs/a" not in older.metrics()
-    assert older.metrics()["tokens_seen"] == 10_000
 
 
 def test_close_reaches_every_sink_even_if_one_fails() -> None:

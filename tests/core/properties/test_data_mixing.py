@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.streams import WideTokens, epochs_by_hand, mixing_dataset, streams_of, write_tokens
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.weights import ConstantWeight
-from trainer.micro_batches import MicroBatches
+from trainer.options import MicroBatches
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero
-from trainer.micro_batches import MicroBatches
+from trainer.options import MicroBatches
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True)
 HORIZON = 80  # beyond the last point in batches: constant from there on

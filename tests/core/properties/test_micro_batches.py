@@ -13,7 +13,7 @@ from trainer.config.data_tables import BatchScheduleTable, plan_of
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero, positions
 from trainer.lab.batch_growth import may_double, permits
-from trainer.micro_batches import AutoRule, MicroBatches
+from trainer.options import AutoRule, MicroBatches
 
 PLANS = st.dictionaries(st.integers(0, 40), st.integers(1, 5), min_size=1, max_size=5)
 QUICK = settings(max_examples=80, deadline=None, derandomize=True)

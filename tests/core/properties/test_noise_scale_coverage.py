@@ -64,9 +64,10 @@ def simulate(rng: np.random.Generator, ratio: float, dim: int, micros: int, ema:
 def read(pair: Any, truth: float) -> Shown:
     """The ratio of every run, by the code that a run uses."""
     own, rows = PairAverage(pair._ema), []
-    fields = [np.broadcast_to(getattr(pair, name), RUNS).tolist() for name in PairAverage.FIELDS]
+    names = own.state_dict().keys()
+    fields = [np.broadcast_to(getattr(pair, name), RUNS).tolist() for name in names]
     for values in zip(*fields, strict=True):
-        own.load_state_dict(dict(zip(PairAverage.FIELDS, values, strict=True)))
+        own.load_state_dict(dict(zip(names, values, strict=True)))
         ratio = own.ratio()
         assert ratio is not None
         rows.append([math.nan if x is None else x for x in (ratio.value, ratio.error, ratio.low, ratio.high)])

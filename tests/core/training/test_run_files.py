@@ -15,7 +15,7 @@ from tests.support.checkpoints import file_content, write_content
 from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
+from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.tools.summary import resume_command
 from trainer.training import signals
 from trainer.training.checkpointing import checkpoint as files
@@ -163,20 +163,16 @@ def test_the_way_on_is_a_whole_command_line_where_it_can_be_known(config, tmp_pa
     assert resume_command(run, including, 1, local_world_size=1) == f"the same command line and {options}"
 
 
-RESTART_LINE = build_restart(0, checkpoint=None)
-
-
 @pytest.mark.parametrize(
     ("state", "rows", "step", "is_anew"),
     [
         ("failed", [], None, True),
         ("stopped", [], None, True),
         (None, [], None, True),
-        ("failed", [RESTART_LINE], None, True),
         ("running", [], None, False),
         ("killed", [], None, True),
         ("done", [], None, False),
-        ("failed", [RESTART_LINE, build_payload("train", 1, {"loss": 1.0})], None, False),
+        ("failed", [build_payload("train", 1, {"loss": 1.0})], None, False),
         ("failed", [], 5, False),
     ],
 )

@@ -18,7 +18,7 @@ from tests.support.runs import write_tiny_config
 from trainer.lab.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window
-from trainer.micro_batches import AutoRule, MicroBatches
+from trainer.options import AutoRule, MicroBatches
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +36,7 @@ every = 1
 keep_last = 100
 """
 # Every third step probes, for which batches need the tokens before their cells: made ahead, of a step that is not known then.
-SETS = ("data.source.first.weight=1", "ledger.probe_every=3", "ledger.probe_cells=2", f"train.steps={STEPS}")
+SETS = ("data.source.first.weight=1", "ledger.probe_every=3", f"train.steps={STEPS}")
 
 
 def start(directory: Path, name: str, kind: str, *sets: str, nproc: int | None, more: tuple[object, ...] = ()) -> Path:

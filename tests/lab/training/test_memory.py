@@ -56,8 +56,8 @@ def test_parts_are_what_they_are_by_count(tmp_path):
     assert memory.ledger == 100 * plan.state_width() * 4
     assert memory.buckets == 0
     assert predict_memory(plan_of(tmp_path, "model.dim=32", world_size=2)).buckets == weights
-    sgd = predict_memory(plan_of(tmp_path, "model.dim=32", "optimizer.name=sgd", "optimizer.momentum=0"))
-    assert sgd.optimizer < 0.01 * weights
+    sgd = predict_memory(plan_of(tmp_path, "model.dim=32", "optimizer.name=sgd"))
+    assert sgd.optimizer == pytest.approx(weights, rel=0.02)
 
 
 @pytest.mark.parametrize(

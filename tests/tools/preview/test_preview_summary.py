@@ -21,7 +21,7 @@ from trainer.data.pool import ActivePool
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.micro_batches import ONE
+from trainer.options import ONE
 from trainer.tools.limits import wait_bound
 from trainer.tools.preview.summary import expected_batches, make_preview
 from trainer.training.setup.plan import Plan, make_plan

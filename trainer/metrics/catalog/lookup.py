@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Final, NamedTuple
 
-from trainer.metrics.catalog import rows_data, rows_gns, rows_training
+from trainer.metrics.catalog import rows_data, rows_training
 from trainer.metrics.catalog.spec import MetricSpec
 from trainer.metrics.logger import get_logger
 
-_OF_GRADIENTS = (*rows_gns.ROWS, *rows_gns.LAYER_ROWS)
+_OF_GRADIENTS = (*rows_training.GNS_ROWS, *rows_training.LAYER_ROWS)
 CATALOG: Final[tuple[MetricSpec, ...]] = (*rows_training.ROWS, *rows_data.ROWS, *_OF_GRADIENTS)
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"

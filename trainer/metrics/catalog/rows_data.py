@@ -164,7 +164,7 @@ ROWS: tuple[MetricSpec, ...] = (
     )(
         "Share of the continuing cells that the probe could measure.",
         "Near 1.",
-        "Small: groups longer than ledger.probe_cells.",
+        "Small: groups longer than 8 cells.",
     ),
     _LedgerRow("ledger/live_groups", "Live groups", unit="groups", window="last", ranks="sum")(
         "Groups with a stored state, over all ranks.",

@@ -26,16 +26,14 @@ steps alone.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import UserError
-from trainer.wording import number_text
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the
 # window's vector.
@@ -352,6 +350,7 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
     return longest
 
 
+@dataclass
 class PairAverage:
     """Bias-corrected exponential averages of x and y with the covariance of the two averages.
 
@@ -359,14 +358,18 @@ class PairAverage:
     1979): dividing by the sum of the weights corrects the bias.
     """
 
-    FIELDS = ("weight", "weight_sq", "mean_x", "mean_y", "c_xx", "c_yy", "c_xy", "count")
+    ema: InitVar[float]
+    weight: float = 0.0
+    weight_sq: float = 0.0
+    mean_x: float = 0.0
+    mean_y: float = 0.0
+    c_xx: float = 0.0
+    c_yy: float = 0.0
+    c_xy: float = 0.0
+    count: float = 0.0
 
-    def __init__(self, ema: float) -> None:
+    def __post_init__(self, ema: float) -> None:
         self._ema = ema
-        self.weight = self.weight_sq = 0.0
-        self.mean_x = self.mean_y = 0.0
-        self.c_xx = self.c_yy = self.c_xy = 0.0
-        self.count = 0.0
 
     def update(self, x: float, y: float) -> None:
         fresh = 1.0 - self._ema
@@ -402,11 +405,10 @@ class PairAverage:
         return bounded_ratio(self.mean_x, self.mean_y, *moments, freedom=self.freedom)
 
     def state_dict(self) -> dict[str, float]:
-        return {name: float(getattr(self, name)) for name in self.FIELDS}
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        for name in self.FIELDS:
-            setattr(self, name, float(state[name]))
+        vars(self).update(state)
 
 
 class NoiseScaleAverage:
@@ -532,29 +534,3 @@ class NoiseScaleAverage:
         for name in self.GAUGES:
             setattr(self, name, float(state["gauges"][name]))
         self._absent = None
-
-
-def outlook(noise: NoiseScaleAverage) -> str:
-    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay
-    as they are; empty where it has one, and before it has a bound.
-
-    The variance of |G|^2 falls with the number of steps; with the sequences per step its signal's
-    part falls likewise, its noise's part with their square. Where |G|^2 is below its own error,
-    that error stands for it.
-    """
-    current = noise.history.current()
-    if current is None or current.ratio.value is not None:
-        return ""
-    _, used, longest = current
-    signal, error = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
-    relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)
-    # The excess of the variance: with a scatter known from many steps, and from as few as now.
-    later, now = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, used.freedom))
-    batch, times = 1.0 / noise.big_noise, max(now, 1.1)
-    numbers = math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)), batch * math.sqrt(times), batch * times, batch
-    steps, least, most, today = (number_text(float(f"{number:.2g}")) for number in numbers)
-    known = f", it is at least {number_text(current.ratio.low, 3)} sequences" if current.ratio.low else ""
-    takes = f"about {steps} more steps, or {least} to {most}"
-    if signal <= error:
-        takes = f"more than {steps} more steps, or more than {least}"
-    return f"gns/b_now has no value yet{known}: it takes {takes} sequences per step instead of {today}"

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.shards import layout_and_group, layout_of, own_part, unsharded_parameters
 from trainer.errors import UserError
-from trainer.metrics.catalog.rows_gns import ROWS
+from trainer.metrics.catalog.rows_training import GNS_ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
 
@@ -123,7 +123,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         weights_are_tokens: bool = True,
     ) -> None:
         super().__init__(ema)
-        self.metric_keys = tuple(spec.name for spec in ROWS)
+        self.metric_keys = tuple(spec.name for spec in GNS_ROWS)
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self.parameter_squares: Tensor | None = None
         """[P] float64: this rank's `SMALL_SQUARE` of each parameter, with `by_parameter`."""

@@ -30,7 +30,7 @@ from trainer.files import parse_json, read_lines, write_file
 from trainer.lab.digests import BITS, KINDS
 from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
-from trainer.micro_batches import MOST_MICRO_BATCHES
+from trainer.options import MOST_MICRO_BATCHES
 from trainer.tools.branching.study import BranchFailed, config_path_of, run_program, with_tables
 from trainer.tools.mix_weights import changes_of, mix_events
 from trainer.tools.runs.load import RunRecord, load_run

@@ -18,7 +18,7 @@ from trainer.data.formats import FORMATS, index_suffixes, suffixes
 from trainer.data.layout import COMPRESSED, find_files, named_directory
 from trainer.errors import UserError
 from trainer.hashing import keyed_generator
-from trainer.metrics.progress_bar import Report, silent
+from trainer.metrics.logger import Report, silent
 from trainer.tools.corpus.documents import (
     MIN_STREAM_BYTES,
     Candidate,

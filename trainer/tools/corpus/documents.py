@@ -23,7 +23,7 @@ from trainer.data.layout import (
 )
 from trainer.data.text_formats import document_of
 from trainer.errors import UserError
-from trainer.metrics.progress_bar import Report, silent
+from trainer.metrics.logger import Report, silent
 
 CHUNK_BYTES = 1 << 20
 

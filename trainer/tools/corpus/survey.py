@@ -16,7 +16,7 @@ from trainer.data.formats import file_kind, format_name, load_documents, takes_o
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.metrics.progress_bar import Report, silent
+from trainer.metrics.logger import Report, silent
 from trainer.tools.corpus.documents import why_not_text
 from trainer.tools.corpus.writer import MANIFEST_NAME, StreamEntry, read_manifest
 from trainer.wording import counted, few

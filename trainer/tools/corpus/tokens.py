@@ -19,7 +19,7 @@ from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import read_json, remove_leftovers, write_file
 from trainer.lab.tokenized import PARTS, SPAN_BYTES, TextFile, tokenize_files
-from trainer.metrics.progress_bar import Report, silent
+from trainer.metrics.logger import Report, silent
 from trainer.wording import few
 
 RECORD = ".tokenize.json"

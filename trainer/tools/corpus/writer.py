@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file
-from trainer.metrics.progress_bar import Report, silent
+from trainer.metrics.logger import Report, silent
 from trainer.tools.corpus.documents import Document, Skipped, Streams
 
 FORMAT_VERSION = 1

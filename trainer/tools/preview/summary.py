@@ -16,7 +16,7 @@ from trainer.config.rules import mixing_of, reads_lanes
 from trainer.data.groups import OpenStream
 from trainer.data.mixing import Slice, num_rows
 from trainer.data.weights import WeightSpec, positions
-from trainer.micro_batches import MicroBatches
+from trainer.options import MicroBatches
 from trainer.tools import limits
 from trainer.tools.preview.lanes_forecast import MAX_COUNTED, Corpus, LanesForecast, count_lanes, measure, open_lengths
 from trainer.training.setup.plan import Plan, ledger_bytes

@@ -20,7 +20,7 @@ from trainer.metrics.catalog.lookup import (
     is_known,
     lookup,
 )
-from trainer.metrics.catalog.rows_gns import LAYER_ROWS
+from trainer.metrics.catalog.rows_training import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools.runs.depth_curve import is_by_depth
 from trainer.tools.runs.load import RunRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
+from trainer.metrics.catalog.rows_training import ONE_BATCH_SIZE
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
 

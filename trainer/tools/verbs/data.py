@@ -15,7 +15,7 @@ from typer import Argument, Option
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError, UserErrors
 from trainer.files import open_plain, parse_json
-from trainer.metrics.progress_bar import now_and_then, progress_bar
+from trainer.metrics.logger import now_and_then, progress_bar
 from trainer.metrics.run_status import run_state
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import print_json, require_run, writing

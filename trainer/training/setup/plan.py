@@ -22,10 +22,10 @@ from trainer.errors import UserError
 from trainer.files import is_url
 from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
 from trainer.metrics.logger import get_logger
-from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, GONE, Family
 from trainer.model.recurrence import HAS_TRITON
 from trainer.objective.loss import Auxiliary
+from trainer.options import MicroBatches
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.schedule import Length, make_schedule
 

@@ -28,6 +28,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
 from trainer.import_path import NO_PARTS, Parts, resolve_target
+from trainer.options import PROBED_CELLS
 
 if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
@@ -264,7 +265,7 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         "per_source": config.metrics.per_source,
         "times": True,
         "history_every": config.ledger.probe_every,
-        "history_tokens": config.ledger.probe_cells * config.row_tokens,
+        "history_tokens": PROBED_CELLS * config.row_tokens,
     }
     if not reads_lanes(config):
         return BlendDataset(blended, **options)

@@ -13,7 +13,7 @@ import torch
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
-from trainer.micro_batches import ONE, MicroBatches
+from trainer.options import ONE, MicroBatches
 
 TRIED = 1000  # steps at which a custom schedule is tried before the run
 LR_SCALE = "lr_scale"
