@@ -48,11 +48,11 @@ def train(config: RunConfig, launch: Launch) -> int:
 
     Raises:
         UserError: a mistake that a user can fix, on every rank alike.
-        UnexpectedExit: user code called `sys.exit` before the first step.
+        UnexpectedExit: user code called `sys.exit` while the run was opened.
     """
     stop = launch.stop
     # `last` waits for uploads, when no rank waits for this one any more.
-    with ExitStack() as stack, kept_for_payloads() as stdout, exits_as_errors(), ExitStack() as last:
+    with ExitStack() as stack, kept_for_payloads() as stdout, ExitStack() as last:
         if stop.install():  # a process that lives on after the run gets its signals back
             stack.callback(stop.uninstall)
         launch = replace(launch, stdout=stdout)
@@ -71,7 +71,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         try:
             with group:
                 try:
-                    with ExitStack() as of_run:
+                    with ExitStack() as of_run, exits_as_errors():
                         run = open_run(plan, launch, info, device, of_run, last)
                         return 0 if run is None else _run_to_end(run)
                 except UserError:  # also from closing the run
@@ -105,8 +105,6 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
 def _run_to_end(run: Run) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code, run_dir = "failed", "", EXIT_FAILED, run.run_dir
-    # The watchdog ends a hanging process from here on.
-    run.stop.is_watched = True
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
             reason = run_loop(run)

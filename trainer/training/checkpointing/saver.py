@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +22,6 @@ from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.tensor_files import (
     Part,
     Rows,
-    StatePart,
     TensorPart,
     model_file,
     pack,
@@ -36,7 +33,6 @@ from trainer.training.checkpointing.train_state import Position, TrainState, mod
 from trainer.training.extension import Extensions
 
 logger = get_logger(__name__)
-ALIGNMENT = 64  # bytes
 
 
 class SaveError(Exception):
@@ -66,9 +62,8 @@ class Saver:
         # One thread: files are written one by one while training continues.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
-        self._staging = Staging(is_pinned=self.device.type == "cuda")
-        self.pending: tuple[int, dict[str, Any], int] | None = None
-        """Step, shared state and size of a save whose files are not a checkpoint yet."""
+        self.pending: tuple[int, dict[str, Any]] | None = None
+        """Step and shared state of a save whose files are not a checkpoint yet."""
         self.began_at = self.last_saved
         self.must_save = False
         """A timed save is due, on all ranks alike: the next step is saved before another starts."""
@@ -93,10 +88,7 @@ class Saver:
         self._set_clock()
         staging = files.staging_dir(self.directory, step)
         parts = self._parts(position)  # refer to the tensors, without copies
-        own = sum(part.num_bytes for part in parts.values())
-        needed = sum(gather_from_ranks(own, world_size=self.info.world_size))
-        # Before any rank writes: what else is on the disk may need the rest of it.
-        self._together(lambda: self._make_staging(staging, needed), needed)
+        self._together(lambda: self._make_staging(staging))  # before any rank writes
         shared = {
             "step": step,
             "reached": position.reached,
@@ -110,10 +102,10 @@ class Saver:
             "extensions": self.extensions.state_dict(),
             **self.shared,
         }
-        self.pending = (step, shared, needed)
+        self.pending = step, shared
         if in_background:
             # The tensors change while the thread writes: it gets copies.
-            for name, part in self._staging.copies(parts).items():
+            for name, part in _copies(parts, is_pinned=self.device.type == "cuda").items():
                 self._writes.append(self._writer.submit(write_part, staging / name, part))
         else:
 
@@ -121,7 +113,7 @@ class Saver:
                 for name, part in parts.items():
                     write_part(staging / name, part)
 
-            self._together(write_all, needed)
+            self._together(write_all)
             self._conclude()
         self.on_saving(time.monotonic() - started)
 
@@ -134,11 +126,11 @@ class Saver:
     def _conclude(self) -> None:
         if self.pending is None:
             return
-        (step, shared, needed), self.pending = self.pending, None
+        (step, shared), self.pending = self.pending, None
         writes, self._writes = self._writes, []
         # All ranks must have written before rank 0 publishes.
-        self._together(lambda: [write.result() for write in writes], needed)
-        self._together(lambda: self._publish(step, shared), needed)
+        self._together(lambda: [write.result() for write in writes])
+        self._together(lambda: self._publish(step, shared))
         self.last_saved = step
 
     def close(self) -> None:
@@ -157,7 +149,7 @@ class Saver:
             if ledger is not None:
                 own["ledger"] = ledger.state_dict(with_rows=False)
                 own["unlogged"]["ledger"] = ledger.undrained()
-                parts[rows_file(shard.number)] = StatePart(ledger.num_row_bytes, ledger.held_rows())
+                parts[rows_file(shard.number)] = ledger.held_rows()
             values, tensors = pack(own)
             rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
             parts[rank_file(shard.number)] = TensorPart(rows, values)
@@ -166,15 +158,10 @@ class Saver:
             parts[model_file(rank)] = model
         return parts
 
-    def _make_staging(self, staging: Path, needed: int) -> None:
-        """Make the directory on rank 0, if there is room for all files."""
-        if not self.info.is_main:
-            return
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        if shutil.disk_usage(staging).free < needed:
-            staging.rmdir()  # found before, not in the middle of the last file
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging))
+    def _make_staging(self, staging: Path) -> None:
+        if self.info.is_main:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         if not self.info.is_main:
@@ -186,8 +173,8 @@ class Saver:
         else:
             files.prune(self.directory, keep_last=table.keep_last, keep_every=table.keep_every)
 
-    def _together(self, action: Callable[[], object], needed: int) -> None:
-        """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all raise."""
+    def _together(self, action: Callable[[], object]) -> None:
+        """Do `action`, part of a save; if it fails on any rank, all raise."""
         problem = ""
         try:
             action()
@@ -200,8 +187,7 @@ class Saver:
         if problems:
             if self.info.is_main:
                 files.discard_staging(self.directory)  # or the disk stays full
-            size = f"it needs {needed / 1e6:.1f} MB"
-            raise SaveError(f"the checkpoint could not be written: {problems[0]}; {size}")
+            raise SaveError(f"the checkpoint could not be written: {problems[0]}")
 
     def _free(self) -> str:
         try:
@@ -210,44 +196,22 @@ class Saver:
             return ""
 
 
-class Staging:
-    """A copy of a rank's state while it trains on: one block of host memory, reused for every save.
+def _copies(parts: Mapping[str, Part], *, is_pinned: bool) -> dict[str, Part]:
+    """The parts with copies of their tensors on the host, pinned to copy faster from CUDA."""
 
-    It is pinned if the tensors are a CUDA device's, which copies faster into pinned memory.
-    """
-
-    def __init__(self, *, is_pinned: bool) -> None:
-        self._is_pinned = is_pinned
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def copies(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts with tensors in the block, whose former content is overwritten."""
-        needed = sum(part.num_bytes + ALIGNMENT * _num_tensors(part) for part in parts.values())
-        if self._block.numel() < needed:
-            self._block = torch.empty(0, dtype=torch.uint8)  # or both exist
-            self._block = torch.empty(needed, dtype=torch.uint8, pin_memory=self._is_pinned)
-        self._used = 0
-        copied: dict[str, Part] = {}
-        for name, part in parts.items():
-            if isinstance(part, StatePart):
-                copied[name] = part._replace(pieces=[self._copy(piece) for piece in part.pieces])
-            else:
-                rows = {key: each._replace(tensor=self._copy(each.tensor)) for key, each in part.rows.items()}
-                copied[name] = part._replace(rows=rows)
-        if self._is_pinned:
-            # Asynchronous copies must be done before the thread writes and the next step trains.
-            torch.cuda.current_stream().synchronize()
-        return copied
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        start, self._used = self._used, self._used + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        place = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    def copy(tensor: Tensor) -> Tensor:
+        # torch keeps pinned memory for the next save.
+        place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
         return place.copy_(tensor.detach(), non_blocking=True)
 
-
-def _num_tensors(part: Part) -> int:
-    if isinstance(part, TensorPart):
-        return len(part.rows)
-    # Pieces of states are some megabytes each.
-    return part.num_bytes // 1_000_000 + 1
+    copied: dict[str, Part] = {}
+    for name, part in parts.items():
+        if not isinstance(part, TensorPart):
+            copied[name] = list(part)  # which are copies
+        else:
+            rows = {key: each._replace(tensor=copy(each.tensor)) for key, each in part.rows.items()}
+            copied[name] = part._replace(rows=rows)
+    if is_pinned:
+        # Asynchronous copies must be done before the thread writes and the next step trains.
+        torch.cuda.current_stream().synchronize()
+    return copied

@@ -166,11 +166,8 @@ class _OpenFile:
         self._path = path
         try:
             with open_plain(path) as file:
-                name = str(path)
-                if not os.fsencode(path).isascii():
-                    # safetensors refuses a name that is no UTF-8; an open file has a plain one.
-                    name = f"/dev/fd/{file.fileno()}"
-                opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")
+                # safetensors refuses a name that is no UTF-8; an open file has a plain one.
+                opened: Any = safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt", device="cpu")
             self._file = opened
             self._names = set(opened.keys())
             self._metadata: dict[str, str] = opened.metadata() or {}
@@ -294,24 +291,9 @@ class TensorPart(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]] | None = None
     """See `write_tensors`."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the file, or some more."""
-        tensors = sum(part.tensor.nbytes for part in self.rows.values())
-        # The header holds name, type, shape and place, its metadata name and first row or shape.
-        entries = sum(2 * len(name) + 160 for name in self.rows)
-        entries += sum(len(name) + 24 for name in self.shapes or ())
-        return tensors + entries + 2 * len(json.dumps(self.values)) + 512
 
-
-class StatePart(NamedTuple):
-    """A file of states, as pieces [n, width] on the CPU, which are taken one by one."""
-
-    num_bytes: int
-    pieces: Iterable[Tensor]
-
-
-Part = TensorPart | StatePart
+Part = TensorPart | Iterable[Tensor]
+"""Of a file of states, pieces [n, width] on the CPU, which are taken one by one."""
 
 
 def write_part(path: Path, part: Part) -> None:
@@ -320,7 +302,7 @@ def write_part(path: Path, part: Part) -> None:
         write_tensors(path, part.rows, part.values, shapes=part.shapes)
         return
     with replacing(path) as file:
-        for piece in part.pieces:
+        for piece in part:
             file.write(piece.view(torch.uint8).numpy().data)
 
 

@@ -46,7 +46,7 @@ from trainer.training.setup.parts import (
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import Found, begin_record, open_record, place_run
-from trainer.training.signals import StopRequest, as_exception, say_stopping
+from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.core_extensions import LoggedDetails, ModelMetrics, Replicas
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
@@ -138,7 +138,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         # Called from another thread when this one hangs: nothing here may wait for it.
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
-        is_asked=lambda: launch.stop.is_heard or launch.stop.requested,
         groups=strategy.groups,
     )
     stack.callback(watchdog.close)
@@ -212,9 +211,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
     _, error, _ = exit_info
-    if error is not None:  # also a `SystemExit` of user code, as a message
-        raised = as_exception(error)
-        reason = raised.message if isinstance(raised, UserError) else error_text(raised)
+    if error is not None:
+        reason = error.message if isinstance(error, UserError) else error_text(error)
         run_dir.leave_reason(info, reason, step=position.step)
 
 
