@@ -59,8 +59,6 @@ class Run:
     tracker: MetricsTracker
     position: Position
     stop: StopRequest
-    moments: dict[str, float]
-    """When each part of the start was done; empty after the first step."""
     events: EventWriter | None
     """Rank 0 only."""
     wandb_run_id: str | None  # likewise

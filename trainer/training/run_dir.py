@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import shlex
@@ -20,9 +19,8 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import is_url, read_bytes, read_lines, refuse_special, remove_leftovers, write_file, write_json
+from trainer.files import is_url, read_bytes, refuse_special, remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
-from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 from trainer.metrics.run_status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 
@@ -94,7 +92,7 @@ class RunDir:
             raise UserError(where, problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
-        """Write config and environment (rank 0), and keep earlier ones: `config.resolved.1.toml`.
+        """Write config and environment (rank 0).
 
         Args:
             source: where the config was read from.
@@ -103,8 +101,8 @@ class RunDir:
         with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
-                _write_kept(self.path / CONFIG, read_bytes(source))
-            _write_kept(self.resolved_config, to_toml(config).encode())
+                write_file(self.path / CONFIG, read_bytes(source))
+            write_file(self.resolved_config, to_toml(config))
             write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
 
     def lock(self) -> BinaryIO:
@@ -159,19 +157,6 @@ class RunDir:
         if info.is_main and self.status().get("state") in (None, "running"):
             self.leave_status(info, "failed", reason=reason, step=step)
 
-    def has_nothing(self) -> bool:
-        """Whether nothing would be lost: the run ended without a checkpoint or a row, and not done."""
-        state = self.status().get("state")
-        if self.has_saved() or state not in (None, "failed", "stopped", "died"):
-            return False
-        try:
-            return all(isinstance(parse_line(line), Restart) for line in read_lines(self.metrics))
-        except FileNotFoundError:
-            return True
-        except (OSError, ValueError, PayloadError):
-            # An unreadable record may still be worth something.
-            return False
-
     def replay_command(self, step: int) -> str:
         """The command that repeats a step and shows its rows."""
         return f"train replay {shlex.quote(str(self.path))} --step {step}"
@@ -179,15 +164,6 @@ class RunDir:
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank_{rank:03d}.log"
-
-
-def _write_kept(path: Path, data: bytes) -> None:
-    """Write a file. Its former content, if different, is kept under the next free number."""
-    before = read_bytes(path) if path.is_file() else data
-    if before != data:
-        kept = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
-        write_file(next(name for name in kept if not name.exists()), before)
-    write_file(path, data)
 
 
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:
@@ -201,10 +177,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     """
     if given is not None:
         refuse_taken(given, resume)
-        run = RunDir(Path(given))
-        if resume == "off" and run.metrics.exists():
-            logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
-        return run
+        return RunDir(Path(given))
     parent = Path(config.run.dir)
     if resume == "auto":
         name = config.run.name
@@ -222,18 +195,19 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
 def refuse_taken(given: str, resume: str) -> None:
     """Refuse a directory with a corpus, another program's record, or a run not to be resumed.
 
-    A run that left nothing may be begun anew in its directory.
+    A run that logged and saved nothing may be begun anew in its directory.
     """
     run = RunDir(Path(given))
     held, fix = "", "name another directory"
+    has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
     # A run that lost its status.json still has its config, or checkpoints.
     has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
     is_ours = has_status or run.resolved_config.exists() or run.has_saved()
     if (run.path / "manifest.json").exists():
         held, fix = "a corpus", "name a directory of its own, such as runs/NAME"
-    elif run.metrics.exists() and resume == "off" and not run.has_nothing():
+    elif resume == "off" and (has_rows or run.has_saved()):
         held, fix = "a run already", f"add --resume auto, or {fix}"
-    elif run.metrics.exists() and resume != "off" and not is_ours:
+    elif has_rows and resume != "off" and not is_ours:
         held = "a metrics.jsonl that is not of a run of this program"
     if held:
         raise UserError("--run-dir", f"{given} holds {held}", fix)

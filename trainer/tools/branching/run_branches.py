@@ -258,7 +258,7 @@ def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
     checkpoints = RunDir(run_dir).checkpoints
     staging = checkpoint.staging_dir(checkpoints, state["step"])
     staging.mkdir(parents=True)
-    ranks = {rank_file(rank) for rank in range(checkpoint.data_shards(state))}
+    ranks = {rank_file(rank) for rank in range(state["data_shards"])}
     for path in source.iterdir():
         target = staging / path.name
         if path.name in ranks and order:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -67,8 +66,6 @@ class Launch:
     stdout: Output | None = None  # for payloads
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
-    moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
-    """When each part of the start was done; see "slow start"."""
 
 
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
@@ -88,10 +85,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     data = check_data(plan, saved, info, launch.data_policy)
     plan, config = data.plan, data.plan.config
     strategy = make_strategy(config, info, device)
-    launch.moments["config and data"] = time.monotonic()
     state = _open_state(plan, info, device, strategy, stack)
     diagnostics = state.tracker.diagnostics
-    launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
         auxiliary = make_auxiliary(config.objective, state.model, plan.parts)
@@ -165,7 +160,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         tracker=state.tracker,
         position=position,
         stop=launch.stop,
-        moments=launch.moments,
         events=events,
         wandb_run_id=wandb_run_id,
         reading=reading,
