@@ -17,8 +17,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.training.extension import Extensions
-from trainer.training.step.core_extensions import LoggedDetails
-from trainer.training.step.details import StepDetails
+from trainer.training.step.core_extensions import LoggedDetails, StepDetails
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13
 LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]

@@ -332,7 +332,7 @@ def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(config, tmp_path,
 WATCHED = """
 import torch
 from trainer.model import build as build_reference
-from trainer.training import loop
+from trainer.training import main as loop
 from trainer.on_device import HostCopy
 
 is_forbidden, steps = [False], []

@@ -32,7 +32,7 @@ from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
-from trainer.training.setup.evaluation import eval_sets, make_evaluator
+from trainer.training.evaluator import eval_sets, make_evaluator
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 

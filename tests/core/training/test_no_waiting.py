@@ -33,7 +33,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.on_device import HostCopy
-from trainer.training import loop
+from trainer.training import main as loop
 from trainer.training.extension import Extensions
 from trainer.training.run import Run, StepInFlight
 from trainer.training.step.step import HEAD, TrainStep

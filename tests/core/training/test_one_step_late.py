@@ -15,7 +15,7 @@ from tests.support.runs import evaluating, read_rows, write_tiny_config
 from trainer.data.batch import take_apart
 from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo
-from trainer.training import around_step
+from trainer.training import run
 
 EXTRA = '\nstdout = "off"\n' + evaluating(14, saves=11, keep_last=9)
 STEPS = 16
@@ -88,7 +88,7 @@ def test_a_run_that_must_stop_ends_with_the_row_of_the_bad_step(both, step):
 
 
 def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeypatch):
-    monkeypatch.setattr(around_step, "MAX_SKIPS", 2)
+    monkeypatch.setattr(run, "MAX_SKIPS", 2)
     settings = ("train.on_non_finite=skip", "eval.every=0")
     both(*settings, "train.steps=3", fault={"what": "nan", "step": 2})
     # The process's own steps 1 and 2 are steps 4 and 5.

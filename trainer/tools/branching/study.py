@@ -26,7 +26,7 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import CheckpointError, read_rank
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import make_plan
-from trainer.training.step.schedule import make_schedule
+from trainer.training.step.optimizer import make_schedule
 
 DEFAULT_SHARE = 0.2  # of the tokens so far
 LEAST_STEPS = 16  # of the largest batch, by default

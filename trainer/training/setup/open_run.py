@@ -28,13 +28,12 @@ from trainer.model.families import with_sizes
 from trainer.objective.loss import Auxiliary, Loss
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
-from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
-from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.checkpointing.train_state import Position, Saver, TrainState
+from trainer.training.evaluator import eval_sets, make_details, make_evaluator
 from trainer.training.extension import Extension, Extensions
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, environment
-from trainer.training.setup.evaluation import eval_sets, make_details, make_evaluator
 from trainer.training.setup.parts import (
     autocast_context,
     in_cells,
@@ -47,7 +46,7 @@ from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import Found, begin_record, open_record, place_run
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.core_extensions import LoggedDetails, ModelMetrics, Replicas
-from trainer.training.step.schedule import Length, make_schedule
+from trainer.training.step.optimizer import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import error_text, short_repr
 

@@ -27,7 +27,7 @@ from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.recurrence import HAS_TRITON
 from trainer.objective.loss import Auxiliary
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
-from trainer.training.step.schedule import Length, make_schedule
+from trainer.training.step.optimizer import Length, make_schedule
 
 logger = get_logger(__name__)
 
