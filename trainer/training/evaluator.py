@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from trainer.hashing import keyed_generator
 from trainer.import_path import resolve_target
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
-from trainer.metrics.best_effort import BestEffort, Diagnostics
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import ModelOutput, evaluating, extras_of
@@ -85,34 +83,67 @@ def rows_of(output: Any, rows: slice) -> ModelOutput:
     return ModelOutput(output.logits[rows], None, own)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Evaluator:
-    """Runs evaluations, each over the same micro-batches."""
+    """Runs evaluations, each over the same micro-batches.
 
-    model: nn.Module
-    """Runs a row, without DDP: evaluation reduces only its sums."""
-    accepted: frozenset[str] | None
-    """The inputs that it takes; None: any."""
-    objective: Loss
-    token_ce: float = 1.0
-    """The weight of the cross-entropy in the objective."""
-    auxiliary: Auxiliary
-    sets: Sequence[EvalSet]
-    task: Any = None
-    """Runs `eval.target`, if there is one."""
-    make_ledger: Callable[[], Ledger] | None
-    """An empty ledger for one set; None for a model without state."""
-    details: StepDetails
-    """Collects the sums."""
-    guard: BestEffort
-    """Guards `details`: a failure on any rank ends the evaluations on all, but not the run."""
-    autocast: Callable[[], AbstractContextManager[None]]
-    """The precision's context."""
-    strategy: Strategy = field(default_factory=Strategy)
-    info: RankInfo
-    device: torch.device
-    is_off: bool = False
-    """The same on all ranks."""
+    Args:
+        model: for a custom task.
+        cell_model: runs a row, without DDP: evaluation reduces only its sums.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        cell_model: nn.Module,
+        loss: Loss,
+        auxiliary: Auxiliary,
+        info: RankInfo,
+        device: torch.device,
+        diagnostics: Diagnostics,
+        sets: Sequence[EvalSet],
+        *,
+        strategy: Strategy,
+    ) -> None:
+        config, table = plan.config, plan.config.eval
+        self.model, self.accepted = cell_model, accepted_inputs(model)
+        self.objective, self.auxiliary, self.strategy = loss, auxiliary, strategy
+        self.info, self.device, self.is_off = info, device, False  # off: the same on all ranks
+        self._token_ce = config.objective.token_ce
+        self.make_ledger = make_eval_ledger(plan, model, device)
+        self.autocast = autocast_context(config, device)
+        # A failure on any rank ends the evaluations on all, but not the run.
+        self.guard = diagnostics.best_effort("evaluation")
+        if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
+            text = "held-out documents: the model's own metrics (%s) are left out: "
+            text += "of a sample each row has another weight"
+            logger.info(text, few(auxiliary.metric_keys))
+        self._task: Any = None
+        if table.target is not None:
+            self._task = plan.parts.need("own evaluation", "eval.target")(
+                function=resolve_target(table.target, "eval.target"),
+                args=table.args,
+                model=model,
+                tokenizer=plan.tokenizer,
+                guard=diagnostics.best_effort("eval.target"),
+            )
+        components = config.objective.components
+        if table.depth and {"own", "token_ce"} & {*components}:
+            make = plan.parts.need("losses by depth", "eval.depth")
+            settings = {"guard": diagnostics.best_effort("eval.depth"), "is_cut": config.data.max_group_cells > 0}
+            sets = [each._replace(riders=[*each.riders, make(each.sample, **settings)]) for each in sets]
+        self.sets = sets
+        sizes, problem = token_bytes(plan.tokenizer)
+        # Bits per byte are cross-entropy per byte of text.
+        if "token_ce" not in components:
+            sizes, problem = None, "the cross-entropy is not trained on"
+        bytes_of = None
+        if sizes is None:
+            logger.info("evaluations report no bits per byte: %s", problem)
+        else:
+            bytes_of = torch.from_numpy(sizes).to(device)
+        further = {"model_metrics": auxiliary.metric_keys, "bytes_of": bytes_of}
+        self._details = make_details(plan, diagnostics, auxiliary, **further)
 
     def run(self, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Evaluate; the same numbers on every rank, by catalog key.
@@ -132,15 +163,15 @@ class Evaluator:
                 if values is None:
                     return None
                 found |= values
-            if self.task is not None:
+            if self._task is not None:
                 # Also those that this evaluation happens not to have.
                 taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
-                found |= self.task.run(self, step, taken)
+                found |= self._task.run(self, step, taken)
         return found
 
     @torch.no_grad()
     def _run_set(self, each: EvalSet, should_stop: Callable[[], bool]) -> dict[str, float] | None:
-        details, guard, ledger = self.details, self.guard, None
+        details, guard, ledger = self._details, self.guard, None
         if self.is_off:
             return {}
         guard.run(details.drain_metrics)  # of an evaluation that was stopped
@@ -187,7 +218,7 @@ class Evaluator:
                 result = self.objective(own.logits, part.targets, meta=micro.located)
                 result = self.auxiliary(result, own, part)
                 results.append((rows, result))
-                self.guard.run(self.details.add, part, result, weight)
+                self.guard.run(self._details.micro_done, part, result, weight)
             for rider in each.riders:
                 rider.micro_done(micro, state, results)
         if ledger is not None and carry is not None and output.state is not None:
@@ -201,7 +232,7 @@ class Evaluator:
             # Losses by rows have another mean than those by tokens.
             reduced["loss"] += sum(reduced.get(key, 0.0) for key in self.auxiliary.by_rows)
         if "objective/token_ce" in reduced:
-            cross_entropy = reduced["objective/token_ce"] / self.token_ce
+            cross_entropy = reduced["objective/token_ce"] / self._token_ce
             # Beyond 700 exp overflows a float64, and such a model has learnt nothing anyway.
             if cross_entropy < 700:
                 reduced["perplexity"] = math.exp(cross_entropy)
@@ -313,64 +344,4 @@ def make_details(plan: Plan, diagnostics: Diagnostics, auxiliary: Auxiliary, **f
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
         diagnostics=diagnostics,
         **further,
-    )
-
-
-def make_evaluator(
-    plan: Plan,
-    model: nn.Module,
-    cell_model: nn.Module,
-    loss: Loss,
-    auxiliary: Auxiliary,
-    info: RankInfo,
-    device: torch.device,
-    diagnostics: Diagnostics,
-    sets: Sequence[EvalSet],
-    *,
-    strategy: Strategy,
-) -> Evaluator:
-    """The evaluator of a run. A custom task gets `model`; rows run through `cell_model`."""
-    table, task = plan.config.eval, None
-    if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
-        text = "held-out documents: the model's own metrics (%s) are left out: "
-        text += "of a sample each row has another weight"
-        logger.info(text, few(auxiliary.metric_keys))
-    if table.target is not None:
-        task = plan.parts.need("own evaluation", "eval.target")(
-            function=resolve_target(table.target, "eval.target"),
-            args=table.args,
-            model=model,
-            tokenizer=plan.tokenizer,
-            guard=diagnostics.best_effort("eval.target"),
-        )
-    components = plan.config.objective.components
-    if table.depth and {"own", "token_ce"} & {*components}:
-        make = plan.parts.need("losses by depth", "eval.depth")
-        settings = {"guard": diagnostics.best_effort("eval.depth"), "is_cut": plan.config.data.max_group_cells > 0}
-        sets = [each._replace(riders=[*each.riders, make(each.sample, **settings)]) for each in sets]
-    sizes, problem = token_bytes(plan.tokenizer)
-    # Bits per byte are cross-entropy per byte of text.
-    if "token_ce" not in components:
-        sizes, problem = None, "the cross-entropy is not trained on"
-    bytes_of = None
-    if sizes is None:
-        logger.info("evaluations report no bits per byte: %s", problem)
-    else:
-        bytes_of = torch.from_numpy(sizes).to(device)
-    further = {"model_metrics": auxiliary.metric_keys, "bytes_of": bytes_of}
-    return Evaluator(
-        model=cell_model,
-        accepted=accepted_inputs(model),
-        objective=loss,
-        token_ce=plan.config.objective.token_ce,
-        auxiliary=auxiliary,
-        sets=sets,
-        task=task,
-        make_ledger=make_eval_ledger(plan, model, device),
-        details=make_details(plan, diagnostics, auxiliary, **further),
-        guard=diagnostics.best_effort("evaluation"),
-        autocast=autocast_context(plan.config, device),
-        strategy=strategy,
-        info=info,
-        device=device,
     )

@@ -178,7 +178,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     if given is not None:
         refuse_taken(given, resume)
         return RunDir(Path(given))
-    parent = Path(config.run.dir)
+    parent = Path(config.run.dir).absolute()
     if resume == "auto":
         name = config.run.name
         earlier = [RunDir(path) for path in parent.glob(f"{name}-*") if _is_run_of(path, name)]

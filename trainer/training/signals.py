@@ -26,10 +26,6 @@ logger = get_logger(__name__)
 SAME_REQUEST_SEC = 3.0
 
 
-class StopNow(BaseException):  # no `except Exception` around a user's code swallows it
-    """A request to stop, raised where nothing is lost by it."""
-
-
 def say_stopping(name: str) -> None:
     """Log the first request."""
     text = "%s: stopping after this step (again after %.0f s: at once)"
@@ -44,8 +40,6 @@ class StopRequest:
 
     def __init__(self, on_first: Callable[[str], None]) -> None:
         self._on_first = on_first
-        self.interrupts = False
-        """Raise `StopNow` at a request: the main thread only reads, and may wait for ever."""
         self._former: dict[signal.Signals, Any] = {}
         """The handlers that were there before; empty: not installed."""
         self.requested = False
@@ -117,8 +111,6 @@ class StopRequest:
             self.requested = True
             self.signal_name = self._cause or signal.Signals(number).name
             self._on_first(self.signal_name)
-            if self.interrupts:
-                raise StopNow
 
 
 class UnexpectedExit(Exception):

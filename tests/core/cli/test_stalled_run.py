@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.support.fault_runs import keep
-from tests.support.ranks import Ranks, last_logged, status
+from tests.support.ranks import Ranks, status
 from tests.support.runs import write_tiny_config
 from tests.support.stalling_data import stalling_arguments
 from trainer.training.signals import SAME_REQUEST_SEC
@@ -32,16 +32,6 @@ def test_a_single_rank_that_waits_for_data_for_ever_ends_within_the_timeout(tmp_
     assert ended["state"] == "failed"
     assert "rank 0 makes no progress: step 3: data, reading micro-batch 5 from source own, for" in ended["reason"]
     assert ended["reason"] in said
-
-
-def test_one_signal_ends_a_single_rank_that_waits_for_data_with_its_last_step_saved(tmp_path):
-    run_dir = tmp_path / "run"
-    with start(tmp_path, how="sleep") as ranks:
-        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 2), ranks.said()
-        ranks.signal(signal.SIGTERM)
-        assert ranks.wait(90) == [0], ranks.said()
-    assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("stopped", 2)
-    assert (run_dir / "checkpoints" / "step_00000002" / "COMPLETE").exists()
 
 
 def test_a_second_signal_ends_a_run_that_waits_for_ever_as_it_starts(tmp_path):

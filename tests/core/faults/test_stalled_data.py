@@ -43,23 +43,6 @@ def test_a_run_whose_ranks_all_wait_for_data_ends_and_says_what_it_was_reading(t
     keep(5, f"{who} in {where} for data that never come ({how})", lost=LOST)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_one_signal_ends_a_single_rank_that_waits_for_data(tmp_path, prefetch):
-    os.mkfifo(tmp_path / "fifo")
-    run_dir = tmp_path / "run"
-    arguments = stalling_arguments(tmp_path, run_dir, after=8, how="fifo", prefetch=prefetch, timeout_sec=600)
-    with Ranks(arguments, logs=tmp_path / "logs", world_size=1) as ranks:
-        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4)
-        ranks.signal(signal.SIGTERM)
-        codes = ranks.wait(60)
-        said = ranks.said()
-    ended = status(run_dir)
-    assert codes == [0], said
-    assert (ended["state"], ended["last_step"]) == ("stopped", 4)
-    assert (run_dir / "checkpoints" / "step_00000004" / "COMPLETE").exists()
-    keep(3, f"one SIGTERM to a single rank that waits for data for ever, prefetch = {prefetch}")
-
-
 @pytest.mark.parametrize(("how", "seconds", "ranks_that_do"), [("work", 20, [1]), ("sleep", 6, [0, 1])])
 def test_a_long_step_is_finished_and_saved_after_a_signal(tmp_path, how, seconds, ranks_that_do):
     """Longer than the grace period if the rank works, while the other waits for it; shorter if all wait."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -26,7 +26,7 @@ LABELS = {"source": "dataset_labels", "modality": "dataset_segments"}
 """What losses are split by, and the name under which a batch holds its labels."""
 
 
-class StepDetails:
+class StepDetails(Extension):
     """Collects the sums of a logged step or of an evaluation.
 
     Args:
@@ -66,7 +66,7 @@ class StepDetails:
         keys += [f"{kind}/{name}/loss" for kind, names in self._names.items() for name in names]
         self.metric_keys = tuple(keys)
 
-    def add(self, micro: MicroBatch, result: ObjectiveOutput, weight: float = 1.0) -> None:
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput, weight: float = 1.0) -> None:
         """Add one micro-batch, or rows that stand for `weight` times as many."""
         self._weight = weight
         if result.parts:  # an evaluation need not have those of the model
@@ -147,23 +147,6 @@ class StepDetails:
 
 COMPARED_BITS: Final = 22  # of a digest: their squares add up exactly in float64, over 512 ranks
 FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, so that multiplying loses no bit
-
-
-class LoggedDetails(Extension):
-    """The details of logged steps."""
-
-    def __init__(self, run: Run, details: StepDetails) -> None:
-        super().__init__(run)
-        self._details = details
-        self.metric_keys = details.metric_keys
-
-    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Add one micro-batch."""
-        self._details.add(micro, result)
-
-    def drain_metrics(self) -> Mapping[str, Reported]:
-        """The step's sums."""
-        return self._details.drain_metrics()
 
 
 class ModelMetrics(Extension):
