@@ -132,12 +132,9 @@ class RunDir:
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
     def keep_status(self, step: int, *, wandb_run_id: str | None, every_sec: float = 1.0) -> None:
-        """Write a finished step now and then, for people: a failure is no reason to stop."""
+        """Write a finished step now and then, for people."""
         if time.monotonic() - self._status_at >= every_sec:  # steps may take milliseconds
-            try:
-                self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
+            self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state in which the run ends (only rank 0). A failure is logged."""

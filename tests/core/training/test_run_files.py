@@ -250,11 +250,6 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     assert files.set_aside_after(tmp_path, 5) == []
 
 
-def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
-    RunDir(tmp_path / "gone").keep_status(1, wandb_run_id=None, every_sec=0.0)
-    assert "cannot be written: No such file or directory" in caplog.text
-
-
 def test_a_run_does_not_begin_inside_a_corpus(config, tmp_path):
     """A mistyped --run-dir would, and whoever builds the corpus anew would take the run for a part of it."""
     corpus = tmp_path / "corpus"
