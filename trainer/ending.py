@@ -18,7 +18,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 WORKING_SHARE = 0.01
 LAST_WORDS_SEC = 10.0
 FLUSH_SEC = 2.0
-# How long a finished program waits for a user's threads and handlers.
+# How long a finished program waits for a user's threads and handlers, and when it says so.
+SAY_AFTER_SEC = 3.0
 WAIT_FOR_THREADS_SEC = 60.0
 
 
@@ -62,10 +63,29 @@ def leave_soon(code: int) -> None:
 
 
 def _leave(code: int) -> None:
-    time.sleep(WAIT_FOR_THREADS_SEC)
-    text = f"train: threads or exit handlers of the program still run after {WAIT_FOR_THREADS_SEC:.0f} s"
-    print(f"{text}; leaving without them", file=sys.stderr, flush=True)  # noqa: T201
+    for seconds, text in (
+        (SAY_AFTER_SEC, f"train: waiting up to {WAIT_FOR_THREADS_SEC:.0f} s for"),
+        (WAIT_FOR_THREADS_SEC, "train: leaving without"),
+    ):
+        time.sleep(seconds)
+        print(text, _what_keeps_the_process(), file=sys.stderr, flush=True)  # noqa: T201
     end_process(code)
+
+
+def _what_keeps_the_process() -> str:
+    """The threads that Python waits for, or the exit handler that the main thread is in."""
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    others = [each for each in threading.enumerate() if each is not main]
+    threads = [each for each in others if not each.daemon and each.is_alive()]
+
+    def place(thread: threading.Thread) -> str:
+        frame = frames.get(thread.ident or 0)
+        return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    if not threads:
+        return f"a handler of the program's exit, in {place(main)}"
+    return "the threads " + ", ".join(f"{each.name} (in {place(each)})" for each in threads)
 
 
 PARENT = "TRAINER_PARENT"

@@ -15,7 +15,7 @@ from rich.console import Console
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.logger import get_logger
 from trainer.tools.fitted_table import Column, fitted_table
-from trainer.wording import counted, error_text, number_text, printable
+from trainer.wording import counted, error_text, few, number_text, printable
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,12 @@ def test_a_printable_name_is_one_line_of_utf_8_without_control_characters(name):
 def test_what_is_escaped_can_be_recognized():
     assert printable("a\n\x1b[31m\u202eb\xa0é漢") == "a\\n\\x1b[31m\\u202eb\\xa0é漢"
     assert printable(os.fsdecode(b"caf\xe9")) == "caf\\xe9"
+
+
+def test_many_names_are_three_and_a_count():
+    assert few(["a", "b\n"]) == "a, b\\n"
+    assert few(list("abc")) == "a, b, c"
+    assert few([str(i) for i in range(1203)]) == "0, 1, 2 and 1,200 more"
 
 
 @given(key=NAMES, problem=NAMES, fix=NAMES, where=NAMES)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,7 @@ def run_training(
     Raises:
         UserError, SystemExit: a mistake, which in the latter case has been printed.
     """
+    began = time.monotonic()
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
         # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
         faulthandler.enable()
@@ -88,6 +90,7 @@ def run_training(
         parts=PARTS,
         data_policy=DataPolicy(verify_whole=verify_data, accept_change=accept_data_change),
         on_run_dir=lambda path: report_to_launcher(RUN_DIR, str(path)),
+        moments={"": began, "imports": time.monotonic()},
     )
     try:
         with located(config_path, overrides):

@@ -43,6 +43,7 @@ _TOOLS = {
     "mix": "trainer.tools.mix_weights:MixWeights",
     "mixing weights": "trainer.tools.mix_weights:restore_mix",
     "noise outlook": "trainer.tools.summary:log_outlook",
+    "slow start": "trainer.tools.summary:log_start",
     "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",
     "unmet needs": "trainer.tools.doubts:unmet_needs",

@@ -4,7 +4,8 @@ On each rank a thread publishes every few seconds how many collectives the rank 
 activity, and whether it makes progress: it has noted a phase, entered a collective, read a
 micro-batch, or used a processor. The step itself only assigns one attribute. Rank 0 compares and
 publishes what it finds; every rank that reads it writes its stacks to its log, and ends its process
-unless the main thread returns.
+unless the main thread returns. After a request to stop, the run ends as soon as no rank makes
+progress any more: a long step is finished and saved.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import faulthandler
 import itertools
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -35,7 +37,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
+# Without progress for so long, a run that was asked to stop ends: torchrun kills after 30 s.
+GRACE_SEC = 10.0
 HANG_KEY = "hang"
+GONE_KEY = "gone"
 PREFIX = "watchdog"
 DATA = "data"  # the phase in which a message says what is read
 
@@ -50,6 +55,7 @@ class Watchdog:
         collectives: number of collectives entered so far; called in the thread.
         on_end: called with the reason before the process is ended because its main thread hangs.
         reading: what is being read, another text for every micro-batch; called in the thread.
+        is_asked: whether this process was asked to stop; called in the thread.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Watchdog:
         collectives: Callable[[], int],
         on_end: Callable[[str], None],
         reading: Callable[[], str] = lambda: "",
+        is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = dist.PrefixStore(PREFIX, store)
         self._info = info
@@ -69,11 +76,12 @@ class Watchdog:
         # Shorter than the backend's timeout: waiting ranks still wait when stacks are written.
         self._limit = timeout_sec - 4 * self._interval
         self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
-        self._collectives, self._on_end, self._reading = collectives, on_end, reading
+        self._collectives, self._on_end = collectives, on_end
+        self._reading, self._is_asked = reading, is_asked
         self._time, self._looked_at = 0.0, time.monotonic()
         # All ranks, on rank 0; and this one alone, for when the store is gone.
-        self._detector = HangDetector(info.world_size, self._limit, lambda: self._time)
-        self._alone = HangDetector(1, self._limit, lambda: self._time)
+        self._detector = HangDetector(info.world_size, self._limit, GRACE_SEC, lambda: self._time)
+        self._alone = HangDetector(1, self._limit, GRACE_SEC, lambda: self._time)
         self._seen: set[int] = set()
         self._notes = itertools.count()
         self._activity: tuple[str, int, bool, int] = ("starting", 0, True, 0)
@@ -106,6 +114,10 @@ class Watchdog:
             failed = self._if_store_lives(self._failed_ranks)
             if failed:
                 return "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
+            # The rank that found it first has ended meanwhile, and is silent too.
+            gone = self._if_store_lives(lambda: self._text_of(GONE_KEY))
+            if gone:
+                return _gone(f"rank {gone}", own)
             time.sleep(self._interval / 5)
         if self.hang is not None:
             return self.hang
@@ -115,9 +127,8 @@ class Watchdog:
         silent = ", ".join(str(rank) for rank in range(self._info.world_size) if before[rank] == after[rank])
         if not silent:
             return own
-        reason = _gone(f"rank {silent}", own)
-        self.tell(reason)  # this rank ends now, and must not be taken for one that is gone
-        return reason
+        self._if_store_lives(lambda: self._store.set(GONE_KEY, silent))
+        return _gone(f"rank {silent}", own)
 
     def write(self, text: str) -> None:
         """Write details to this rank's log that do not belong on stderr."""
@@ -147,7 +158,7 @@ class Watchdog:
                 # The rank that hosts it is gone; this one may be in a read that never ends.
                 self.hang = self._alone.update([replace(beat, collectives=0)])
             if self.hang is not None:
-                self._end(self.hang)
+                self._end(self.hang, was_asked=beat.is_asked)
                 break
             is_over = self._is_closed.wait(self._interval)
         faulthandler.cancel_dump_traceback_later()
@@ -163,7 +174,7 @@ class Watchdog:
         text = f"step {step}: {what}"
         if what == DATA and reading:
             text += f", reading {reading}"
-        return Heartbeat(collectives, text, self._progress, self._count)
+        return Heartbeat(collectives, text, self._progress, self._is_asked(), self._count)
 
     def _exchange(self, beat: Heartbeat) -> bool:
         self._store.set(f"rank_{self._info.rank}", json.dumps(astuple(beat)))
@@ -196,14 +207,16 @@ class Watchdog:
         is_set = self._store.check([key])  # reading a key that does not exist would block
         return self._store.get(key).decode() if is_set else ""
 
-    def _end(self, hang: str) -> None:
+    def _end(self, hang: str, *, was_asked: bool) -> None:
         """Write the stacks, and end the process unless its main thread does so."""
         within(LAST_WORDS_SEC, partial(self._say, hang))
-        # Within this time the backend raises in the ranks that wait, which then end normally.
-        wait_sec = 6 * self._interval
+        # Within this time the backend raises in the ranks that wait, which then end normally;
+        # after a request to stop it is the time in which the others hear of it from the store that
+        # rank 0 hosts.
+        intervals = 2 if was_asked else 6
         if self._info.world_size == 1:
-            wait_sec = 0.0
-        if not self._is_closed.wait(wait_sec):
+            intervals = 0
+        if not self._is_closed.wait(intervals * self._interval):
             end_process(EXIT_HUNG, partial(self._on_end, hang))
 
     def _say(self, hang: str) -> None:
@@ -259,6 +272,7 @@ class Heartbeat:
     collectives: int  # entered since the process group began
     activity: str  # of the main thread
     progress: int  # number of heartbeats that followed progress
+    is_asked: bool  # whether the rank was asked to stop
     count: int  # number of this heartbeat
 
     @property
@@ -272,11 +286,19 @@ class HangDetector:
 
     Args:
         limit_sec: duration from which a wait counts as a hang.
+        grace_sec: the same once any rank was asked to stop, if no rank makes progress.
         clock: monotonic seconds.
     """
 
-    def __init__(self, world_size: int, limit_sec: float, clock: Callable[[], float]) -> None:
-        self._limit, self._clock = limit_sec, clock
+    def __init__(
+        self,
+        world_size: int,
+        limit_sec: float,
+        grace_sec: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit, self._grace = limit_sec, grace_sec
+        self._clock = clock
         self._last: list[Heartbeat | None] = [None] * world_size
         self._moved_at = [clock()] * world_size
         self._progress_at = [clock()] * world_size
@@ -306,6 +328,9 @@ class HangDetector:
         stuck = [rank for rank, seconds in idle.items() if seconds > self._limit]
         if stuck:
             return self._describe(missing or stuck, now, most)
+        is_asked = any(beat is not None and beat.is_asked for beat in self._last)
+        if is_asked and min(idle.values()) > self._grace:
+            return f"asked to stop, but {self._describe(list(idle), now, most)}"
         return None
 
     def _describe(self, ranks: Sequence[int], now: float, most: int) -> str:

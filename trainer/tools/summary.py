@@ -6,7 +6,9 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 logger = get_logger(__name__)
+SLOW_START_SEC = 10.0
 
 
 def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
@@ -153,6 +156,16 @@ def alignment(plan: Plan, model: nn.Module | None) -> str:
     name = type(model or plan.weightless_model()).__name__
     why = f"since {name} does not declare resets_in_one_pass"
     return f"document: each begins a row, {why}; with stream no row would be padded"
+
+
+def log_start(moments: dict[str, float]) -> None:
+    """Log the parts of a slow start, once the first step is done."""
+    names, times = [*moments, "the step itself"][1:], [*moments.values(), time.monotonic()]
+    total = times[-1] - times[0]
+    if total > SLOW_START_SEC:
+        parts = zip(names, pairwise(times), strict=True)
+        listed = ", ".join(f"{name} {after - before:.1f}" for name, (before, after) in parts)
+        logger.info("the first step was done after %.1f s: %s", total, listed)
 
 
 def log_outlook(noise: GradientNoiseScale) -> None:

@@ -3,7 +3,8 @@
 A step's numbers are read after the next step is launched, so that the device has work while the
 host reads. A stop, an end of the data and a streak of skipped steps therefore take effect one step
 later, on all ranks alike. A step that logs, evaluates, samples, saves or may let the batch grow is
-read at once, and so is the one after a timed save became due.
+read at once, and so is the one after a timed save became due. A single rank that is asked to stop
+does not read another batch: no other rank has to agree, and data may never come.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from trainer.training.run import (
     agreed_operations,
     evaluate,
     finish,
+    interruptible,
     is_read_at_once,
     log_change,
     logs,
@@ -55,7 +57,7 @@ from trainer.training.run import (
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.signals import exits_as_errors
+from trainer.training.signals import StopNow, exits_as_errors
 from trainer.wording import error_text
 
 logger = get_logger(__name__)
@@ -75,11 +77,11 @@ def train(config: RunConfig, launch: Launch) -> int:
 
     Raises:
         UserError: a mistake that a user can fix, on every rank alike.
-        UnexpectedExit: user code called `sys.exit` while the run was opened.
+        UnexpectedExit: user code called `sys.exit` before the first step.
     """
     stop = launch.stop
     # `last` waits for uploads, when no rank waits for this one any more.
-    with ExitStack() as stack, kept_for_payloads() as stdout, ExitStack() as last:
+    with ExitStack() as stack, kept_for_payloads() as stdout, exits_as_errors(), ExitStack() as last:
         if stop.install():  # a process that lives on after the run gets its signals back
             stack.callback(stop.uninstall)
         launch = replace(launch, stdout=stdout)
@@ -98,7 +100,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         try:
             with group:
                 try:
-                    with ExitStack() as of_run, exits_as_errors():
+                    with ExitStack() as of_run:
                         run = open_run(plan, launch, info, device, of_run, last)
                         return 0 if run is None else _run_to_end(run)
                 except UserError:  # also from closing the run
@@ -132,6 +134,8 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
 def _run_to_end(run: Run) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code, run_dir = "failed", "", EXIT_FAILED, run.run_dir
+    # The watchdog ends a hanging process from here on.
+    run.stop.is_watched = True
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
             reason = run_loop(run)
@@ -211,8 +215,12 @@ def run_loop(run: Run) -> str:
     is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size))
     if is_stopped or (position.evaluation_is_due and not evaluate(run)):
         reason = stopped_by(run)
+    run.moments["other preparations"] = time.monotonic()
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight, operations)
+        if run.moments:  # after the first step only
+            run.plan.call("slow start", run.moments)
+            run.moments.clear()
         run.extensions.call("step_launched", position.step + (in_flight is not None))
     run.extensions.exchange()  # weights that differ between ranks are not saved
     if run.saver.last_saved != position.step and position.step > 0:
@@ -235,8 +243,11 @@ def take_step(
             return reason, None
     run.tracker.start_step()  # waiting for data is part of a step's time
     run.watchdog.at(DATA, step)
-    with run.tracker.section("data"):
-        window = run.reading.window(batch.num_micros)
+    try:
+        with run.tracker.section("data"), interruptible(run):
+            window = run.reading.window(batch.num_micros)
+    except StopNow:
+        return finish(run, previous, operations) or stopped_by(run), None
     if window is None:
         return "data exhausted", None
     if batch.change is not None:

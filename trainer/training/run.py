@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
-from trainer.training.signals import StopRequest
+from trainer.training.signals import StopNow, StopRequest
 from trainer.training.step.optimizer import Length, Schedule
 from trainer.training.step.step import Launched, StepOutcome, TrainStep
 from trainer.wording import few
@@ -62,6 +63,8 @@ class Run:
     tracker: MetricsTracker
     position: Position
     stop: StopRequest
+    moments: dict[str, float]
+    """When each part of the start was done; empty after the first step."""
     events: EventWriter | None
     """Rank 0 only."""
     wandb_run_id: str | None  # likewise
@@ -272,6 +275,19 @@ def logs(run: Run, step: int) -> bool:
     return run.tracker.will_log(step) or step == run.position.last_step
 
 
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """Around reads that may wait for ever: on a single rank, a request to stop raises `StopNow`."""
+    run.stop.interrupts = run.info.world_size == 1
+    try:
+        # Requested just before: no signal will come again.
+        if run.stop.interrupts and run.stop.requested:
+            raise StopNow
+        yield
+    finally:
+        run.stop.interrupts = False
+
+
 def end_step(
     run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations, *, is_logged: bool, drains: bool = True
 ) -> None:
@@ -359,7 +375,9 @@ def evaluate(run: Run) -> bool:
         return run.stop.requested
 
     should_stop()  # tells the watchdog, also if a set has no batch
-    found = run.evaluator.run(position.step, should_stop)
+    found: dict[str, float] | None = None
+    with suppress(StopNow), interruptible(run):
+        found = run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
     if found is None:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import shlex
@@ -92,7 +93,7 @@ class RunDir:
             raise UserError(where, problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
-        """Write config and environment (rank 0).
+        """Write config and environment (rank 0), and keep earlier ones: `config.resolved.1.toml`.
 
         Args:
             source: where the config was read from.
@@ -101,8 +102,8 @@ class RunDir:
         with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
-                write_file(self.path / CONFIG, read_bytes(source))
-            write_file(self.resolved_config, to_toml(config))
+                _write_kept(self.path / CONFIG, read_bytes(source))
+            _write_kept(self.resolved_config, to_toml(config).encode())
             write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
 
     def lock(self) -> BinaryIO:
@@ -163,6 +164,15 @@ class RunDir:
         return self.logs / f"rank_{rank:03d}.log"
 
 
+def _write_kept(path: Path, data: bytes) -> None:
+    """Write a file. Its former content, if different, is kept under the next free number."""
+    before = read_bytes(path) if path.is_file() else data
+    if before != data:
+        kept = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+        write_file(next(name for name in kept if not name.exists()), before)
+    write_file(path, data)
+
+
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:
     """The run's directory; rank 0 decides, and tells the others.
 
@@ -175,7 +185,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     if given is not None:
         refuse_taken(given, resume)
         return RunDir(Path(given))
-    parent = Path(config.run.dir).absolute()
+    parent = Path(config.run.dir)
     if resume == "auto":
         name = config.run.name
         earlier = [RunDir(path) for path in parent.glob(f"{name}-*") if _is_run_of(path, name)]

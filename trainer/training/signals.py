@@ -5,18 +5,16 @@ SIGTERM, SIGINT, SIGUSR1, and SIGHUP, which a closed terminal sends.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from trainer.ending import STOP_SIGNALS, end_process
+from trainer.ending import STOP_SIGNALS, ProcessorUse, end_process
 from trainer.import_path import place_of
 from trainer.metrics.logger import get_logger
 
@@ -24,6 +22,12 @@ logger = get_logger(__name__)
 # A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal:
 # within this time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
+# A process that was asked to stop before its watchdog runs is ended after so long without any work.
+GRACE_SEC = 10.0
+
+
+class StopNow(BaseException):  # no `except Exception` around a user's code swallows it
+    """A request to stop, raised where nothing is lost by it."""
 
 
 def say_stopping(name: str) -> None:
@@ -33,15 +37,23 @@ def say_stopping(name: str) -> None:
 
 
 class StopRequest:
-    """A request to stop this process; a second one ends it at once.
+    """A request to stop this process; a second one stops it at once.
 
     `on_first` is called in the signal handler with the signal's name, and must return quickly.
     """
 
-    def __init__(self, on_first: Callable[[str], None]) -> None:
+    def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_first = on_first
+        self._clock = clock
+        self._since = 0.0
+        self.interrupts = False
+        """Raise `StopNow` at a request: the main thread only reads, and may wait for ever."""
         self._former: dict[signal.Signals, Any] = {}
         """The handlers that were there before; empty: not installed."""
+        self.is_heard = False
+        """True from the first signal on, even while the main thread cannot handle it."""
+        self.is_watched = False
+        """Set once something else ends the process if it cannot come to its next step."""
         self.requested = False
         """True from the first signal on."""
         self.on_end: Callable[[str], object] = str
@@ -75,6 +87,7 @@ class StopRequest:
 
     def uninstall(self) -> None:
         """Restore the former handlers."""
+        self.is_watched = True
         for number, former in self._former.items():
             signal.signal(number, former)
         signal.set_wakeup_fd(-1)
@@ -82,16 +95,23 @@ class StopRequest:
         self._former = {}
 
     def _listen(self, reader: int) -> None:
-        """End the process at a second signal."""
-        # Python runs handlers between bytecodes of the main thread, which may hang in C code; the
-        # pipe gets signals at once.
-        first = math.inf
-        for heard in iter(partial(os.read, reader, 1), b""):
-            if heard[0] in STOP_SIGNALS:
-                first = min(first, time.monotonic())
-            if time.monotonic() - first > SAME_REQUEST_SEC:
-                self.end(128 + heard[0], f"{signal.Signals(heard[0]).name} came again: ended at once")
-        os.close(reader)  # uninstalled
+        """Notice signals while the main thread handles none; end a process that hangs at its start."""
+        # Python runs handlers between bytecodes of the main thread; the pipe gets signals at once.
+        heard = b""
+        while not heard or heard[0] not in STOP_SIGNALS:
+            heard = os.read(reader, 1)
+            if not heard:  # uninstalled
+                os.close(reader)
+                return
+        number, self.is_heard = heard[0], True
+        use, since = ProcessorUse(), time.monotonic()
+        while not self.is_watched and time.monotonic() - since < GRACE_SEC:
+            time.sleep(1.0)
+            if use.is_working():
+                since = time.monotonic()
+        if not self.is_watched:
+            text = f"{signal.Signals(number).name}: nothing has been done for {GRACE_SEC:.0f} s"
+            self.end(128 + number, f"{text}; ending without waiting for more")
 
     def end(self, code: int, reason: str) -> NoReturn:
         """End the process at once, and log why."""
@@ -107,20 +127,57 @@ class StopRequest:
         self._on_first = lambda name: None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = self._clock()
         if not self.requested:
-            self.requested = True
+            self._since, self.requested = now, True
             self.signal_name = self._cause or signal.Signals(number).name
             self._on_first(self.signal_name)
+            if self.interrupts:
+                raise StopNow
+        elif now - self._since > SAME_REQUEST_SEC:
+            self.end(128 + number, f"{signal.Signals(number).name} came again: ended at once")
 
 
 class UnexpectedExit(Exception):
     """The user's code ended the process; the message says how and where."""
 
 
+class _Exit(BaseException):
+    """`os._exit(0)` was called."""
+
+
 @contextmanager
 def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
-    """Turn a `sys.exit` into an `UnexpectedExit`, which says `when` it came: ` after step 7`."""
+    """Turn `sys.exit`, `os._exit(0)` and any other `BaseException` into an `UnexpectedExit`.
+
+    `os._exit` runs no Python code, so it is replaced meanwhile, but not in forked processes. The
+    message of an exit says `when` in the run it came, as ` after step 7`.
+    """
+    real, process = os._exit, os.getpid()
+
+    def guarded(status: int) -> None:
+        if status or os.getpid() != process:
+            real(status)
+        raise _Exit
+
+    setattr(os, "_exit", guarded)  # noqa: B010 - mypy knows that it does not return
     try:
         yield
-    except SystemExit as error:
-        raise UnexpectedExit(f"sys.exit({error.code!r}) was called{when()}{place_of(error)}") from error
+    except Exception:
+        raise
+    except BaseException as error:
+        raise as_exception(error, when()) from error
+    finally:
+        setattr(os, "_exit", real)  # noqa: B010
+
+
+def as_exception(error: BaseException, when: str = "") -> Exception:
+    """The exception itself, or an `UnexpectedExit` for any other `BaseException`."""
+    if isinstance(error, Exception):
+        return error
+    what = f"{type(error).__name__} was raised"
+    if isinstance(error, _Exit):
+        what = "os._exit(0) was called"
+    elif isinstance(error, SystemExit):
+        what = f"sys.exit({error.code!r}) was called"
+    return UnexpectedExit(f"{what}{when}{place_of(error)}")

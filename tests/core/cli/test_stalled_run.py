@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
 from tests.support.fault_runs import keep
-from tests.support.ranks import Ranks, status
+from tests.support.ranks import Ranks, last_logged, status
 from tests.support.runs import write_tiny_config
 from tests.support.stalling_data import stalling_arguments
-from trainer.training.signals import SAME_REQUEST_SEC
 
 TIMEOUT_SEC = 5
 
@@ -34,17 +32,24 @@ def test_a_single_rank_that_waits_for_data_for_ever_ends_within_the_timeout(tmp_
     assert ended["reason"] in said
 
 
-def test_a_second_signal_ends_a_run_that_waits_for_ever_as_it_starts(tmp_path):
+def test_one_signal_ends_a_single_rank_that_waits_for_data_with_its_last_step_saved(tmp_path):
+    run_dir = tmp_path / "run"
+    with start(tmp_path, how="sleep") as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 2), ranks.said()
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait(90) == [0], ranks.said()
+    assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("stopped", 2)
+    assert (run_dir / "checkpoints" / "step_00000002" / "COMPLETE").exists()
+
+
+def test_one_signal_ends_a_run_that_waits_for_ever_as_it_starts(tmp_path):
     """Before there is a run: nothing is lost."""
     with start(tmp_path, how="start", after=-1) as ranks:
         assert ranks.until((tmp_path / "started_0").exists), ranks.said()
         ranks.signal(signal.SIGTERM)
-        assert ranks.until(lambda: "SIGTERM: stopping" in ranks.said()), ranks.said()
-        time.sleep(SAME_REQUEST_SEC + 0.5)
-        ranks.signal(signal.SIGTERM)
         codes, said = ranks.wait(90), ranks.said()
     assert codes == [128 + signal.SIGTERM], said
-    assert "SIGTERM came again: ended at once" in said
+    assert "SIGTERM: nothing has been done for" in said
 
 
 def test_a_run_that_works_or_waits_for_less_than_the_timeout_is_not_ended(tmp_path):
@@ -64,19 +69,21 @@ def start_lingering(tmp_path, is_fresh=False, **extra):
 
 
 @pytest.mark.parametrize("what", ["thread", "handler"])
-def test_a_run_that_is_done_leaves_without_what_keeps_its_process(tmp_path, what):
+def test_a_run_that_is_done_names_what_keeps_its_process_and_leaves_without_it(tmp_path, what):
     with start_lingering(tmp_path, is_fresh=what == "handler", LINGERING=what) as ranks:
         codes, said = ranks.wait(120), ranks.said()
     assert codes == [0], said
     assert status(tmp_path / "run")["state"] == "done"
-    assert "still run after 1 s; leaving without them" in said
+    name = "the threads uploads (in " if what == "thread" else "a handler of the program's exit, in "
+    for verb in ("waiting up to 1 s for", "leaving without"):
+        assert f"train: {verb} {name}" in said
+    assert "lingering.py:" in said
     kept_by = "a thread of the user's that is no daemon" if what == "thread" else "a handler of the exit that hangs"
     keep(5, f"{kept_by}, in a run that is done")
 
 
 def test_a_signal_ends_a_process_that_is_kept_at_once_with_the_exit_code_of_its_run(tmp_path):
     with start_lingering(tmp_path, LINGERING="thread", LINGERING_WAIT_SEC="3600") as ranks:
-        assert ranks.until(lambda: "what the keys mean" in ranks.said()), ranks.said()
-        time.sleep(2)
+        assert ranks.until(lambda: "waiting up to 3600 s" in ranks.said()), ranks.said()
         ranks.signal(signal.SIGTERM)
         assert ranks.wait(60) == [0], ranks.said()

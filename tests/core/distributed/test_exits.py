@@ -19,6 +19,11 @@ from trainer.tools.verbs.records import entry_of
 
 pytestmark = pytest.mark.distributed
 FAULTY = ("--set", "model.target=tests.support.faulty_model:build", "--set", "model.contract=false")
+WORDS = {
+    "sys.exit": "UnexpectedExit: sys.exit(0) was called after step 6 (",
+    "os._exit": "UnexpectedExit: os._exit(0) was called after step 6 (",
+    "interrupt": "UnexpectedExit: KeyboardInterrupt was raised after step 6 (",
+}
 
 
 def run_with(fault, tmp_path, *more, by=run):
@@ -28,14 +33,23 @@ def run_with(fault, tmp_path, *more, by=run):
     return by(*arguments, extra=extra)
 
 
-def test_a_model_that_ends_the_only_process_fails_the_run_and_the_reason_is_kept(tmp_path):
-    ended = run_with({"what": "sys.exit"}, tmp_path)
+@pytest.mark.parametrize("what", WORDS)
+def test_a_model_that_ends_the_only_process_fails_the_run_and_the_reason_is_kept(tmp_path, what):
+    ended = run_with({"what": what}, tmp_path)
     assert ended.returncode == 1, ended.stderr
     found = status(tmp_path / "run")
     assert (found["state"], found["last_step"]) == ("failed", 6)
-    assert found["reason"].startswith("UnexpectedExit: sys.exit(0) was called after step 6 (")
+    assert found["reason"].startswith(WORDS[what])
     assert "faulty_model.py:" in found["reason"]
     assert found["reason"] in ended.stderr
+
+
+def test_a_model_that_ends_the_process_while_it_is_built_is_an_error_too(tmp_path):
+    (tmp_path / "own.py").write_text("import os\n\ndef build(vocab_size, dim, num_layers):\n    os._exit(0)\n")
+    arguments = ["--config", write_tiny_config(tmp_path), "--set", "model.target=own:build"]
+    ended = run(*arguments, extra={"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 1, ended.stderr
+    assert f"UnexpectedExit: os._exit(0) was called ({tmp_path / 'own.py'}:4)" in ended.stderr
 
 
 @pytest.mark.slow

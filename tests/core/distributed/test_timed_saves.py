@@ -9,6 +9,7 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.grouped import train
+from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, write_tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -38,3 +39,22 @@ def test_a_save_by_time_changes_no_number_and_resumes_bit_for_bit(tmp_path):
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(timed)[name]), name
         assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def start(tmp_path, name, *sets, steps, more=()):
+    config = write_tiny_config(tmp_path, "\n[checkpoint]\nevery = 4\nkeep_last = 10\n")
+    train(config, tmp_path / name, f"train.steps={steps}", *sets, nproc=2, more=more)
+    return tmp_path / name
+
+
+def test_the_branch_equals_the_run_that_decayed(tmp_path):
+    wsd = ('scheduler.name="wsd"', "scheduler.decay_fraction=0.34")  # of 12 steps, the last 5; of 40, the last 14
+    whole = start(tmp_path, "whole", *wsd, steps=12)
+    # The trunk is in its stable phase, long before a decay of its own.
+    trunk = start(tmp_path, "trunk", *wsd, steps=40)
+    middle = trunk / "checkpoints" / "step_00000004"
+    branch = start(tmp_path, "branch", *wsd, steps=12, more=("--resume", middle))
+    assert not checkpoint_differences(whole / "checkpoints" / "latest", branch / "checkpoints" / "latest")
+    expected = losses(whole / "metrics.jsonl")
+    assert losses(branch / "metrics.jsonl") == {step: loss for step, loss in expected.items() if step > 4}
+    assert losses(trunk / "metrics.jsonl")[12] != expected[12]

@@ -43,6 +43,31 @@ def test_a_run_whose_ranks_all_wait_for_data_ends_and_says_what_it_was_reading(t
     keep(5, f"{who} in {where} for data that never come ({how})", lost=LOST)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_signal_ends_a_run_that_waits_for_data(tmp_path, world_size, prefetch):
+    os.mkfifo(tmp_path / "fifo")
+    run_dir = tmp_path / "run"
+    arguments = stalling_arguments(tmp_path, run_dir, after=8, how="fifo", prefetch=prefetch, timeout_sec=600)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=world_size) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4)
+        ranks.signal(signal.SIGTERM)
+        codes = ranks.wait(60)
+        said = ranks.said()
+    ended = status(run_dir)
+    if world_size == 1:
+        assert codes == [0], said
+        assert (ended["state"], ended["last_step"]) == ("stopped", 4)
+        assert (run_dir / "checkpoints" / "step_00000004" / "COMPLETE").exists()
+    else:
+        assert all(code > 0 for code in codes), said
+        assert ended["state"] == "failed"
+        assert "asked to stop, but rank 0 makes no progress: step 5: data" in ended["reason"]
+    lost = "0" if world_size == 1 else "steps since the last checkpoint"
+    what = f"one SIGTERM to {world_size} rank(s) that wait for data for ever, prefetch = {prefetch}"
+    keep(3, what, lost=lost)
+
+
 @pytest.mark.parametrize(("how", "seconds", "ranks_that_do"), [("work", 20, [1]), ("sleep", 6, [0, 1])])
 def test_a_long_step_is_finished_and_saved_after_a_signal(tmp_path, how, seconds, ranks_that_do):
     """Longer than the grace period if the rank works, while the other waits for it; shorter if all wait."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, STEPS, assert_same, end_with, keep, make_config, whole_run
+from tests.support.fault_runs import ARGUMENTS, LOST, STEPS, assert_same, end_with, keep, make_config, whole_run
 from tests.support.ranks import PATIENCE_SEC, Ranks, is_saving, last_logged, status, wait_while_starting
 from tests.support.runs import losses
 from tests.support.wandb_file import read_history
 from trainer.metrics.payload_contract import validate_stream
+from trainer.training.signals import SAME_REQUEST_SEC
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 # torchrun kills what is left 30 s after its SIGTERM.
@@ -98,3 +100,20 @@ def test_a_run_stopped_five_times_ends_as_the_one_nobody_stopped(untouched, tmp_
     assert_same(whole, run_dir, STEPS)
     early = f" ({before_handlers} of them before Python had started)" if before_handlers else ""
     keep(3, f"SIGTERM, round {number + 1}: {', '.join(MOMENTS)}{early}", times=len(MOMENTS))
+
+
+def test_a_second_signal_ends_a_run_that_cannot_reach_a_boundary(tmp_path):
+    run_dir = tmp_path / "run"
+    fault = {"what": "sleep", "rank": 0, "step": 6}
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS)
+    with Ranks(arguments, logs=tmp_path / "logs", fault=fault) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 5)
+        ranks.signal(signal.SIGTERM)
+        time.sleep(SAME_REQUEST_SEC + 1)
+        assert ranks.processes[0].poll() is None
+        ranks.signal(signal.SIGTERM)
+        codes = ranks.wait(GRACE_SEC)
+    assert codes[0] == 128 + signal.SIGTERM
+    assert 0 not in codes
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("failed", "SIGTERM came again: ended at once")
+    keep(3, "a second SIGTERM to a run that hangs in a step", lost=LOST)

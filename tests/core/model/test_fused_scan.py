@@ -268,13 +268,18 @@ def test_fake_tensors_see_what_the_kernels_keep_for_backward() -> None:
     assert all(leaf.grad.shape == leaf.shape for leaf in leaves.differentiable())
 
 
-def test_without_triton_the_plain_scan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_is_said_once_and_the_plain_scan_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(recurrence, "HAS_TRITON", False)
     monkeypatch.setattr(recurrence, "fused_scan", lambda *args: pytest.fail("there are no kernels"))
     monkeypatch.setattr(recurrence, "_scan_op", lambda a, b, *_: b.cpu())
-    with FakeTensorMode():
-        x = torch.empty(2, 5, 3, device="cuda")
-        gated_scan(x, x, x, torch.empty(3, device="cuda"), None, torch.empty(2, 3, device="cuda"))
+    recurrence._warn_of_plain_scan.cache_clear()
+    for _ in range(2):
+        with FakeTensorMode():
+            x = torch.empty(2, 5, 3, device="cuda")
+            gated_scan(x, x, x, torch.empty(3, device="cuda"), None, torch.empty(2, 3, device="cuda"))
+    assert capsys.readouterr().err.count("triton is not installed") == 1
 
 
 def test_a_cpu_takes_the_plain_scan_bit_for_bit_and_does_not_load_the_kernels() -> None:

@@ -110,8 +110,8 @@ def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both):
     assert run_differences(every, late) == []
 
 
-@pytest.mark.parametrize(("fault", "last"), [({"step": 2, "micro": 1}, 3), ({"step": 7}, 7)])
-def test_a_stop_takes_effect_when_the_step_is_read(both, fault, last):
+@pytest.mark.parametrize(("fault", "last"), [({"step": 2, "micro": 1}, 2), ({"step": 7}, 7)])
+def test_a_stop_of_a_single_rank_takes_effect_before_it_reads_for_the_next_step(both, fault, last):
     _, late = both(fault={"what": "signal", **fault})
     status = json.loads((late / "status.json").read_text())
     assert (status["state"], status["last_step"]) == ("stopped", last)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import queue
 import signal
-import time
+import threading
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.restore import check_config
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
 from trainer.training.run_dir import RunDir, choose_run_dir
-from trainer.training.signals import StopRequest
+from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 
 @pytest.fixture
@@ -203,11 +202,10 @@ def test_changed_keys_are_named_and_breaking_ones_refused(config, caplog):
         check_config({**saved, "model": {**saved["model"], "dim": 8}}, config)
 
 
-def test_the_first_signal_asks_and_a_late_second_one_ends_from_another_thread(monkeypatch):
-    asked, exits = [], queue.Queue()
-    monkeypatch.setattr(os, "_exit", exits.put)
-    monkeypatch.setattr(signals, "SAME_REQUEST_SEC", 1.0)
-    request = StopRequest(asked.append)
+def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
+    now, asked, exits = [100.0], [], []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    request = StopRequest(asked.append, clock=lambda: now[0])
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         assert request.install()
@@ -216,15 +214,28 @@ def test_the_first_signal_asks_and_a_late_second_one_ends_from_another_thread(mo
         signal.raise_signal(signal.SIGUSR1)
         assert request.requested
         assert asked == ["SIGUSR1"]
+        now[0] += SAME_REQUEST_SEC - 0.1
         signal.raise_signal(signal.SIGTERM)  # torchrun's echo of a Ctrl-C
-        with pytest.raises(queue.Empty):
-            exits.get(timeout=0.2)
-        time.sleep(1.0)
+        assert not exits
+        now[0] += 0.2
         signal.raise_signal(signal.SIGTERM)
-        assert exits.get(timeout=60) == 128 + signal.SIGTERM
+        assert exits == [128 + signal.SIGTERM]
     finally:
         request.uninstall()
     assert {number: signal.getsignal(number) for number in previous} == previous
+
+
+def test_only_a_start_that_waits_for_ever_is_ended_and_never_what_comes_after_the_run(monkeypatch):
+    monkeypatch.setattr(signals, "GRACE_SEC", 0.2)
+    ended = threading.Event()
+    monkeypatch.setattr(signals, "end_process", lambda *_: ended.set())
+    for mend, ends in ((StopRequest.uninstall, False), (lambda request: None, True)):
+        request = StopRequest(lambda name: None)
+        request.install()
+        signal.raise_signal(signal.SIGUSR1)
+        mend(request)
+        assert ended.wait(60 if ends else 1.5) == ends
+    request.uninstall()
 
 
 def test_a_file_system_without_locks_can_be_trained_on(tmp_path, monkeypatch, caplog):

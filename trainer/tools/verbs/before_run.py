@@ -136,11 +136,11 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.training.step.optimizer import parameter_groups
 
     config, model = plan.config, plan.weightless_model()
-    parent = config.run.dir
+    parent = plan.place(config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
         raise UserError("run.dir", f"{config.run.dir} is not a directory", "name another one")
     if config.model.weights is not None:
-        weights, _ = read_weights(config.model.weights)
+        weights, _ = read_weights(plan.place(config.model.weights))
         check_fit(model, weights, key="model.weights", path=config.model.weights)
     groups = parameter_groups(model, config.optimizer)
     if config.optimizer.target is not None:
@@ -153,8 +153,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     if plan.layout is not None:
         shard_units(model)
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
-    _check_resume(config, config.checkpoint.resume)
-    for key, url in (("checkpoint.remote", config.checkpoint.remote), ("checkpoint.resume", config.checkpoint.resume)):
+    _check_resume(config, plan.resume)
+    for key, url in (("checkpoint.remote", config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
         if url is not None and is_url(url):
             Storage(url, key=key)  # which sends nothing
 

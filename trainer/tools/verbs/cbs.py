@@ -67,6 +67,7 @@ def _run(study: Study) -> None:
         return
     stop = StopRequest(lambda name: echo(f"{name}: stopping the branches at their next step", err=True))
     stop.install()
+    stop.is_watched = True  # the branches may take long to their next step, and this process waits for them
 
     def on_result(branch: Branch, result: BranchResult) -> None:
         done[branch] = result

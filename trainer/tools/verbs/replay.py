@@ -103,6 +103,7 @@ def _replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all
     echo(f"{name}: repeating steps {origin.step + 1:,} to {step:,}", err=True)
     stop = StopRequest(lambda signal: echo(f"{signal}: stopping", err=True))
     stop.install()
+    stop.is_watched = True  # this process waits for the one that repeats
     try:
         return repeat(origin, step, num_ranks=num_ranks, logs_all=logs_all, should_stop=lambda: stop.requested)
     except BranchFailed as error:

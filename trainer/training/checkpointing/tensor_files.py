@@ -291,9 +291,20 @@ class TensorPart(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]] | None = None
     """See `write_tensors`."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(part.tensor.nbytes for part in self.rows.values())
 
-Part = TensorPart | Iterable[Tensor]
-"""Of a file of states, pieces [n, width] on the CPU, which are taken one by one."""
+
+class StatePart(NamedTuple):
+    """A file of states, as pieces [n, width] on the CPU, which are taken one by one."""
+
+    num_bytes: int
+    pieces: Iterable[Tensor]
+
+
+Part = TensorPart | StatePart
 
 
 def write_part(path: Path, part: Part) -> None:
@@ -302,7 +313,7 @@ def write_part(path: Path, part: Part) -> None:
         write_tensors(path, part.rows, part.values, shapes=part.shapes)
         return
     with replacing(path) as file:
-        for piece in part:
+        for piece in part.pieces:
             file.write(piece.view(torch.uint8).numpy().data)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 import time
 from collections import deque
@@ -31,6 +33,7 @@ from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.tensor_files import (
     Part,
     Rows,
+    StatePart,
     TensorFiles,
     TensorPart,
     model_file,
@@ -292,6 +295,7 @@ class Saver:
         self._writes: list[Future[None]] = []
         self.pending: tuple[int, dict[str, Any]] | None = None
         """Step and shared state of a save whose files are not a checkpoint yet."""
+        self._needed = 0  # bytes of the save
         self.began_at = self.last_saved
         self.must_save = False
         """A timed save is due, on all ranks alike: the next step is saved before another starts."""
@@ -316,7 +320,10 @@ class Saver:
         self._set_clock()
         staging = files.staging_dir(self.directory, step)
         parts = self._parts(position)  # refer to the tensors, without copies
-        self._together(lambda: self._make_staging(staging))  # before any rank writes
+        own = sum(part.num_bytes for part in parts.values())
+        self._needed = sum(gather_from_ranks(own, world_size=self.info.world_size))
+        # Before any rank writes: what else is on the disk may need the rest of it.
+        self._together(lambda: self._make_staging(staging))
         shared = {
             "step": step,
             "reached": position.reached,
@@ -377,7 +384,7 @@ class Saver:
             if ledger is not None:
                 own["ledger"] = ledger.state_dict(with_rows=False)
                 own["unlogged"]["ledger"] = ledger.undrained()
-                parts[rows_file(shard.number)] = ledger.held_rows()
+                parts[rows_file(shard.number)] = StatePart(ledger.num_row_bytes, ledger.held_rows())
             values, tensors = pack(own)
             rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
             parts[rank_file(shard.number)] = TensorPart(rows, values)
@@ -387,9 +394,12 @@ class Saver:
         return parts
 
     def _make_staging(self, staging: Path) -> None:
-        if self.info.is_main:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+        if not self.info.is_main:
+            return
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        if shutil.disk_usage(staging).free < self._needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging))
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         if not self.info.is_main:
@@ -415,7 +425,7 @@ class Saver:
         if problems:
             if self.info.is_main:
                 files.discard_staging(self.directory)  # or the disk stays full
-            raise SaveError(f"the checkpoint could not be written: {problems[0]}")
+            raise SaveError(f"the checkpoint could not be written: {problems[0]}; it needs {self._needed / 1e6:.1f} MB")
 
     def _free(self) -> str:
         try:
@@ -434,8 +444,8 @@ def _copies(parts: Mapping[str, Part], *, is_pinned: bool) -> dict[str, Part]:
 
     copied: dict[str, Part] = {}
     for name, part in parts.items():
-        if not isinstance(part, TensorPart):
-            copied[name] = list(part)  # which are copies
+        if isinstance(part, StatePart):
+            copied[name] = part._replace(pieces=list(part.pieces))  # which are copies
         else:
             rows = {key: each._replace(tensor=copy(each.tensor)) for key, each in part.rows.items()}
             copied[name] = part._replace(rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ from trainer.training.setup.parts import (
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import Found, begin_record, open_record, place_run
-from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.signals import StopRequest, as_exception, say_stopping
 from trainer.training.step.core_extensions import ModelMetrics, Replicas
 from trainer.training.step.optimizer import Length, make_schedule
 from trainer.training.step.step import TrainStep
@@ -65,6 +66,8 @@ class Launch:
     stdout: Output | None = None  # for payloads
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
+    moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
+    """When each part of the start was done; see "slow start"."""
 
 
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
@@ -84,8 +87,10 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     data = check_data(plan, saved, info, launch.data_policy)
     plan, config = data.plan, data.plan.config
     strategy = make_strategy(config, info, device)
+    launch.moments["config and data"] = time.monotonic()
     state = _open_state(plan, info, device, strategy, stack)
     diagnostics = state.tracker.diagnostics
+    launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
         auxiliary = make_auxiliary(config.objective, state.model, plan.parts)
@@ -132,6 +137,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         # Called from another thread when this one hangs: nothing here may wait for it.
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
+        is_asked=lambda: launch.stop.is_heard or launch.stop.requested,
         groups=strategy.groups,
     )
     stack.callback(watchdog.close)
@@ -159,6 +165,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         tracker=state.tracker,
         position=position,
         stop=launch.stop,
+        moments=launch.moments,
         events=events,
         wandb_run_id=wandb_run_id,
         reading=reading,
@@ -204,8 +211,9 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
     _, error, _ = exit_info
-    if error is not None:
-        reason = error.message if isinstance(error, UserError) else error_text(error)
+    if error is not None:  # also a `SystemExit` of user code, as a message
+        raised = as_exception(error)
+        reason = raised.message if isinstance(raised, UserError) else error_text(raised)
         run_dir.leave_reason(info, reason, step=position.step)
 
 

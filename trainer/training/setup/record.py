@@ -56,8 +56,9 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
 
 
 def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    config, claimed = plan.config, None
-    resume = effective_resume(config.checkpoint.resume)
+    config, resume, claimed = plan.config, effective_resume(plan.resume), None
+    table = config.run.model_copy(update={"dir": plan.place(config.run.dir)})
+    config = config.model_copy(update={"run": table})
     run_dir = choose_run_dir(config, given, resume)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
