@@ -100,7 +100,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         try:
             with group:
                 try:
-                    with ExitStack() as of_run:
+                    with ExitStack() as of_run, exits_as_errors():
                         run = open_run(plan, launch, info, device, of_run, last)
                         return 0 if run is None else _run_to_end(run)
                 except UserError:  # also from closing the run

@@ -45,7 +45,7 @@ from trainer.training.setup.parts import (
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import Found, begin_record, open_record, place_run
-from trainer.training.signals import StopRequest, as_exception, say_stopping
+from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.core_extensions import ModelMetrics, Replicas
 from trainer.training.step.optimizer import Length, make_schedule
 from trainer.training.step.step import TrainStep
@@ -211,9 +211,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
     _, error, _ = exit_info
-    if error is not None:  # also a `SystemExit` of user code, as a message
-        raised = as_exception(error)
-        reason = raised.message if isinstance(raised, UserError) else error_text(raised)
+    if error is not None:
+        reason = error.message if isinstance(error, UserError) else error_text(error)
         run_dir.leave_reason(info, reason, step=position.step)
 
 
