@@ -74,10 +74,8 @@ def _leave(code: int) -> None:
 
 def _what_keeps_the_process() -> str:
     """The threads that Python waits for, or the exit handler that the main thread is in."""
-    frames = sys._current_frames()
-    main = threading.main_thread()
-    others = [each for each in threading.enumerate() if each is not main]
-    threads = [each for each in others if not each.daemon and each.is_alive()]
+    frames, main = sys._current_frames(), threading.main_thread()
+    threads = [each for each in threading.enumerate() if each is not main and not each.daemon]
 
     def place(thread: threading.Thread) -> str:
         frame = frames.get(thread.ident or 0)

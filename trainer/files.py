@@ -20,8 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-# `.<name>.<process>.tmp`; before it had the ending, without.
-_LEFTOVER = re.compile(r"\.(.+\.\d+\.tmp|(latest|status\.json|env\.json)\.\d+)")
+_LEFTOVER = re.compile(r"\..+\.\d+\.tmp")  # see `_temporary`
 
 
 def is_url(text: str) -> bool:

@@ -35,8 +35,7 @@ from trainer.distributed.strategy import compile_blocks
 from trainer.training.setup.parts import autocast_context
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.sources import make_blend
-from trainer.training.step.optimizer import build_optimizer
-from trainer.training.step.schedule import lr_at
+from trainer.training.step.optimizer import build_optimizer, lr_at
 
 GOALS = {"cpu": 0.97, "cuda": 0.99}
 MAX_MEMORY = 1.05

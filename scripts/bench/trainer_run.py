@@ -15,7 +15,7 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.training.extension import Extension
-from trainer.training.loop import run_loop
+from trainer.training.main import run_loop
 from trainer.training.run import StepInFlight
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan

@@ -22,7 +22,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, pick_backend
 from trainer.distributed.shards import Layout, is_dtensor, own_part
 from trainer.distributed.strategy import Sharded
-from trainer.training.loop import run_loop
+from trainer.training.main import run_loop
 from trainer.training.setup import open_run as opening
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan

@@ -18,7 +18,7 @@ from tests.support.on_device import around_steps, forbid_synchronization, synchr
 from tests.support.runs import FULL_ROWS
 from trainer.data.loader import Loader
 from trainer.on_device import HostCopy, to_device
-from trainer.training import loop
+from trainer.training import main as loop
 from trainer.training.run import Run
 
 pytestmark = pytest.mark.cuda

@@ -27,7 +27,7 @@ from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import make_plan
-from trainer.training.step.schedule import lr_at
+from trainer.training.step.optimizer import lr_at
 
 CONFIG = ROOT / "train_configs" / "key_recall.toml"
 FALSE = "ledger/false_evictions/stale"

@@ -69,7 +69,7 @@ SHOWN = (
     "trainer.objective.loss.token_type_sums",
     "trainer.tools.summary.summarize",
     "trainer.training.run_dir.RunDir.keep_status",
-    "trainer.training.step.details",
+    "trainer.training.step.core_extensions",
     "trainer.training.step.core_extensions",
     "trainer.tools.mix_weights.MixWeights",
     "trainer.data.pool.ActivePool.snapshot",

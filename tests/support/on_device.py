@@ -13,7 +13,7 @@ import torch
 from tests.support import in_process
 from tests.support.fault_runs import MEASURED
 from tests.support.runs import read_rows, train, write_tiny_config
-from trainer.training import loop
+from trainer.training import main as loop
 from trainer.training.run import Run, StepInFlight
 
 OF_DEVICE = (*MEASURED, "mfu", "smoothed/mfu", "gpu/")

@@ -68,7 +68,7 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     rank = os.environ.get("RANK", "0")
     is_waiting = False
     if message and speaker is None and os.environ.get("WORLD_SIZE", "1") != "1":
-        speaker, is_waiting = _meet_ranks(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
+        speaker, is_waiting = _meet_ranks(message, 0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
     # As soon as one rank has exited, torchrun ends the others. That must swallow neither the
     # message nor the exit code.
     if "RANK" in os.environ:
@@ -83,7 +83,7 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     sys.exit(EXIT_USER_ERROR)
 
 
-def _meet_ranks(wait_sec: float) -> tuple[int | None, bool]:
+def _meet_ranks(message: str, wait_sec: float) -> tuple[int | None, bool]:
     """Tell the other ranks that this one refuses.
 
     Returns:
@@ -106,7 +106,7 @@ def _meet_ranks(wait_sec: float) -> tuple[int | None, bool]:
             info = rank_info()
             store = rendezvous_store(info, timeout=timedelta(seconds=WAIT_FOR_RANKS_SEC))
             ranks = {"rank": info.rank, "world_size": info.world_size}
-            speakers.append(answer_refusal(store, **ranks, gives_up=lambda: time.monotonic() > end))
+            speakers.append(answer_refusal(store, message, **ranks, gives_up=lambda: time.monotonic() > end))
 
     # A thread, since it may block for long and signals must be handled.
     thread = threading.Thread(target=meet, name="meeting", daemon=True)

@@ -145,40 +145,41 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
         dist.destroy_process_group()
 
 
-NOBODY = "nobody"
-
-
 class GroupError(Exception):
     """The ranks cannot start together: one has ended, or does not answer."""
 
 
 # Polled: during a blocking wait Python handles no signals, and the wait warns when it times out.
 CHECK_EVERY_SEC = 0.1
+SILENT = -1  # a `UserError.speaker`: those who found the mistake print it
 
 
 def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: float) -> None:
     """Wait until all ranks are ready. UserError: one refuses; GroupError: one does not answer."""
     end = time.monotonic() + timeout_sec
-    speaker = _answer(store, "ready", rank=rank, world_size=world_size, gives_up=lambda: time.monotonic() > end)
-    if speaker is not None:
-        error = UserError(f"rank {speaker}", "refuses to start", "see its message")
-        error.speaker = speaker
+    if _meet(store, rank=rank, world_size=world_size, gives_up=lambda: time.monotonic() > end):
+        error = UserError("another rank", "refuses to start", "see its message")
+        error.speaker = SILENT
         raise error
+    missing = [str(each) for each in range(world_size) if not store.check([f"startup/rank_{each}"])]
+    if missing:
+        raise GroupError(f"rank {', '.join(missing)} did not start in time")
 
 
-def answer_refusal(store: dist.Store, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int:
-    """Refuse to start. Returns the rank that prints: the lowest that refuses.
+def answer_refusal(store: dist.Store, message: str, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int:
+    """Refuse to start. Returns the rank that prints: the first with this message.
 
     Args:
         gives_up: polled; when true, ranks that have not answered are not waited for.
     """
-    speaker = _answer(store, "refused", rank=rank, world_size=world_size, gives_up=gives_up)
-    assert speaker is not None
+    speaker = claim_message(store, message, rank=rank)
+    store.set("startup/refusal", "")
+    _meet(store, rank=rank, world_size=world_size, gives_up=gives_up)
     return speaker
 
 
 def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
-    """The rank that prints a message found during the run: the first that claims it."""
+    """The rank that prints a message: the first that claims it."""
     digest = hashlib.sha256(message.encode()).hexdigest()
     try:
         return int(dist.PrefixStore("messages", store).compare_set(digest, "", str(rank)))
@@ -186,33 +187,21 @@ def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
         return rank
 
 
-def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int | None:
-    """Answer, and wait for the others. The rank that prints; None: all are ready."""
-    store = dist.PrefixStore("startup", store)
-    store.set(f"{answer}_{rank}", "")
-    is_last = store.add("answers", 1) == world_size  # atomically, so exactly one rank is
-    while not (is_last or store.check(["speaker"]) or gives_up()):
+def _meet(store: dist.Store, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> bool:
+    """Wait for the other ranks. Whether any refuses."""
+    store.set(f"startup/rank_{rank}", "")
+    store.add("startup/here", 1)
+    while store.add("startup/here", 0) < world_size and not gives_up():
         time.sleep(CHECK_EVERY_SEC)
-    _decide(store, world_size)
-    speaker = store.get("speaker").decode()
-    if speaker == NOBODY:
-        return None
-    store.add("read", 1)
-    if rank == 0:  # it may be the host of the store, which must stay until the others have read
-        while store.add("read", 0) < store.add("answers", 0) and not gives_up():
-            time.sleep(CHECK_EVERY_SEC)
-    return int(speaker)
-
-
-def _decide(store: dist.Store, world_size: int) -> None:
-    """Choose the rank that prints, atomically and once, also for ranks that come later."""
-    if store.check(["speaker"]):
-        return
-    refusing = [rank for rank in range(world_size) if store.check([f"refused_{rank}"])]
-    missing = [rank for rank in range(world_size) if not store.check([f"ready_{rank}"])]
-    if missing and not refusing:
-        raise GroupError(f"rank {', '.join(map(str, missing))} did not start in time")
-    store.compare_set("speaker", "", next(map(str, refusing), NOBODY))
+    is_refused = store.check(["startup/refusal"])
+    if is_refused:
+        store.add("startup/gone", 1)
+    # Rank 0 may be the host of the store, which must stay until the others have read.
+    while is_refused and rank == 0 and store.add("startup/gone", 0) < store.add("startup/here", 0):
+        if gives_up():
+            break
+        time.sleep(CHECK_EVERY_SEC)
+    return is_refused
 
 
 def gather_from_ranks(value: T, *, world_size: int) -> list[T]:

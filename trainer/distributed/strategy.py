@@ -66,6 +66,8 @@ class Strategy:
     copies = 1  # how many ranks hold the same part of the averaged gradient
     groups: Sequence[dist.ProcessGroup] = ()  # of a part of the ranks; all are in equally many
     stream: torch.cuda.Stream | None = None  # where a graph of DDP's backward has to be captured
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The context of all backwards of a window but the last, which averages."""
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
         """Leave this rank its part of the parameters, which `units()` gather one at a time."""
@@ -73,10 +75,6 @@ class Strategy:
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """The module for the training step: `row_model`, which runs rows through `model`."""
         return row_model
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """The context of all backwards of a window but the last, which averages."""
-        return nullcontext()
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
         """This rank's part of the averaged gradients. UserError: a parameter was left out."""

@@ -52,23 +52,12 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": _hugging_face("kimi_linear"),
 }
 
-GONE = {"fla_gated_delta": 'use "gated_delta", which runs the same kernels on CUDA where fla-core is installed'}
-
 
 def fewest_heads(dim: int) -> int:
     """The fewest heads that divide `dim` and are at most `WIDEST` wide: kernels are fastest
     there."""
     least = max(-(-dim // WIDEST), 1)
     return next((heads for heads in range(least, dim) if dim % heads == 0), max(dim, 1))
-
-
-def as_trained(config: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's config as this version writes it: heads of gated_delta used to be dim / 64."""
-    match config:
-        case {"model": {"family": "gated_delta" | "fla_gated_delta", "dim": int(dim), "args": {**args}, **table}}:
-            args["heads"] = args.get("heads") or max(dim // 64, 1)
-            return {**config, "model": {**table, "family": "gated_delta", "dim": dim, "args": args}}
-    return config
 
 
 def with_sizes(config: RunConfig, trained: Mapping[str, Any]) -> RunConfig:

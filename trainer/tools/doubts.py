@@ -21,7 +21,7 @@ from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.setup.plan import Plan, ledger_bytes
 from trainer.training.setup.sources import Source
-from trainer.training.step.schedule import Length, make_schedule
+from trainer.training.step.optimizer import Length, make_schedule
 from trainer.wording import counted, few, printable
 
 if TYPE_CHECKING:

@@ -1,13 +1,22 @@
-"""A run on this rank, from plan to end: process group, state, resume, loop."""
+"""A run on this rank, from plan to end: process group, state, resume, loop.
+
+A step's numbers are read after the next step is launched, so that the device has work while the
+host reads. A stop, an end of the data and a streak of skipped steps therefore take effect one step
+later, on all ranks alike. A step that logs, evaluates, samples, saves or may let the batch grow is
+read at once, and so is the one after a timed save became due. A single rank that is asked to stop
+does not read another batch: no other rank has to agree, and data may never come.
+"""
 
 from __future__ import annotations
 
 import errno
 import shutil
+import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
 
@@ -15,20 +24,40 @@ import torch
 
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import HuggingFaceTokenizer
-from trainer.distributed.env import GroupError, RankInfo, pick_backend, pick_device, process_group, rank_info
-from trainer.distributed.watchdog import is_of_a_collective
+from trainer.distributed.env import (
+    GroupError,
+    RankInfo,
+    gather_from_ranks,
+    pick_backend,
+    pick_device,
+    process_group,
+    rank_info,
+)
+from trainer.distributed.watchdog import DATA, is_of_a_collective
 from trainer.errors import UserError, raise_found
+from trainer.metrics.aggregate import Operations
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
-from trainer.training.around_step import NonFiniteError, stopped_by
-from trainer.training.checkpointing.saver import SaveError
+from trainer.training.checkpointing.train_state import SaveError
 from trainer.training.extension import CorruptedError
-from trainer.training.loop import run_loop
-from trainer.training.run import Run
+from trainer.training.run import (
+    NonFiniteError,
+    Run,
+    StepInFlight,
+    agreed_operations,
+    evaluate,
+    finish,
+    interruptible,
+    is_read_at_once,
+    log_change,
+    logs,
+    next_step,
+    stopped_by,
+)
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.signals import exits_as_errors
+from trainer.training.signals import StopNow, exits_as_errors
 from trainer.wording import error_text
 
 logger = get_logger(__name__)
@@ -71,7 +100,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         try:
             with group:
                 try:
-                    with ExitStack() as of_run:
+                    with ExitStack() as of_run, exits_as_errors():
                         run = open_run(plan, launch, info, device, of_run, last)
                         return 0 if run is None else _run_to_end(run)
                 except UserError:  # also from closing the run
@@ -175,3 +204,71 @@ def _describe(error: OSError, run_dir: RunDir) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):  # full disk, or quota
         text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
     return text
+
+
+def run_loop(run: Run) -> str:
+    """Train until the last step, the end of the data or a request to stop. Returns the reason."""
+    position, operations = run.position, agreed_operations(run)
+    reason: str | None = None
+    in_flight: StepInFlight | None = None
+    # A stop during startup: the first step may take minutes (compilation), and nothing is lost yet.
+    is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size))
+    if is_stopped or (position.evaluation_is_due and not evaluate(run)):
+        reason = stopped_by(run)
+    run.moments["other preparations"] = time.monotonic()
+    while reason is None and (position.last_step is None or position.step < position.last_step):
+        reason, in_flight = take_step(run, in_flight, operations)
+        if run.moments:  # after the first step only
+            run.plan.call("slow start", run.moments)
+            run.moments.clear()
+        run.extensions.call("step_launched", position.step + (in_flight is not None))
+    run.extensions.exchange()  # weights that differ between ranks are not saved
+    if run.saver.last_saved != position.step and position.step > 0:
+        run.watchdog.at("checkpoint", position.step, may_wait=True)
+        run.saver.save(position, in_background=False)
+    return reason or "all steps are done"
+
+
+def take_step(
+    run: Run, previous: StepInFlight | None, operations: Operations
+) -> tuple[str | None, StepInFlight | None]:
+    """Launch a step and finish the one before. Returns a stop reason, and the step in flight."""
+    step, reason = 1 + (run.position.step if previous is None else previous.step), None
+    batch = next_step(run, step, previous)
+    at_once = is_read_at_once(run, step)
+    if at_once or run.saver.must_save:
+        # Finished before this step starts, so that the times of this step are its own.
+        reason, previous = finish(run, previous, operations), None
+        if reason is not None:
+            return reason, None
+    run.tracker.start_step()  # waiting for data is part of a step's time
+    run.watchdog.at(DATA, step)
+    try:
+        with run.tracker.section("data"), interruptible(run):
+            window = run.reading.window(batch.num_micros)
+    except StopNow:
+        return finish(run, previous, operations) or stopped_by(run), None
+    if window is None:
+        return "data exhausted", None
+    if batch.change is not None:
+        log_change(run, step, batch.change)
+    run.watchdog.at("forward and backward", step)
+    with run.tracker.section("forward_backward"):
+        run.train_step.accumulate(step, window, is_logged=logs(run, step))
+    run.watchdog.at("optimizer", step)
+    with run.tracker.section("optimizer"):
+        launched = run.train_step.launch(
+            lr=batch.lr,
+            stop=run.stop.requested,
+            saved=run.saver.pending is not None and run.saver.is_written(),
+            save_due=time.monotonic() >= run.saver.due_time,
+            exchange=run.extensions.asks,
+            exhausted=all(map(attrgetter("is_filler"), window)),
+        )
+    current = StepInFlight(step, batch.reached, window, launched, batch.lr)
+    if previous is not None:
+        reason = finish(run, previous, operations)
+    if at_once or reason is not None:
+        # The stop takes effect now; the step that is in flight has happened and counts.
+        return finish(run, current, operations) or reason, None
+    return None, current

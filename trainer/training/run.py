@@ -1,10 +1,12 @@
-"""A run: its parts, and where it is."""
+"""A run: its parts and where it is; and around a step: its size, record, evaluation and checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,25 +14,27 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Reading
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Recorder, Reported
+from trainer.metrics.aggregate import Operations, Recorder, Reported, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.catalog.spec import RankReduction
+from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
 from trainer.objective.loss import Loss
-from trainer.training.checkpointing.saver import Saver
-from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.checkpointing.train_state import HOST_KEYS, SHOWN_LOSSES, Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
-from trainer.training.signals import StopRequest
-from trainer.training.step.schedule import Length, Schedule
-from trainer.training.step.step import Launched, TrainStep
+from trainer.training.signals import StopNow, StopRequest
+from trainer.training.step.optimizer import Length, Schedule
+from trainer.training.step.step import Launched, StepOutcome, TrainStep
+from trainer.wording import few
 
 
 @dataclass(frozen=True)
@@ -125,3 +129,284 @@ class Run:
         """Write to events.jsonl (rank 0; other ranks do nothing)."""
         if self.events is not None:
             self.diagnostics.best_effort("events.jsonl").run(self.events.write, event)
+
+
+logger = get_logger(__name__)
+MAX_SKIPS = 10  # consecutive steps that `train.on_non_finite = "skip"` skips before the run ends
+
+
+class NonFiniteError(Exception):
+    """The loss or gradient was not finite, and the config stops the run, or skipping did not help."""
+
+
+def agreed_operations(run: Run) -> Operations:
+    """How metrics combine over ranks, the same on each; warns if ranks disagree. Collective.
+
+    A rank without a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
+    """
+    # The names of all metrics that may come, so that every vector has the same length.
+    keys = [*HOST_KEYS, *run.state.dataset.metric_keys, *run.extensions.metric_keys]
+    keys += [key for *_, reporter in run.state.reporters for key in reporter.metric_keys]
+    by_rank = gather_from_ranks(rank_operations(keys), world_size=run.info.world_size)
+    agreed: dict[str, RankReduction] = {}
+    for own in by_rank:
+        agreed = {**own, **agreed}
+    for rank, own in enumerate(by_rank):
+        other = sorted(key for key in agreed if own.get(key) != agreed[key])
+        if other:
+            text = "the ranks do not report the same metrics: "
+            text += "rank %d has no %s, or another row of the catalog for it"
+            logger.warning(text, rank, few(other))
+    return dict(sorted(agreed.items()))
+
+
+class NextStep(NamedTuple):
+    """The size and the learning rate of a step; the same on all ranks."""
+
+    num_micros: int
+    """Micro-batches of each data shard."""
+    reached: int  # see `Length`
+    lr: float
+    change: Mapping[str, Any] | None
+    """The event of a change of `num_micros`."""
+
+
+def next_step(run: Run, step: int, previous: StepInFlight | None) -> NextStep:
+    """Size and learning rate of a step. Notes the last one in `run.position`."""
+    position, length, growth = run.position, run.length, run.growth
+    before, tokens_before = position.micro_batches, position.tokens_before
+    if previous is not None:  # the tokens of `previous` are not known: those through step - 2
+        before, tokens_before = len(previous.window) // len(run.reading.loaders), position.tokens
+    num_micros, lr_factor, change = run.num_micros, 1.0, None
+    if growth is None:
+        before = num_micros
+    else:
+        since = position.micro_batches_since
+        num_micros, change = growth.of_step(step, before=before, changed_at=since, tokens_before=tokens_before)
+        # Before the first step nothing is known: as if it had the same size.
+        lr_factor, before = growth.lr_factor(num_micros), before or num_micros
+    reached = step
+    if length.micro_tokens:
+        num_full = num_micros
+        if step > 1:
+            num_full += before
+        reached = min(tokens_before + num_full * length.micro_tokens, length.total)
+    if reached >= length.total:
+        position.last_step = step
+    return NextStep(num_micros, reached, run.schedule(reached) * lr_factor, change)
+
+
+def log_change(run: Run, step: int, change: Mapping[str, Any]) -> None:
+    """Record that the batch of a step has another size."""
+    text = "step %d: %d micro-batches instead of %d: %s"
+    logger.info(text, step, change["to"], change["from"], change["reason"])
+    run.event(change)
+
+
+def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str | None:
+    """Read the numbers of a step, if any, and act on them. Returns the stop reason, or None."""
+    if taken is None:
+        return None
+    outcome = run.train_step.finish(taken.launched)
+    if outcome.is_exhausted:
+        return "data exhausted"
+    position, step, num_shards = run.position, taken.step, len(run.reading.loaders)
+    data_states = list(map(attrgetter("state"), taken.window[-num_shards:]))
+    record_ended(run, step, position.data_states[0], data_states[0])
+    position.step, position.reached, position.data_states = step, taken.reached, data_states
+    position.tokens_before = position.tokens
+    position.tokens += outcome.tokens_trained
+    num_micros = len(taken.window) // num_shards
+    if num_micros != position.micro_batches:
+        position.micro_batches, position.micro_batches_since = num_micros, step
+    # By shard, since a checkpoint keeps the counts of each.
+    for micro in taken.window:
+        position.unlogged[micro.shard].add(micro.metrics)
+    run.extensions.call("step_finished", taken, outcome)
+    if not outcome.is_finite:
+        reject(run, taken, outcome, operations)
+    elif outcome.tokens:  # a step without tokens trained on nothing
+        position.skipped_in_a_row = 0
+        position.last_losses.append((step, outcome.loss))
+        if len(position.first_losses) < SHOWN_LOSSES:
+            position.first_losses.append((step, outcome.loss))
+    if outcome.wants_exchange:
+        # Before the row, and before a save: an exchange may find that the run is corrupt.
+        run.extensions.exchange()
+    end_step(run, taken, outcome, operations, is_logged=logs(run, step))
+    if outcome.all_saved:  # agreed by all ranks
+        run.watchdog.at("checkpoint", step, may_wait=True)
+        run.saver.publish_pending()
+    every, is_last = run.config.eval.every, step == position.last_step
+    position.evaluation_is_due = run.evaluator is not None and (is_last or step % every == 0)
+    if outcome.should_stop or not at_boundary(run, is_last=is_last):
+        return stopped_by(run)
+    if outcome.save_is_due:
+        # Later: the next step may be in flight, and the weights no longer those of this step.
+        run.saver.must_save = run.saver.began_at != step
+    return None
+
+
+def record_ended(run: Run, step: int, before: Any, after: Any) -> None:
+    """Record the sources that gave this rank their last batch between two states of the blend."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping) or before.get("names") != after["names"]:
+        return
+    if before["ended"] == after["ended"]:
+        return
+    sources = zip(after["names"], before["ended"], after["ended"], strict=True)
+    ended = [name for name, was_ended, is_ended in sources if is_ended and not was_ended]
+    if ended:
+        logger.info("step %d: read to the end: source %s", step, ", ".join(ended))
+        run.event({"event": "source_ended", "global_step": step, "sources": ended})
+
+
+def stopped_by(run: Run) -> str:
+    """The reason of a run that stops on request."""
+    return f"stopped by {run.stop.signal_name or 'a signal on another rank'}"
+
+
+def is_read_at_once(run: Run, step: int) -> bool:
+    """Whether the step's numbers are needed right after it; the same on all ranks."""
+    return logs(run, step) or 0 in map(step.__mod__, run.periods | run.extensions.periods)
+
+
+def logs(run: Run, step: int) -> bool:
+    """Whether `step` is logged; the same on all ranks."""
+    return run.tracker.will_log(step) or step == run.position.last_step
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """Around reads that may wait for ever: on a single rank, a request to stop raises `StopNow`."""
+    run.stop.interrupts = run.info.world_size == 1
+    try:
+        # Requested just before: no signal will come again.
+        if run.stop.interrupts and run.stop.requested:
+            raise StopNow
+        yield
+    finally:
+        run.stop.interrupts = False
+
+
+def end_step(
+    run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations, *, is_logged: bool, drains: bool = True
+) -> None:
+    """Pass the step to the tracker, if it is logged with the metrics of all ranks."""
+    step, extra = taken.step, {}
+    if is_logged:
+        run.watchdog.at("logging", step)
+        extra = reduced_metrics(run, taken, operations, drains=drains)
+    loss: float | None = outcome.loss
+    grad_norm: float | None = outcome.grad_norm
+    if not outcome.tokens:  # unknown, not NaN
+        loss = grad_norm = None
+    run.tracker.end_step(
+        step,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=taken.lr,
+        tokens_in_step=outcome.tokens,
+        tokens_trained=outcome.tokens_trained,
+        extra=extra,
+        force_log=is_logged,
+    )
+    if is_logged and run.info.is_main:
+        guard = run.diagnostics.best_effort("status.json")
+        guard.run(run.run_dir.keep_status, step, wandb_run_id=run.wandb_run_id)
+
+
+def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, drains: bool) -> dict[str, float]:
+    """The metrics recorded since the last logged step, over all ranks."""
+    guard, world_size = run.diagnostics.best_effort, run.info.world_size
+    run.record("non_finite_steps", 0.0)  # reported as 0, not left out
+    if run.growth is not None:
+        run.record("train/micro_batches", float(run.position.micro_batches))
+    grad_scale = run.train_step.grad_scale
+    if grad_scale is not None:
+        run.record("grad_scale", grad_scale)
+    run.recorder.add(run.tracker.times())
+    if world_size > 1:
+        # The same value twice: the keys are reduced to the maximum and the minimum over ranks.
+        ready_after = taken.launched.ready_at - run.tracker.step_start
+        run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
+    if drains:
+        for name, shard, reporter in run.state.reporters:
+            found = guard(name).run(reporter.drain_metrics)
+            if found is None:  # it failed: unknown on this rank, so that no total looks complete
+                found = dict.fromkeys(reporter.metric_keys)
+            run.position.unlogged[shard].add(found)
+        run.recorder.add(run.extensions.drained())
+    recorded = []
+    for recorder in run.position.unlogged:
+        drained = guard("metrics").run(recorder.drain_metrics)
+        if drained is None:
+            drained = dict.fromkeys(operations)
+        recorded.append(drained)
+    how: dict[str, Any] = {"device": run.device, "world_size": world_size, "guard": guard("reduction")}
+    reduced = reduce_over_ranks(recorded, operations, **how)
+    reduced.pop("loss", None)  # the outcome has it, from the step's own reduction
+    return reduced
+
+
+def at_boundary(run: Run, *, is_last: bool) -> bool:
+    """Evaluate, sample and save where it is due after the step. False: the run is to stop."""
+    position, table = run.position, run.config.checkpoint
+    if position.evaluation_is_due and not evaluate(run):
+        return False
+    if run.extensions.has("at_boundary") and is_read_at_once(run, position.step):
+        run.watchdog.at("extensions", position.step)
+        run.extensions.call("at_boundary", position.step, is_last=is_last)
+    is_due = run.saver.must_save or (table.every and position.step % table.every == 0)
+    if is_due and not is_last:  # after the last step the loop saves
+        run.watchdog.at("checkpoint", position.step, may_wait=True)
+        # Weights that differ between ranks must not be saved.
+        run.extensions.exchange()
+        run.saver.save(position, in_background=table.background)
+    return True
+
+
+def evaluate(run: Run) -> bool:
+    """Evaluate and log. False if a stop is requested meanwhile: a resumed run evaluates instead."""
+    assert run.evaluator is not None
+    position = run.position
+
+    def should_stop() -> bool:  # asked between micro-batches
+        run.watchdog.at("evaluation", position.step, may_wait=run.config.eval.target is not None)
+        return run.stop.requested
+
+    should_stop()  # tells the watchdog, also if a set has no batch
+    found: dict[str, float] | None = None
+    with suppress(StopNow), interruptible(run):
+        found = run.evaluator.run(position.step, should_stop)
+    position.evaluation_is_due = found is None
+    if found is None:
+        return False
+    position.last_eval = position.step, found
+    run.tracker.log_eval(found, position.step)
+    return True
+
+
+def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations) -> None:
+    """Record the batches of a step that is not finite, and continue or raise, on all ranks alike.
+
+    Raises:
+        NonFiniteError: the policy is to stop, or too many steps in a row were skipped.
+    """
+    position, table = run.position, run.config.train
+    position.skipped_in_a_row += 1
+    run.record("non_finite_steps", 1.0)
+    metas = gather_from_ranks([micro.meta for micro in taken.window], world_size=run.info.world_size)
+    command = run.run_dir.replay_command(taken.step)
+    event = {"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas}
+    run.event({**event, "replay": command})
+    what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
+    # fp16 overflows regularly, until the loss scale fits.
+    if table.on_non_finite == "stop" and table.precision != "fp16":
+        run.extensions.exchange()
+        # The last row of the record. Unless the step is a logged one, the next is in flight and its
+        # groups are counted in the ledger already, so that the row holds only the host's metrics.
+        end_step(run, taken, outcome, operations, is_logged=True, drains=logs(run, taken.step))
+        raise NonFiniteError(f'{what}; see its rows: {command}; train.on_non_finite = "skip" would continue')
+    if position.skipped_in_a_row > MAX_SKIPS:
+        many = f"{position.skipped_in_a_row} steps in a row were skipped"
+        raise NonFiniteError(f"{what}; {many}; see its rows: {command}")

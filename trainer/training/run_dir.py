@@ -20,7 +20,7 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import is_url, read_bytes, read_lines, refuse_special, remove_leftovers, write_file, write_json
+from trainer.files import is_url, read_bytes, refuse_special, remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.run_status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
@@ -133,12 +133,9 @@ class RunDir:
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
     def keep_status(self, step: int, *, wandb_run_id: str | None, every_sec: float = 1.0) -> None:
-        """Write a finished step now and then, for people: a failure is no reason to stop."""
+        """Write a finished step now and then, for people."""
         if time.monotonic() - self._status_at >= every_sec:  # steps may take milliseconds
-            try:
-                self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
+            self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state in which the run ends (only rank 0). A failure is logged."""
@@ -157,19 +154,6 @@ class RunDir:
         """Write that the run failed, unless its end is recorded already (only rank 0)."""
         if info.is_main and self.status().get("state") in (None, "running"):
             self.leave_status(info, "failed", reason=reason, step=step)
-
-    def has_nothing(self) -> bool:
-        """Whether nothing would be lost: the run ended without a checkpoint or a row, and not done."""
-        state = self.status().get("state")
-        if self.has_saved() or state not in (None, "failed", "stopped", "died"):
-            return False
-        try:
-            return not any(read_lines(self.metrics))
-        except FileNotFoundError:
-            return True
-        except (OSError, ValueError):
-            # An unreadable record may still be worth something.
-            return False
 
     def replay_command(self, step: int) -> str:
         """The command that repeats a step and shows its rows."""
@@ -200,10 +184,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     """
     if given is not None:
         refuse_taken(given, resume)
-        run = RunDir(Path(given))
-        if resume == "off" and run.metrics.exists():
-            logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
-        return run
+        return RunDir(Path(given))
     parent = Path(config.run.dir)
     if resume == "auto":
         name = config.run.name
@@ -221,18 +202,19 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
 def refuse_taken(given: str, resume: str) -> None:
     """Refuse a directory with a corpus, another program's record, or a run not to be resumed.
 
-    A run that left nothing may be begun anew in its directory.
+    A run that logged and saved nothing may be begun anew in its directory.
     """
     run = RunDir(Path(given))
     held, fix = "", "name another directory"
+    has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
     # A run that lost its status.json still has its config, or checkpoints.
     has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
     is_ours = has_status or run.resolved_config.exists() or run.has_saved()
     if (run.path / "manifest.json").exists():
         held, fix = "a corpus", "name a directory of its own, such as runs/NAME"
-    elif run.metrics.exists() and resume == "off" and not run.has_nothing():
+    elif resume == "off" and (has_rows or run.has_saved()):
         held, fix = "a run already", f"add --resume auto, or {fix}"
-    elif run.metrics.exists() and resume != "off" and not is_ours:
+    elif has_rows and resume != "off" and not is_ours:
         held = "a metrics.jsonl that is not of a run of this program"
     if held:
         raise UserError("--run-dir", f"{given} holds {held}", fix)

@@ -166,18 +166,11 @@ def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        raise as_exception(error, when()) from error
+        what = f"{type(error).__name__} was raised"
+        if isinstance(error, _Exit):
+            what = "os._exit(0) was called"
+        elif isinstance(error, SystemExit):
+            what = f"sys.exit({error.code!r}) was called"
+        raise UnexpectedExit(f"{what}{when()}{place_of(error)}") from error
     finally:
         setattr(os, "_exit", real)  # noqa: B010
-
-
-def as_exception(error: BaseException, when: str = "") -> Exception:
-    """The exception itself, or an `UnexpectedExit` for any other `BaseException`."""
-    if isinstance(error, Exception):
-        return error
-    what = f"{type(error).__name__} was raised"
-    if isinstance(error, _Exit):
-        what = "os._exit(0) was called"
-    elif isinstance(error, SystemExit):
-        what = f"sys.exit({error.code!r}) was called"
-    return UnexpectedExit(f"{what}{when}{place_of(error)}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,8 +14,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.training.extension import Extensions
-from trainer.training.step.core_extensions import LoggedDetails
-from trainer.training.step.details import StepDetails
+from trainer.training.step.core_extensions import StepDetails
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13
 LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]
@@ -47,15 +43,12 @@ def make_model() -> torch.nn.Module:
     return build(VOCABULARY, dim=8, num_layers=1).double()
 
 
-EVERY_STEP: Any = SimpleNamespace(logs=lambda step: True)  # what a run says
-
-
 def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     """What rank `rank` of `world` logs of one step over its share of the rows."""
     inner = make_model()
     details = StepDetails(("token_ce", "z_loss", "coord"), token_types=TYPES, sources=("left", "right"))
     strategy = Replicated(world_size=world, device=torch.device("cpu")) if world > 1 else Strategy()
-    logging = {"details": LoggedDetails(EVERY_STEP, details)}
+    logging = {"details": details}
     extensions = Extensions(logging, Diagnostics(), device=torch.device("cpu"), world_size=world)
     objective = Objective(ObjectiveOptions(z_loss=Z_LOSS, coord=COORD))
     step = make_step(inner, strategy, objective=objective, clip_grad_norm=1.0, world_size=world, extensions=extensions)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import shutil
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 
@@ -16,7 +14,7 @@ import pytest
 from tests.support.fault_runs import keep
 from tests.support.grouped import run
 from tests.support.ranks import Ranks, last_logged, status
-from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, read_rows, write_tiny_config
+from tests.support.runs import PROGRAM, environment, read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 STEPS = 100_000
@@ -55,23 +53,6 @@ def test_a_second_run_in_a_busy_directory_is_told_so_and_touches_nothing(tmp_pat
         assert ranks.wait() == [0], ranks.said()
     assert not (run_dir / "checkpoints" / "abandoned").exists()
     keep(7, "a second run in a directory in use")
-
-
-@pytest.mark.slow
-def test_runs_that_are_launched_in_the_same_second_get_directories_of_their_own(tmp_path):
-    config = write_tiny_config(tmp_path)
-    (tmp_path / "clock").mkdir()
-    still = "import time\nlocal = time.localtime\ntime.localtime = lambda *_: local(1.7e9)\n"
-    (tmp_path / "clock" / "sitecustomize.py").write_text(still)
-    extra = {"PYTHONPATH": f"{tmp_path / 'clock'}:{PROGRAM.parent}"}
-    line = [sys.executable, str(PROGRAM), "--config", str(config), "--steps", "2", "--stdout", "off"]
-    processes = [subprocess.Popen(line, env=environment(extra), stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=TIMEOUT_SEC)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    found = sorted((tmp_path / "runs").iterdir())
-    assert len(found) == 2
-    assert [json.loads((path / "status.json").read_text())["state"] for path in found] == ["done"] * 2
-    keep(2, "two runs launched in the same second", times=2)
 
 
 @pytest.mark.slow

@@ -332,7 +332,7 @@ def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(config, tmp_path,
 WATCHED = """
 import torch
 from trainer.model import build as build_reference
-from trainer.training import loop
+from trainer.training import main as loop
 from trainer.on_device import HostCopy
 
 is_forbidden, steps = [False], []
@@ -379,12 +379,13 @@ def build(vocab_size, dim, num_layers):
 """
 
 
-def test_shards_read_nothing_of_a_step_that_does_not_log(config, tmp_path):
+@pytest.mark.parametrize(("sets", "world_size"), [((), 1), (STRATEGIES["fsdp"], 2)])
+def test_a_run_reads_nothing_of_a_step_that_does_not_log(config, tmp_path, sets, world_size):
     (tmp_path / "watched.py").write_text(WATCHED)
-    sets = ("model.target=watched:build", "model.contract=false", "metrics.log_interval=5", *QUIET, *STRATEGIES["fsdp"])
-    extra = {"PYTHONPATH": str(tmp_path)}
-    said = train_forked(config, tmp_path / "run", "train.steps=12", *sets, nproc=2, extra=extra)
-    assert said.count("forbidden") == 2 * 8
+    own = ("model.target=watched:build", "model.contract=false", "metrics.log_interval=5", *QUIET, *sets)
+    extra, nproc = {"PYTHONPATH": str(tmp_path)}, None if world_size == 1 else world_size
+    said = train_forked(config, tmp_path / "run", "train.steps=12", *own, nproc=nproc, extra=extra)
+    assert said.count("forbidden") == world_size * 8
 
 
 UNITS = """

@@ -10,7 +10,7 @@ import torch
 from trainer.data.batch import MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.objective.loss import Objective
-from trainer.training.step.details import StepDetails
+from trainer.training.step.core_extensions import StepDetails
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])
 LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torch.float64)
@@ -21,7 +21,7 @@ def collected(extras: dict[str, Any]) -> tuple[dict[str, float], list[BestEffort
     diagnostics = Diagnostics()
     names = {"token_types": ("x", "y"), "sources": ("left", "right"), "modalities": ("text",)}
     details = StepDetails(("token_ce",), **names, diagnostics=diagnostics)
-    details.add(MicroBatch({}, TARGETS, None, extras), Objective()(LOGITS, TARGETS))
+    details.micro_done(MicroBatch({}, TARGETS, None, extras), Objective()(LOGITS, TARGETS))
     sums = details.drain_metrics()
     assert sums.keys() <= set(details.metric_keys)
     assert details.drain_metrics() == {}
@@ -42,7 +42,7 @@ def test_micro_batches_are_weighted_by_their_tokens():
     details = StepDetails(("token_ce",))
     results = [Objective()(LOGITS[rows], TARGETS[rows]) for rows in (slice(0, 1), slice(1, 2))]
     for rows, result in zip((slice(0, 1), slice(1, 2)), results, strict=True):
-        details.add(MicroBatch({}, TARGETS[rows], None, {}), result)
+        details.micro_done(MicroBatch({}, TARGETS[rows], None, {}), result)
     total, count = details.drain_metrics()["loss"]
     assert float(count) == 3.0
     assert float(total) == pytest.approx(sum(float(result.loss_sum) for result in results))
@@ -64,7 +64,7 @@ def test_a_masked_copy_adds_nothing_to_any_mean():
     batch = {"tokens": torch.zeros(2, 3), "targets": TARGETS, **extras}
     micro = take_apart(batch, None).masked()
     details = StepDetails(("token_ce",), token_types=("x", "y"), sources=("left", "right"))
-    details.add(micro, Objective()(LOGITS[:1], micro.targets))
+    details.micro_done(micro, Objective()(LOGITS[:1], micro.targets))
     assert {key: float(value.weight) for key, value in details.drain_metrics().items() if float(value.weight)} == {}
 
 

@@ -32,7 +32,7 @@ from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
-from trainer.training.setup.evaluation import eval_sets, make_evaluator
+from trainer.training.evaluator import Evaluator, eval_sets
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -135,7 +135,7 @@ def evaluate(plan: Plan, model: torch.nn.Module, sets: Sequence[Any], info: Rank
     own = {"auxiliary": Auxiliary(), "diagnostics": Diagnostics(), "strategy": Strategy(), **parts}
     cell_model, loss = model_and_loss(model, plan, None)
     order = own["auxiliary"], info, CPU, own["diagnostics"], sets
-    found = make_evaluator(plan, model, cell_model, loss, *order, strategy=own["strategy"]).run(1)
+    found = Evaluator(plan, model, cell_model, loss, *order, strategy=own["strategy"]).run(1)
     assert found
     return found
 

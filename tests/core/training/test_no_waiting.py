@@ -1,15 +1,12 @@
 """What a step that does not log queues reads nothing from its device.
 
 The device is `meta`, whose tensors have no data: reading one is an error, be it a number, a copy or a mask's size; copies
-to it are watched. So a step that runs there does not wait for a device. The whole program runs on the CPU, where reading is
-forbidden for the length of such a step.
+to it are watched. So a step that runs there does not wait for a device. The whole program: test_strategies.py.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,8 +18,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.support.in_process import train_here
-from tests.support.runs import write_tiny_config
 from trainer.config.schema import GnsTable, OptimizerTable
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
@@ -34,10 +29,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.on_device import HostCopy
-from trainer.tools import summary
-from trainer.training import loop
 from trainer.training.extension import Extensions
-from trainer.training.run import Run, StepInFlight
 from trainer.training.step.step import HEAD, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
@@ -145,52 +137,3 @@ def test_a_step_reads_nothing_but_the_step_before(numbers_of_a_good_step, wipe_m
     assert copies.count == 8 * MICROS * 3  # the batch, and the slots that are read and written
     if not is_logged:
         assert [values.shape for values in numbers_of_a_good_step] == [(HEAD + NUM_SUMS + 1,)] * 7
-
-
-READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
-
-
-def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeypatch, capfd):
-    path = write_tiny_config(tmp_path, 'stdout = "off"\n[checkpoint]\nevery = 9\n')
-    sets = ("train.steps=16", "metrics.log_interval=8", "train.on_non_finite=skip")
-    main, is_forbidden, forbidden, in_flight = threading.current_thread(), [False], [], []
-
-    def guard(name: str) -> None:
-        original = getattr(torch.Tensor, name)
-
-        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            assert not (is_forbidden[0] and threading.current_thread() is main), f"{name} in a step that does not log"
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, read)
-
-    for name in READINGS:
-        guard(name)
-    take_step, read_copy = loop.take_step, HostCopy.read
-
-    def forbid(run: Run, previous: StepInFlight | None, *args: Any) -> tuple[str | None, StepInFlight | None]:
-        step = run.position.step + (1 if previous is None else 2)
-        is_forbidden[0] = not loop.is_read_at_once(run, step)
-        forbidden.extend([step] * is_forbidden[0])
-        try:
-            reason, current = take_step(run, previous, *args)
-        finally:
-            is_forbidden[0] = False
-        in_flight.extend([step] * (current is not None))
-        return reason, current
-
-    def allow(self: HostCopy) -> list[float]:
-        before, is_forbidden[0] = is_forbidden[0], False
-        try:
-            return read_copy(self)
-        finally:
-            is_forbidden[0] = before
-
-    monkeypatch.setattr(loop, "take_step", forbid)
-    monkeypatch.setattr(HostCopy, "read", allow)
-    monkeypatch.setattr(summary, "SLOW_START_SEC", 0.0)
-    train_here(path, tmp_path / "run", *sets)
-    assert forbidden == in_flight == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
-    assert re.search(
-        r"first step was done after [\d.]+ s: config and data [\d.]+, model [\d.]+, o", capfd.readouterr().err
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 
 from tests.support.in_process import train_here
 from tests.support.late import events, run_differences
+from tests.support.ranks import checkpoint_differences
 from tests.support.runs import evaluating, read_rows, write_tiny_config
 from trainer.data.batch import take_apart
 from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo
-from trainer.training import around_step
+from trainer.training import run
+from trainer.training.checkpointing import train_state
 
 EXTRA = '\nstdout = "off"\n' + evaluating(14, saves=11, keep_last=9)
 STEPS = 16
@@ -88,7 +91,7 @@ def test_a_run_that_must_stop_ends_with_the_row_of_the_bad_step(both, step):
 
 
 def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeypatch):
-    monkeypatch.setattr(around_step, "MAX_SKIPS", 2)
+    monkeypatch.setattr(run, "MAX_SKIPS", 2)
     settings = ("train.on_non_finite=skip", "eval.every=0")
     both(*settings, "train.steps=3", fault={"what": "nan", "step": 2})
     # The process's own steps 1 and 2 are steps 4 and 5.
@@ -139,6 +142,20 @@ def test_the_data_end_at_the_same_step(both):
     for run_dir in (every, late):
         status = json.loads((run_dir / "status.json").read_text())
         assert (status["state"], status["reason"]) == ("done", "data exhausted")
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, monkeypatch):
+    path, write = write_tiny_config(tmp_path, EXTRA), train_state.write_part
+
+    def write_late(*given: Any) -> None:
+        time.sleep(0.5)  # while training goes on
+        write(*given)
+
+    monkeypatch.setattr(train_state, "write_part", write_late)
+    for name in ("true", "false"):
+        train_here(path, tmp_path / name, f"train.steps={STEPS}", f"checkpoint.background={name}")
+    name = "checkpoints/step_00000011"
+    assert checkpoint_differences(tmp_path / "true" / name, tmp_path / "false" / name) == []
 
 
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():

@@ -18,8 +18,17 @@ from trainer.config.schema import OptimizerTable, SchedulerTable
 from trainer.errors import UserError
 from trainer.model import build
 from trainer.on_device import step_unless, supports_found_inf
-from trainer.training.step.optimizer import MOMENTUM, build_optimizer, load_named_state, named_state, parameter_groups
-from trainer.training.step.schedule import Length, lr_at, make_schedule, set_lr
+from trainer.training.step.optimizer import (
+    MOMENTUM,
+    Length,
+    build_optimizer,
+    load_named_state,
+    lr_at,
+    make_schedule,
+    named_state,
+    parameter_groups,
+    set_lr,
+)
 
 NAMES = ["adamw", "muon", "sgd"]
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]

@@ -23,7 +23,6 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.tools.trained.saved_model import export_model, load_model
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
@@ -177,22 +176,3 @@ def test_a_checkpoint_under_another_name_is_one(copied, tmp_path):
     mine = Path(shutil.copytree(path, tmp_path / "mine"))
     (tmp_path / "latest").symlink_to(path)
     assert resume(config_path, mine) == resume(config_path, tmp_path / "latest") == "restored"
-
-
-@pytest.mark.parametrize("family", ["gated_delta", "fla_gated_delta"])
-def test_a_checkpoint_that_recorded_no_heads_keeps_one_per_64(tmp_path, family):
-    config, run_dir, out = write_tiny_config(tmp_path), tmp_path / "run", tmp_path / "out"
-    sizes = ('model.family="gated_delta"', "model.dim=128", "model.num_layers=1")
-    train_here(config, run_dir, *sizes, "train.steps=2", "model.args={heads = 2}")
-    path = run_dir / "checkpoints" / "step_00000002"
-    state = json.loads((path / files.STATE_FILE).read_text())
-    state["config"]["model"] |= {"family": family, "args": {}}
-    write(path, state, {})
-    train_here(config, run_dir, *sizes, "train.steps=3", 'checkpoint.resume="auto"')
-    assert files.read_state(run_dir / "checkpoints" / "step_00000003")["config"]["model"]["args"] == {"heads": 2}
-    export_model(run_dir, out, step=2)
-    written = out / "config.toml"
-    written.write_text(written.read_text().replace("heads = 2", ""))
-    assert [load_model(place, step=2, device=CPU).model.heads for place in (run_dir, out)] == [2, 2]
-    train_here(config, tmp_path / "new", *sizes, "train.steps=1")
-    assert "heads = 1" in (tmp_path / "new" / "config.resolved.toml").read_text()

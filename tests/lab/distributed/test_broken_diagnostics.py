@@ -49,7 +49,7 @@ ABSENT = {
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
     "trainer.lab.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
     "trainer.lab.per_layer.PerLayer.finish": ("layer/", "param_group/"),
-    "trainer.training.step.details.StepDetails.drain_metrics": (
+    "trainer.training.step.core_extensions.StepDetails.drain_metrics": (
         *("accuracy", "objective/", "token_type/", "source/", "modality/"),
     ),
 }

@@ -16,7 +16,6 @@ from tests.core.model.test_recurrence import rule_by_steps
 from tests.support.kernels import DEVICE, interpreted_fla
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
-from trainer.errors import UserError
 from trainer.lab.gated_delta import CHUNK, build, gated_delta_rule, kernel_rule, refusal, refusal_here, use_rule
 from trainer.training.setup.plan import build_model
 
@@ -133,10 +132,8 @@ def test_versions_that_are_not_right_together_are_refused_by_name(fla, triton, c
     assert says in found if says else found == ""
 
 
-def test_what_runs_is_said_and_the_family_of_its_own_is_gone():
+def test_what_runs_is_said():
     model = build_model(ModelTable(family="gated_delta", dim=192, num_layers=1), 37, parts=PARTS)
     cpu = "gated delta rule in torch: its kernels need CUDA"
     assert model.implementation(torch.device("cpu"), "bf16") == cpu
     assert "in 16 bits" in model.implementation(torch.device("cuda"), "fp32")
-    with pytest.raises(UserError, match=r"'fla_gated_delta'; use \"gated_delta\", which runs the same kernels"):
-        build_model(ModelTable(family="fla_gated_delta", dim=64, num_layers=1), 37, parts=PARTS)

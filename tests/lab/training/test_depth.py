@@ -26,7 +26,7 @@ from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
-from trainer.training.setup.evaluation import eval_sets
+from trainer.training.evaluator import eval_sets
 from trainer.training.setup.parts import make_model
 from trainer.training.setup.plan import Plan, make_plan
 

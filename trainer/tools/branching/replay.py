@@ -120,7 +120,7 @@ class Origin:
         blends = [make_blend(self.plan, shard) for shard in own]
         if self.path is not None:
             with checkpoint.loading(self.path, "data cursors"):
-                shards = range(checkpoint.data_shards(self.state))
+                shards = range(self.state["data_shards"])
                 states = [read_rank(self.path, number)["data"] for number in shards]
                 for number, blend in enumerate(blends):
                     # Data of fewer or more shards is dealt anew.

@@ -48,7 +48,7 @@ from trainer.training.checkpointing.tensor_files import (
 )
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.setup.plan import make_plan
-from trainer.training.step.schedule import make_schedule
+from trainer.training.step.optimizer import make_schedule
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json", "cbs.json", "output.txt"
 FACTORS = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))
@@ -423,7 +423,7 @@ def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
     marks = shutil.ignore_patterns(checkpoint.MARKER, checkpoint.STATE_FILE)
     shutil.copytree(source, staging, ignore=marks)
     if order:
-        for path in (staging / rank_file(rank) for rank in range(checkpoint.data_shards(state))):
+        for path in (staging / rank_file(rank) for rank in range(state["data_shards"])):
             files = TensorFiles([path])
             part = unpack(files.values, files.read)
             values, tensors = pack({**part, "data": reordered(part["data"], order)})

@@ -23,7 +23,7 @@ from trainer.tools.doubts import trained_on
 from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
-from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
+from trainer.training.evaluator import ALL, Evaluator, eval_sets
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
 from trainer.training.setup.sources import resolve_sources
@@ -85,7 +85,7 @@ def evaluate_checkpoint(
     cell_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
     auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)
-    evaluator = make_evaluator(
+    evaluator = Evaluator(
         plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
     )
     found = evaluator.run(saved.step or 0)

@@ -24,7 +24,7 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import read_json, replacing_path, write_file
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
-from trainer.model.families import DEFAULT, as_trained
+from trainer.model.families import DEFAULT
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles
@@ -154,7 +154,6 @@ def load_model(
     found: int | None = None
     if (place / WEIGHTS_FILE).is_file():
         config, source = load_config(place / CONFIG_FILE), place
-        config = RunConfig.model_validate(as_trained(config.model_dump(mode="json")))
         weights, metadata = read_weights(place)
         if metadata.get("step", "").isdigit():
             found = int(metadata["step"])

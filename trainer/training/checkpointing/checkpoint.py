@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +40,6 @@ from trainer.files import (
 )
 from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
-from trainer.model.families import as_trained
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file, rows_file
 from trainer.wording import counted
 
@@ -137,7 +136,7 @@ def verify(path: Path) -> dict[str, Any]:
             problem = f"is damaged (its size or hash is not what {MARKER} says)"
             raise CheckpointError(f"{path / name}: {problem}")
     state = read_state(path)
-    world_size, num_shards = state["world_size"], data_shards(state)
+    world_size, num_shards = state["world_size"], state["data_shards"]
     # No more names than there are files, whatever number the state holds.
     shards = range(min(max(num_shards, world_size), len(files)))
     needed = {*map(model_file, state["model_files"]), *map(rank_file, shards)}
@@ -149,12 +148,6 @@ def verify(path: Path) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path}: has no {missing}, and was saved on {counted(world_size, 'rank')}")
     return state
-
-
-def data_shards(state: Mapping[str, Any]) -> int:
-    """The number of data shards that a checkpoint holds, given its state.json."""
-    number: int = state.get("data_shards", state["world_size"])
-    return number
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -171,7 +164,7 @@ def read_state(path: Path) -> dict[str, Any]:
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     _refuse_renamed(path.resolve(), state["step"], path / STATE_FILE)
-    return {**state, "config": as_trained(without_removed(state["config"]))}
+    return {**state, "config": without_removed(state["config"])}
 
 
 @contextmanager
@@ -296,7 +289,7 @@ class _SavedState(_Part):
 
     step: Count
     world_size: Annotated[int, Field(ge=1, le=MOST)]
-    data_shards: Annotated[int, Field(ge=1, le=MOST)] = 1
+    data_shards: Annotated[int, Field(ge=1, le=MOST)]
     model_files: Annotated[list[Count], Field(min_length=1)]
     reached: Count
     tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]

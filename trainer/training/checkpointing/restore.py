@@ -31,7 +31,7 @@ from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing.checkpoint import data_shards, loading
+from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
 from trainer.training.setup.plan import Plan
@@ -51,7 +51,7 @@ def restore(
     # In an order in which a wrong checkpoint is refused before anything large is read.
     with loading(path, "config"):
         check_config(saved["config"], plan.config)
-    num_saved, num_shards = data_shards(saved), plan.facts.data_shards
+    num_saved, num_shards = saved["data_shards"], plan.facts.data_shards
     is_same = num_saved == num_shards
     with loading(path, "files"):
         tensors = open_model(path, saved, rank=info.rank)

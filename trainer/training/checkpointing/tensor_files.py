@@ -166,11 +166,8 @@ class _OpenFile:
         self._path = path
         try:
             with open_plain(path) as file:
-                name = str(path)
-                if not os.fsencode(path).isascii():
-                    # safetensors refuses a name that is no UTF-8; an open file has a plain one.
-                    name = f"/dev/fd/{file.fileno()}"
-                opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")
+                # safetensors refuses a name that is no UTF-8; an open file has a plain one.
+                opened: Any = safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt", device="cpu")
             self._file = opened
             self._names = set(opened.keys())
             self._metadata: dict[str, str] = opened.metadata() or {}
@@ -296,12 +293,8 @@ class TensorPart(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file, or some more."""
-        tensors = sum(part.tensor.nbytes for part in self.rows.values())
-        # The header holds name, type, shape and place, its metadata name and first row or shape.
-        entries = sum(2 * len(name) + 160 for name in self.rows)
-        entries += sum(len(name) + 24 for name in self.shapes or ())
-        return tensors + entries + 2 * len(json.dumps(self.values)) + 512
+        """Bytes of the tensors."""
+        return sum(part.tensor.nbytes for part in self.rows.values())
 
 
 class StatePart(NamedTuple):

@@ -29,13 +29,12 @@ from trainer.model.families import with_sizes
 from trainer.objective.loss import Auxiliary, Loss
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
-from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
-from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.checkpointing.train_state import Position, Saver, TrainState
+from trainer.training.evaluator import Evaluator, eval_sets, make_details
 from trainer.training.extension import Extension, Extensions
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, environment
-from trainer.training.setup.evaluation import eval_sets, make_details, make_evaluator
 from trainer.training.setup.parts import (
     autocast_context,
     in_cells,
@@ -46,9 +45,9 @@ from trainer.training.setup.parts import (
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import Found, begin_record, open_record, place_run
-from trainer.training.signals import StopRequest, as_exception, say_stopping
-from trainer.training.step.core_extensions import LoggedDetails, ModelMetrics, Replicas
-from trainer.training.step.schedule import Length, make_schedule
+from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.step.core_extensions import ModelMetrics, Replicas
+from trainer.training.step.optimizer import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import error_text, short_repr
 
@@ -145,7 +144,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     evaluator = None
     if config.eval.every:
         own = (plan, state.model, cell_model, loss, auxiliary, info, device, diagnostics, sets)
-        evaluator = make_evaluator(*own, strategy=strategy)
+        evaluator = Evaluator(*own, strategy=strategy)
     extensions = Extensions({}, diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
     periods = {config.eval.every, config.checkpoint.every}
@@ -209,9 +208,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
     _, error, _ = exit_info
-    if error is not None:  # also a `SystemExit` of user code, as a message
-        raised = as_exception(error)
-        reason = raised.message if isinstance(raised, UserError) else error_text(raised)
+    if error is not None:
+        reason = error.message if isinstance(error, UserError) else error_text(error)
         run_dir.leave_reason(info, reason, step=position.step)
 
 
@@ -349,8 +347,7 @@ def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir,
 def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
     """The extensions of a run, by name. One that is off is not imported."""
     config = run.config
-    details = make_details(run.plan, run.diagnostics, auxiliary)
-    found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
+    found: dict[str, Extension] = {"step_details": make_details(run.plan, run.diagnostics, auxiliary)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
     if run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off":

@@ -22,12 +22,12 @@ from trainer.errors import UserError
 from trainer.files import is_url
 from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
 from trainer.metrics.logger import get_logger
-from trainer.model.families import DEFAULT, FAMILIES, GONE, Family
+from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.recurrence import HAS_TRITON
 from trainer.objective.loss import Auxiliary
 from trainer.options import MicroBatches
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
-from trainer.training.step.schedule import Length, make_schedule
+from trainer.training.step.optimizer import Length, make_schedule
 
 logger = get_logger(__name__)
 
@@ -351,7 +351,7 @@ def family_of(table: ModelTable) -> Family:
     name = table.family or DEFAULT
     if name not in FAMILIES:
         fix = f"choose one of {', '.join(FAMILIES)}, or name a target of your own"
-        raise UserError("model.family", f"there is no {name!r}", GONE.get(name, fix))
+        raise UserError("model.family", f"there is no {name!r}", fix)
     return FAMILIES[name]
 
 

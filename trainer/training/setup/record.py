@@ -42,8 +42,6 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 placed = _place_on_main(plan, given, stack)
             except OSError as error:  # a name that is too long, a directory that may not be read
                 place = printable(str(error.filename or given or plan.config.run.dir))
-                if len(place) > 80:  # a name that is too long is no message
-                    place = f"{place[:80]}..."
                 problem = f"cannot be used: {error.strerror}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
     answer: tuple[Path, Found | None] | None = None

@@ -2,42 +2,151 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from trainer.arrays import IGNORED, Ints
 from trainer.data.batch import MicroBatch
 from trainer.distributed.shards import own_part
-from trainer.metrics.aggregate import Reported
-from trainer.objective.loss import ObjectiveOutput
+from trainer.metrics.aggregate import Recorder, Reported, SumCount
+from trainer.metrics.best_effort import Diagnostics, SkipBatch
+from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
+from trainer.on_device import to_device
 from trainer.training.extension import Extension
-from trainer.training.step.details import StepDetails
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
 
+LABELS = {"source": "dataset_labels", "modality": "dataset_segments"}
+"""What losses are split by, and the name under which a batch holds its labels."""
+
+
+class StepDetails(Extension):
+    """Collects the sums of a logged step or of an evaluation.
+
+    Args:
+        components: names of the loss's components.
+        token_types: names of the token types; empty: no losses by token type.
+        model_metrics: names of the metrics of the model's output.
+        sources, modalities: labels whose losses are reported; others are left out.
+        bytes_of: bytes of text of each token id, [V], on the device; None: no bits per byte.
+        diagnostics: guards losses by token type and by label, so that a failure costs only those.
+    """
+
+    def __init__(
+        self,
+        components: Iterable[str],
+        *,
+        token_types: Sequence[str] = (),
+        model_metrics: Sequence[str] = (),
+        sources: Collection[str] = (),
+        modalities: Collection[str] = (),
+        bytes_of: Tensor | None = None,
+        diagnostics: Diagnostics | None = None,
+    ) -> None:
+        diagnostics = diagnostics or Diagnostics()
+        self._token_types, self._bytes_of = token_types, bytes_of
+        self._names = {"source": sources, "modality": modalities}
+        self._token_type_guard = diagnostics.best_effort("token_type")
+        self._label_guard = diagnostics.best_effort("per_source")
+        self._sums: dict[str, SumCount] = {}
+        self._weight = 1.0
+        self._has_model_metrics = bool(model_metrics)
+        self._model_metrics = Recorder(leave_out=diagnostics.best_effort("model").leave_out)
+        keys = ["loss", "accuracy"]
+        if bytes_of is not None:
+            keys.append("bits_per_byte")
+        keys += [*model_metrics, *(f"objective/{name}" for name in components)]
+        keys += [f"token_type/{name}/{what}" for name in token_types for what in ("loss", "accuracy")]
+        keys += [f"{kind}/{name}/loss" for kind, names in self._names.items() for name in names]
+        self.metric_keys = tuple(keys)
+
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput, weight: float = 1.0) -> None:
+        """Add one micro-batch, or rows that stand for `weight` times as many."""
+        self._weight = weight
+        if result.parts:  # an evaluation need not have those of the model
+            self._put("loss", result.loss_sum.detach(), result.num_tokens)
+        for name, (total, count) in result.parts.items():
+            self._put(f"objective/{name}", total, count)
+        if self._has_model_metrics:
+            self._model_metrics.add(result.metrics or {})
+        loss, is_correct = result.token_loss, result.is_correct
+        if is_correct is not None:
+            self._put("accuracy", is_correct.sum(), result.num_tokens)
+        if loss is None:
+            return
+        if self._bytes_of is not None:
+            num_bytes = self._bytes_of[micro.targets.clamp(min=0)]
+            num_bytes = num_bytes.masked_fill(micro.targets == IGNORED, 0)
+            nats = loss.masked_fill(num_bytes == 0, 0.0).sum().double()  # marks are no text
+            self._put("bits_per_byte", nats / math.log(2), num_bytes.sum())
+        if self._token_types and "token_types" in micro.extras and is_correct is not None:
+            self._token_type_guard.run(self._add_token_types, micro, loss, is_correct)
+        for kind, names in self._names.items():
+            if names and micro.extras.get(LABELS[kind]):
+                self._label_guard.run(self._add_labels, kind, micro, loss)
+
+    def drain_metrics(self) -> dict[str, Reported]:
+        """The sums since the last drain, by catalog key."""
+        drained, self._sums = self._sums, {}
+        return {**drained, **self._model_metrics.drain_metrics()}
+
+    def _put(self, key: str, total: Tensor, count: Tensor) -> None:
+        if self._weight != 1.0:
+            total, count = total.double() * self._weight, count.double() * self._weight
+        before = self._sums.get(key)
+        if before is not None:  # added on the device, without waiting
+            total, count = before.total + total, before.weight + count
+        self._sums[key] = SumCount(total.double(), count.double())
+
+    def _add_token_types(self, micro: MicroBatch, loss: Tensor, is_correct: Tensor) -> None:
+        types = micro.extras["token_types"]
+        try:
+            # Masked by the targets: a rank without data keeps the types of its last batch, and a
+            # custom data set may type every position.
+            mask = micro.targets != IGNORED
+            sums = token_type_sums(loss, is_correct, types, len(self._token_types), mask=mask)
+        except TokenTypeMismatch as error:
+            raise SkipBatch(str(error)) from None
+        for index, name in enumerate(self._token_types):
+            self._put(f"token_type/{name}/loss", sums.loss[index], sums.num_tokens[index])
+            self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
+
+    def _add_labels(self, kind: str, micro: MicroBatch, loss: Tensor) -> None:
+        """Add the losses by label: of each row, or of each segment where rows hold several."""
+        labels, segments = micro.extras[LABELS[kind]], micro.extras.get("segment_ids")
+        names = sorted(set(labels).intersection(self._names[kind]))
+        if segments is not None:
+            self._add_segments(kind, names, labels, segments, micro, loss)
+            return
+        if len(labels) != len(micro.targets):
+            raise SkipBatch(f"{len(labels)} labels for {len(micro.targets)} rows")
+        for name in names:
+            rows = torch.tensor([label == name for label in labels], device=loss.device)
+            num_tokens = (micro.targets[rows] != IGNORED).sum()
+            self._put(f"{kind}/{name}/loss", loss[rows].sum(), num_tokens)
+
+    def _add_segments(
+        self, kind: str, names: Sequence[str], labels: Sequence[str], segments: Ints, micro: MicroBatch, loss: Tensor
+    ) -> None:
+        mask = micro.targets != IGNORED
+        columns = torch.stack([loss.double(), mask.double()], dim=-1).flatten(0, 1)  # [B T, 2]
+        # Positions without a segment count to the first: their loss and mask are 0.
+        places = to_device(segments.clip(0).ravel(), loss.device)
+        sums = columns.new_zeros(max(len(labels), 1), 2).index_add_(0, places, columns)
+        for name in names:
+            is_of_name = [float(label == name) for label in labels]
+            total, count = torch.tensor(is_of_name, dtype=sums.dtype, device=sums.device) @ sums
+            self._put(f"{kind}/{name}/loss", total, count)
+
+
 COMPARED_BITS: Final = 22  # of a digest: their squares add up exactly in float64, over 512 ranks
 FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, so that multiplying loses no bit
-
-
-class LoggedDetails(Extension):
-    """The details of logged steps."""
-
-    def __init__(self, run: Run, details: StepDetails) -> None:
-        super().__init__(run)
-        self._details = details
-        self.metric_keys = details.metric_keys
-
-    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Add one micro-batch."""
-        self._details.add(micro, result)
-
-    def drain_metrics(self) -> Mapping[str, Reported]:
-        """The step's sums."""
-        return self._details.drain_metrics()
 
 
 class ModelMetrics(Extension):
