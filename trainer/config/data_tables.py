@@ -76,7 +76,16 @@ def _storable(args: dict[str, Any]) -> dict[str, Any]:
 
 
 Args = Annotated[dict[str, Any], AfterValidator(_storable)]
-AutoSwitch = Literal["auto", True, False]
+
+
+def _no_number(value: Any) -> Any:
+    """Refuse 1 and 0, which Python takes for true and false."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f'must be "auto", true or false, got {value}')
+    return value
+
+
+AutoSwitch = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
 
 
 class Table(BaseModel):
