@@ -74,7 +74,7 @@ def test_a_resume_says_that_the_process_before_it_was_killed_and_the_record_does
     reason = (
         f"process {killed['pid']} on {killed['host']} ended without a word at about step 6: it was killed, or crashed"
     )
-    assert entry_of(run_dir, now=0.0, diagnoses=False).reason.startswith(reason)
+    assert entry_of(run_dir, now=0.0).reason.startswith(reason)
     resumed = run_with({"step": 100}, tmp_path, *saves, "--resume", "auto")
     assert resumed.returncode == 0, resumed.stderr
     for said in (resumed.stderr, (run_dir / "logs" / "rank_000.log").read_text()):

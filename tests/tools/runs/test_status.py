@@ -39,7 +39,7 @@ def test_a_run_is_running_and_then_done_with_the_step_of_its_last_row(tmp_path: 
     with run_status(out):
         assert (status(out)["state"], status(out)["last_step"]) == ("running", None)
         write_rows(out, 1, 10, 20)
-        assert entry_of(out, now=0.0, diagnoses=False).state == "running"
+        assert entry_of(out, now=0.0).state == "running"
         assert load_run(out).notes == []
         assert ending(out) == ("not_measured", "status.json says that the run has not ended")
     assert (status(out)["state"], status(out)["last_step"]) == ("done", 20)
@@ -122,7 +122,7 @@ def killed(tmp_path_factory) -> Path:
 
 def test_every_reader_says_in_the_same_words_that_a_killed_process_is_gone(killed: Path) -> None:
     words = f"process {status(killed)['pid']} on {socket.gethostname()} ended without a word at about step 7"
-    entry, run = entry_of(killed, now=0.0, diagnoses=False), load_run(killed)
+    entry, run = entry_of(killed, now=0.0), load_run(killed)
     assert (entry.state, entry.step) == ("died", 7)
     assert str(entry.reason).startswith(words)
     assert run.notes == [f"the run died: {entry.reason}"]
@@ -132,7 +132,7 @@ def test_every_reader_says_in_the_same_words_that_a_killed_process_is_gone(kille
 def test_a_run_of_another_machine_may_live_or_not(killed: Path, tmp_path: Path) -> None:
     write_rows(tmp_path, 1)
     (tmp_path / "status.json").write_text(json.dumps({**status(killed), "host": "node7"}))
-    entry = entry_of(tmp_path, now=0.0, diagnoses=False)
+    entry = entry_of(tmp_path, now=0.0)
     assert entry.state == "unknown"
     assert "on node7" in str(entry.reason)
     assert ending(tmp_path)[0] == "not_measured"
