@@ -167,6 +167,13 @@ def test_what_cannot_be_repeated_is_refused(tmp_path, verb):
     assert (done.returncode, "--nproc 3: the run's data are in 1 shard" in done.stderr) == (2, True)
     train(config, tmp_path / "sparse", "train.steps=8", "metrics.log_interval=8", "checkpoint.every=2")
     assert "nothing to compare: step 6 was not logged" in verb("replay", tmp_path / "sparse", "--step", 6).stdout
+    digests = tmp_path / "run" / "digests.jsonl"
+    digests.write_text(digests.read_text() + digests.read_text().replace('"global_step": 6', '"global_step": "6"'))
+    assert '"global_step": "6"' in digests.read_text()
+    assert not verb("bisect", tmp_path / "run", tmp_path / "run").returncode
+    (tmp_path / "sparse" / "config.resolved.toml").write_text("[train]\nsteps = inf\n")
+    done = verb("replay", tmp_path / "sparse", "--step", 6)
+    assert (done.returncode, "train.steps" in done.stderr) == (2, True)
     done = verb("replay", tmp_path / "run", "--step", 9)
     assert (done.returncode, "has 8 steps, not 9" in done.stderr) == (2, True)
     file = next((tmp_path / "corpus" / "a").glob("*.jsonl"))

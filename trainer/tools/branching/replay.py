@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from operator import itemgetter
+from operator import index, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def recorded(run: RunRecord) -> Values:
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
             digests = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
-            found[line["global_step"]] = digests
+            found[index(line["global_step"])] = digests
     for name in NUMBERS:
         for step, value in zip(*run.train.column(name), strict=True):
             found.setdefault(step, {})[name] = value
@@ -155,6 +155,8 @@ def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mappin
     try:
         return load_config(path, sets), usable(environment), ""
     except UserError:
+        if not later:  # the file itself is damaged
+            raise
         note = LATER.format(f"the launch after step {later[0].global_step}")
         return load_config(path), run.environment, note
 
