@@ -6,6 +6,7 @@ docs/gns_jumps.csv has the same cells by jump and B over the batch, before and a
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support.noise_processes import Process, constant, covers, histories
 from trainer.lab.batch_growth import evidence_of, permits
-from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage
+from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage, outlook
 from trainer.options import AutoRule
 
 AT = 200  # the step of the jump
@@ -78,3 +79,19 @@ def test_the_batch_doubles_within_a_few_decisions_where_the_noise_scale_is_far_a
         process = Process(constant(6.0), constant(1.0))
         ((_, found),) = histories(process, [200], runs=100, dim=dim, micros=4, seed=35)
         assert np.mean([may_double(history) for history in found]) > at_least
+
+
+def test_the_outlook_says_about_when_half_of_the_runs_have_a_value() -> None:
+    (_, now), (_, later) = histories(
+        Process(constant(5.0), constant(1.0)), [200, 660], runs=60, dim=20, micros=4, seed=36
+    )
+    sentences = [outlook(average_of(history)) for history in now]
+    has_value = [current.ratio.value is not None for history in now if (current := history.current()) is not None]
+    assert [not sentence for sentence in sentences] == has_value
+    found = [re.search("about ([0-9,]+) more steps, or ([0-9.]+) to ([0-9.]+) sequences", each) for each in sentences]
+    steps, least, most = np.median(
+        [[float(x.replace(",", "")) for x in each.groups()] for each in found if each], axis=0
+    )
+    assert 230 < steps < 920
+    assert least < 2.5 < most  # times the batch has a value in half of the runs
+    assert 0.25 < np.mean([bool(c and c.ratio.value) for c in (history.current() for history in later)]) < 0.75

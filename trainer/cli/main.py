@@ -138,6 +138,14 @@ def run() -> None:
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)  # 128 + SIGINT, as of a process that the signal ends
+    except SystemExit as error:
+        from trainer.import_path import place_of
+
+        place = place_of(error)
+        if place:  # not this program: a model or a data set that a verb builds
+            called = f"sys.exit({error.code!r}) was called{place}"
+            refuse(f"{called} before the program was done; take the call out")
+        raise
     except Exception as error:
         # A wrong command line. Its exception is click's UsageError, which typer imports in some
         # releases and carries a private copy of in others; click documents `format_message`, and

@@ -42,6 +42,7 @@ _TOOLS = {
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "mix": "trainer.tools.mix_weights:MixWeights",
     "mixing weights": "trainer.tools.mix_weights:restore_mix",
+    "noise outlook": "trainer.tools.summary:log_outlook",
     "slow start": "trainer.tools.summary:log_start",
     "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",

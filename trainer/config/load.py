@@ -30,9 +30,16 @@ _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
-# Keys that are gone -> the value that always applies: the configs and checkpoints of runs
-# hold it, and are still read.
-REMOVED: Final = {"ledger.probe_cells": 8, "optimizer.momentum": 0.95}
+# Keys that are gone -> the value that always applies, which a recorded config may still give.
+REMOVED: Final = {
+    "data.cache_gb": 100.0,
+    "gns.ema": 0.95,
+    "ledger.probe_cells": 8,
+    "metrics.smoothing_alpha": 0.1,
+    "sample.temperature": 1.0,
+    "sample.top_k": 0,
+    "train.max_skips": 10,
+}
 # Key here -> its names in other trainers; with a table in front, in that table only.
 OTHER_NAMES: Final = {
     "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint.steps",
@@ -85,6 +92,9 @@ EXPLAINED: Final = {
     "use_wandb": _WANDB,
     "entity": _ENTITY,
     "base_url": _BASE_URL,
+    "probe_cells": "remove it: a probe reads 8 cells",
+    "max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
+    "cache_gb": "remove it: delete copies in data.cache_dir that no run reads",
     "enable_tensorboard": "set metrics.tensorboard = true",
     "num_gpus": _LAUNCHER,
     "world_size": _LAUNCHER,
@@ -347,12 +357,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without keys that are gone, where they have the value that always applies."""
+def without_removed(config: Mapping[str, Any], *, any_value: bool = False) -> dict[str, Any]:
+    """The config without keys that are gone: those with the value that always applies, or all."""
     kept = {**config}
     for key, value in REMOVED.items():
         table, _, name = key.partition(".")
-        if isinstance(kept.get(table), dict) and kept[table].get(name) == value:
+        if isinstance(kept.get(table), dict) and (any_value or kept[table].get(name) == value):
             kept[table] = {each: kept[table][each] for each in kept[table] if each != name}
     return kept
 

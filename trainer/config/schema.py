@@ -213,8 +213,7 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest. muon
-    and sgd have Nesterov's momentum, 0.95."""
+    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
@@ -226,13 +225,15 @@ class OptimizerTable(Table):
     """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the denominator of the update."""
+    momentum: Decay = 0.95
+    """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
     """For matrices, not vectors (norms, biases, decay rates)."""
     group: list[OptimizerGroupTable] = []
 
     def check(self) -> None:
         """Refuse keys without effect."""
-        _refuse_ineffective(self, {"name", "betas", "eps"})
+        _refuse_ineffective(self, {"name", "betas", "eps", "momentum"})
 
 
 def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:

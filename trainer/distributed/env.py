@@ -191,7 +191,8 @@ def _meet(store: dist.Store, *, rank: int, world_size: int, gives_up: Callable[[
     """Wait for the other ranks. Whether any refuses."""
     store.set(f"startup/rank_{rank}", "")
     store.add("startup/here", 1)
-    while store.add("startup/here", 0) < world_size and not gives_up():
+    # One that refuses and gives up on a third is gone, and nobody waits for it.
+    while store.add("startup/here", 0) < world_size and not store.check(["startup/gone"]) and not gives_up():
         time.sleep(CHECK_EVERY_SEC)
     is_refused = store.check(["startup/refusal"])
     if is_refused:

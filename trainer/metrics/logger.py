@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
 _RESET: Final = "\033[0m"
+_MOST_EARLY: Final = 1000  # records before the run's directory is known
 
 
 def _rank() -> int:
@@ -86,6 +88,19 @@ class _LogFile(logging.FileHandler):
         """A line is lost."""
 
 
+class _Early(logging.Handler):
+    """Keeps the newest records for a log file that is yet to be opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: deque[logging.LogRecord] = deque(maxlen=_MOST_EARLY)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # As text: the arguments may be large, and may change.
+        plain = {"msg": self.format(record), "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
+        self.records.append(logging.makeLogRecord({**record.__dict__, **plain}))
+
+
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     """A logger below `trainer` that writes to stderr with the prefix `[rank N] LEVEL`.
 
@@ -98,6 +113,7 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
         # Below `trainer`, not at the root: the logging of a host program stays as it is.
         root.addHandler(_StderrHandler())
+        root.addHandler(_Early())
         if root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
     if f"{name}.".startswith(f"{ROOT}."):
@@ -112,18 +128,25 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append this rank's records from now on, with their time, to a file."""
+    """Also append this rank's records, earlier ones included, with their time, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(time_format="%Y-%m-%dT%H:%M:%SZ "))
-    logging.getLogger(ROOT).addHandler(handler)
+    root = logging.getLogger(ROOT)
+    for early in [each for each in root.handlers if isinstance(each, _Early)]:
+        root.removeHandler(early)
+        for record in early.records:
+            handler.handle(record)
+    root.addHandler(handler)
     return handler
 
 
 def remove_log_file(handler: logging.Handler) -> None:
     """Close the file of `add_log_file`."""
-    logging.getLogger(ROOT).removeHandler(handler)
+    root = logging.getLogger(ROOT)
+    root.removeHandler(handler)
     handler.close()
+    root.addHandler(_Early())
 
 
 def format_number(value: float | str) -> str:

@@ -406,7 +406,7 @@ class MetricsTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._tokens_seen = state["tokens_seen"]
-        self._epochs = state["epochs"]
+        self._epochs = dict(state["epochs"])
         for name, average in self._smoothed.items():
             average.load(state["smoothed"][name])
 

@@ -21,6 +21,8 @@ from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
+from trainer.metrics.noise_scale.estimate import outlook
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.run_dir import FINISHED, RunDir
@@ -164,3 +166,10 @@ def log_start(moments: dict[str, float]) -> None:
         parts = zip(names, pairwise(times), strict=True)
         listed = ", ".join(f"{name} {after - before:.1f}" for name, (before, after) in parts)
         logger.info("the first step was done after %.1f s: %s", total, listed)
+
+
+def log_outlook(noise: GradientNoiseScale) -> None:
+    """Log how long the noise scale still has to be measured, if it has."""
+    sentence = outlook(noise)
+    if sentence:
+        logger.info("%s", sentence)

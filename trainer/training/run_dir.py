@@ -133,9 +133,12 @@ class RunDir:
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
     def keep_status(self, step: int, *, wandb_run_id: str | None, every_sec: float = 1.0) -> None:
-        """Write a finished step now and then, for people."""
+        """Write a finished step now and then, for people: a failure is no reason to stop."""
         if time.monotonic() - self._status_at >= every_sec:  # steps may take milliseconds
-            self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
+            try:
+                self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state in which the run ends (only rank 0). A failure is logged."""
@@ -207,12 +210,14 @@ def refuse_taken(given: str, resume: str) -> None:
     run = RunDir(Path(given))
     held, fix = "", "name another directory"
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
+    # Where locks are not shared, only its status tells that another host's run has just begun.
+    may_run = run.status().get("state") in ("running", "unknown")
     # A run that lost its status.json still has its config, or checkpoints.
     has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
     is_ours = has_status or run.resolved_config.exists() or run.has_saved()
     if (run.path / "manifest.json").exists():
         held, fix = "a corpus", "name a directory of its own, such as runs/NAME"
-    elif resume == "off" and (has_rows or run.has_saved()):
+    elif resume == "off" and (has_rows or may_run or run.has_saved()):
         held, fix = "a run already", f"add --resume auto, or {fix}"
     elif has_rows and resume != "off" and not is_ours:
         held = "a metrics.jsonl that is not of a run of this program"

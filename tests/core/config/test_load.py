@@ -226,8 +226,9 @@ def test_options_accept_what_their_table_accepts(pair: str) -> None:
 
 
 def test_recorded_configs_may_set_what_always_applies(tmp_path):
-    recorded = {"ledger": {"probe_cells": 8}, "optimizer": {"momentum": 0.9, "lr": 0.1}, "train": 1}
+    recorded = {"ledger": {"probe_cells": 8}, "gns": {"ema": 0.9, "enabled": True}, "train": 1}
     assert without_removed(recorded) == {**recorded, "ledger": {}}
+    assert without_removed(recorded, any_value=True) == {"ledger": {}, "gns": {"enabled": True}, "train": 1}
     assert recorded["ledger"] == {"probe_cells": 8}
-    assert load(tmp_path, BASE, "ledger.probe_cells=8", "optimizer.momentum=0.95").train.steps == 6
+    assert load(tmp_path, BASE, "ledger.probe_cells=8", "train.max_skips=10").train.steps == 6
     assert "ledger.probe_cells: unknown key" in refusal(tmp_path, BASE, "ledger.probe_cells=16")[0]

@@ -19,7 +19,6 @@ from trainer.errors import UserError
 from trainer.model import build
 from trainer.on_device import step_unless, supports_found_inf
 from trainer.training.step.optimizer import (
-    MOMENTUM,
     Length,
     build_optimizer,
     load_named_state,
@@ -64,9 +63,9 @@ def newton_schulz(gradient):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_step_is_that_of_its_formula(name):
-    lr, decay = 0.01, 0.2
+    lr, decay, momentum = 0.01, 0.2, 0.9
     model = build(11, dim=8, num_layers=2)
-    table = OptimizerTable(name=name, lr=lr, weight_decay=decay)
+    table = OptimizerTable(name=name, lr=lr, weight_decay=decay, momentum=momentum)
     optimizer = build_optimizer(model, table, PARTS)
     set_gradients(model)
     before = copy.deepcopy(dict(model.named_parameters()))
@@ -79,7 +78,7 @@ def test_the_first_step_is_that_of_its_formula(name):
         tolerance = 1e-4  # of what changes, in float32
         if name == "sgd":
             gradient = gradient + own_decay * old
-            expected = old - lr * (1 + MOMENTUM) * gradient
+            expected = old - lr * (1 + momentum) * gradient
         elif name == "muon" and parameter.ndim == 2 and parameter.shape[0] != 11:
             scale = 0.2 * math.sqrt(max(parameter.shape))
             expected = old * (1 - lr * own_decay) - lr * scale * newton_schulz(gradient)

@@ -26,6 +26,7 @@ steps alone.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import UserError
+from trainer.wording import number_text
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the
 # window's vector.
@@ -408,7 +410,8 @@ class PairAverage:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        vars(self).update(state)
+        for name in asdict(self):
+            setattr(self, name, float(state[name]))
 
 
 class NoiseScaleAverage:
@@ -534,3 +537,29 @@ class NoiseScaleAverage:
         for name in self.GAUGES:
             setattr(self, name, float(state["gauges"][name]))
         self._absent = None
+
+
+def outlook(noise: NoiseScaleAverage) -> str:
+    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay
+    as they are; empty where it has one, and before it has a bound.
+
+    The variance of |G|^2 falls with the number of steps; with the sequences per step its signal's
+    part falls likewise, its noise's part with their square. Where |G|^2 is below its own error,
+    that error stands for it.
+    """
+    current = noise.history.current()
+    if current is None or current.ratio.value is not None:
+        return ""
+    _, used, longest = current
+    signal, error = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
+    relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)
+    # The excess of the variance: with a scatter known from many steps, and from as few as now.
+    later, now = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, used.freedom))
+    batch, times = 1.0 / noise.big_noise, max(now, 1.1)
+    numbers = math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)), batch * math.sqrt(times), batch * times, batch
+    steps, least, most, today = (number_text(float(f"{number:.2g}")) for number in numbers)
+    known = f", it is at least {number_text(current.ratio.low, 3)} sequences" if current.ratio.low else ""
+    takes = f"about {steps} more steps, or {least} to {most}"
+    if signal <= error:
+        takes = f"more than {steps} more steps, or more than {least}"
+    return f"gns/b_now has no value yet{known}: it takes {takes} sequences per step instead of {today}"

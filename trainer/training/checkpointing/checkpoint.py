@@ -164,7 +164,7 @@ def read_state(path: Path) -> dict[str, Any]:
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     _refuse_renamed(path.resolve(), state["step"], path / STATE_FILE)
-    return {**state, "config": without_removed(state["config"])}
+    return {**state, "config": without_removed(state["config"], any_value=True)}
 
 
 @contextmanager

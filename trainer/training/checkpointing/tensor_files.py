@@ -166,8 +166,11 @@ class _OpenFile:
         self._path = path
         try:
             with open_plain(path) as file:
-                # safetensors refuses a name that is no UTF-8; an open file has a plain one.
-                opened: Any = safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt", device="cpu")
+                name = str(path)
+                if not os.fsencode(path).isascii():
+                    # safetensors refuses a name that is no UTF-8; an open file has a plain one.
+                    name = f"/dev/fd/{file.fileno()}"
+                opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")
             self._file = opened
             self._names = set(opened.keys())
             self._metadata: dict[str, str] = opened.metadata() or {}

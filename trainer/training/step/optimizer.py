@@ -123,7 +123,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 ParameterGroup = dict[str, Any]
-MOMENTUM = 0.95  # Nesterov's, of muon and sgd
 
 
 def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_PARTS) -> torch.optim.Optimizer:
@@ -141,17 +140,18 @@ def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_P
     adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
     if table.name == "muon":
         muon = parts.need("muon", "optimizer.name")
-        made = muon(model, groups, lr=table.lr, momentum=MOMENTUM, adamw=adamw)
+        made = muon(model, groups, lr=table.lr, momentum=table.momentum, adamw=adamw)
         return made
     if table.name == "adamw":
         return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
-    sgd: dict[str, Any] = {"lr": table.lr, "momentum": MOMENTUM, "nesterov": True}
+    sgd: dict[str, Any] = {"lr": table.lr, "momentum": table.momentum, "nesterov": table.momentum > 0}
     optimizer: torch.optim.SGD
     if layout_of(parameter for group in groups for parameter in group["params"]) is None:
         optimizer = torch.optim.SGD(groups, fused=True, **sgd)
     else:
         optimizer = SkippingSGD(groups, **sgd)  # the fused one does not take shards
-    keep_buffers(optimizer)
+    if table.momentum:
+        keep_buffers(optimizer)
     return optimizer
 
 
