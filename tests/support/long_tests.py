@@ -65,7 +65,6 @@ LEFT = {
     "lab/contracts/test_check_model": "a_model_that_has:1 a_mutant_is_convicted:8 "
     "an_honest_model_is_not_convicted:6 an_honest_model_is_not_convicted_without:2",
     "lab/contracts/test_leaks": "a_model_has_the:16",
-    "core/distributed/test_watchdog": "all_ranks_hear_of:2",
     "core/metrics/test_noise_scale": "estimates_are_unbiased:4",
     "lab/model/test_families": "a_family_keeps_the:1",
     "lab/model/test_flash_linear_attention": "outputs_states_and_gradients:3",
