@@ -8,7 +8,7 @@ LEFT = {
     "tools/cli/test_eval": "two_ranks_share_drawn",
     "core/cli/test_every_key": "every_key_of_the save_sec_sums_the the_parts_of_the",
     "core/cli/test_harmless_output": "a_run_whose_names damage_of_one_run:2",
-    "tools/cli/test_init": "a_run_ends_in equal_weights_draw_another the_tokens_that_are:1",
+    "tools/cli/test_init": "a_run_ends_in equal_weights_draw_another",
     "lab/cli/test_losses": "losses_are_trained_on:1 own_components_train_and what_does_not_fit:6",
     "core/cli/test_own_parts": "a_failure_is_told",
     "tools/cli/test_payload_validate": "what_a_shipped_config:2",
