@@ -77,7 +77,7 @@ def text(
 
 def _summarise(out: str, manifest: Manifest) -> None:
     if manifest.skipped:
-        lost_first = sorted(manifest.skipped, key=lambda each: each.reason.startswith("the same text as "))
+        lost_first = sorted(manifest.skipped, key=lambda each: "the same text as " in each.reason)
         examples = few([f"{each.source} ({each.reason})" for each in lost_first])
         echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
