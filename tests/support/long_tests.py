@@ -8,7 +8,7 @@ LEFT = {
     "tools/cli/test_eval": "two_ranks_share_drawn",
     "core/cli/test_every_key": "every_key_of_the save_sec_sums_the the_parts_of_the",
     "core/cli/test_harmless_output": "a_run_whose_names damage_of_one_run:2",
-    "tools/cli/test_init": "a_run_ends_in equal_weights_draw_another the_tokens_that_are:1",
+    "tools/cli/test_init": "a_run_ends_in equal_weights_draw_another",
     "lab/cli/test_losses": "losses_are_trained_on:1 own_components_train_and what_does_not_fit:6",
     "core/cli/test_own_parts": "a_failure_is_told",
     "tools/cli/test_payload_validate": "what_a_shipped_config:2",
@@ -65,7 +65,6 @@ LEFT = {
     "lab/contracts/test_check_model": "a_model_that_has:1 a_mutant_is_convicted:8 "
     "an_honest_model_is_not_convicted:6 an_honest_model_is_not_convicted_without:2",
     "lab/contracts/test_leaks": "a_model_has_the:16",
-    "core/distributed/test_watchdog": "all_ranks_hear_of:2",
     "core/metrics/test_noise_scale": "estimates_are_unbiased:4",
     "lab/model/test_families": "a_family_keeps_the:1",
     "lab/model/test_flash_linear_attention": "outputs_states_and_gradients:3",

@@ -270,3 +270,27 @@ def test_metrics_of_one_s_own_are_logged_and_batches_that_a_diagnostic_skips_are
     assert said.count("metric 'ledger/cold_starts' is left out: the trainer reports a metric of this name") == 1
     assert said.count("'my/thing' is not in the catalog") == 1
     assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in said
+
+
+MUTE = """
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+def mute(vocab_size, dim, num_layers):
+    def fail(*_):
+        raise Mute
+    model = Bigram(vocab_size)
+    model.register_forward_pre_hook(fail)
+    return model
+"""
+
+
+@pytest.mark.distributed
+def test_an_error_that_cannot_be_shown_is_the_reason_of_a_run_that_failed(tmp_path):
+    target = "model.target=own_parts:mute"
+    said = train_own(tmp_path, target, "model.contract=false", text=MODULE + MUTE, nproc=2, code=1)
+    ended = status(tmp_path / "run")
+    assert ended["state"] == "failed"
+    assert "Mute: (no message: its __str__ raised RuntimeError)" in ended["reason"]
+    assert said.count("Traceback (most recent call last)") == 2

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import ROOT, environment, losses, overrides, write_tiny_config
+from tests.support.runs import ROOT, command, environment, losses, overrides, write_tiny_config
 from trainer.cli.launch import EXIT_CODE, report_to_launcher
 from trainer.metrics.payload_contract import validate_stream
 
@@ -224,6 +224,18 @@ def test_a_launch_whose_ranks_all_exit_with_0_fails_unless_each_said_that_it_is_
     found = nproc(3, run_ranks=run_ranks)
     assert found.returncode == (0 if silent is None else 1)
     assert ("train: rank 1 exited with 0 before the run was over" in found.stderr) == (silent == 1)
+
+
+@pytest.mark.slow
+def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    root = f"data.source.first.root={tmp_path / 'empty'}"
+    found = call(command(["--nproc", "2", "--config", write_tiny_config(tmp_path), "--set", root]), tmp_path)
+    assert found.returncode == 2
+    said, refused = found.stderr.splitlines()
+    assert said == "starting 2 ranks"
+    assert "source first: root: " in refused
+    assert "has no modality 'a'" in refused
 
 
 def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_command_that_is_offered(

@@ -124,6 +124,11 @@ def test_a_model_that_looks_at_its_numbers_while_it_is_built_can_be_checked(chec
     assert "memory per rank: not known: the step cannot run without numbers" in found.stdout
 
 
+def test_more_memory_than_there_is_is_a_warning(check, monkeypatch):
+    monkeypatch.setattr("trainer.tools.doubts.memory_bytes", lambda device: 60_000)
+    assert "a step's tensors take 0.0 GB per rank at their most; cpu has 0.0 GB" in check(model(GOOD)).stderr
+
+
 DROPS = model("""
 def __init__(self, vocab_size, dim, state_width):
     super().__init__()
@@ -220,6 +225,28 @@ def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(verb):
     assert verdicts["carry"] == verdicts["gradient"] == "held"
     for arguments in (("broken_model:build", "--args", "[1]"), ("mamba",)):
         assert verb(DROPS, "doctor", "--model", *arguments).returncode == 2
+
+
+ANYBODYS = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, 16), nn.Linear(16, vocab_size)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, input_ids, hidden=None):
+        x, hidden = self.rnn(self.embedding(input_ids), hidden)
+        return self.head(x), hidden
+"""
+
+
+def test_the_doctor_takes_anybodys_module(verb):
+    ended = verb(ANYBODYS, "doctor", "--model", "broken_model:Net", "--json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = {each["check"]: each["status"] for each in json.loads(ended.stdout)["verdicts"]}
+    assert told["carry"] == "held"
 
 
 def test_the_doctor_takes_a_model_of_transformers_on_disk(verb, tmp_path):

@@ -181,6 +181,10 @@ def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_num
             ("model.args.returned=energy in one shape",),
             "returns the loss energy by tokens with the shape [16], not [1, 16] or []",
         ),
+        (("objective.losses.z_loss={target='own_losses:penalty'}",), "objective.losses.z_loss: another loss has this"),
+        ((OWN, "objective.losses.own={target='own_losses:penalty'}"), "losses.own: another loss has this name"),
+        ((OWN, "objective.z_loss=0.1"), "objective: z_loss would have no effect beside target"),
+        (("objective.args.form=sum",), "objective: args are those of a target of your own"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_run(config, capsys, sets, message):

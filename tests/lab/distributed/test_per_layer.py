@@ -81,3 +81,10 @@ def test_the_layers_of_a_run_add_up_to_its_gradient(tmp_path: Path, sets: tuple[
     names = {key for key in rows[6] if key.startswith("param_group/")}
     if any("lr_scale" in each for each in sets):
         assert "param_group/2.blocks.0.*.matrices/update_ratio" in names
+
+
+def test_a_skipped_step_reports_no_layer(tmp_path: Path) -> None:
+    sets = ("optimizer.lr=1e30", 'train.on_non_finite="skip"', "scheduler.warmup_steps=0")
+    skipped = [row for row in rows_of(tmp_path, *sets).values() if row["non_finite_steps"]]
+    assert skipped
+    assert not any(key.startswith(KEYS) for row in skipped for key in row if not key.endswith("/b_simple"))

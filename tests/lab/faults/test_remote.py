@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import signal
 import threading
 import time
@@ -147,6 +149,26 @@ def test_a_server_that_is_killed_in_uploads_gets_every_checkpoint_that_stays(unt
     assert events_of(run_dir, "remote_failed")
     same_as(untouched, run_dir, server)
     keep(9, "S3 server killed in an upload and started again", times=kills)
+
+
+def test_a_truncated_object_is_noticed_and_the_checkpoint_before_is_used(untouched, tmp_path, server):
+    run_dir = tmp_path / "run"
+    with started(tmp_path, server, run_dir) as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    shutil.rmtree(run_dir)
+    damaged = server.bucket / "run" / Path(LAST).name / "model_000.safetensors"
+    os.truncate(damaged, damaged.stat().st_size - 1000)
+    server.restart()
+    with started(tmp_path, server, run_dir, "--resume", "auto") as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+        said = ranks.said()
+    assert f"{Path(LAST).name}/model_000.safetensors: is damaged" in said
+    assert f"resuming after step {STEPS - 5}" in said
+    assert complete(server.bucket / "run") == [f"step_{step:08d}" for step in (STEPS - 10, STEPS - 5, STEPS)]
+    for last in (run_dir / LAST, damaged.parent):
+        assert checkpoint_differences(untouched / LAST, last) == []
+    what = "run directory lost, and an object of the newest checkpoint truncated"
+    keep(9, what, lost="5 steps, trained again")
 
 
 def test_a_run_that_is_killed_in_uploads_and_loses_its_directory_comes_back_from_the_store(

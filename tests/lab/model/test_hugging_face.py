@@ -73,6 +73,14 @@ def test_the_reopened_model_computes_and_generates_the_same(tmp_path, family, ar
 
 
 @pytest.mark.parametrize("family", ADAPTED)
+def test_every_token_of_a_new_model_is_learned(family):
+    model = noisy(family)
+    model(tokens=torch.arange(VOCAB)[None]).logits.square().mean().backward()
+    (embedding,) = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    assert embedding.weight.grad.abs().sum(1).min() > 0
+
+
+@pytest.mark.parametrize("family", ADAPTED)
 def test_packed_documents_equal_the_same_alone_in_logits_state_and_gradient(family):
     model = noisy(family).train()
     tokens, weights = torch.randint(VOCAB, (3, 20)), torch.randn(3, 20, VOCAB)

@@ -230,3 +230,11 @@ def test_weights_and_empty_pieces_are_heeded() -> None:
         with_masked = normal_equations([*pieces, masked], [*kappas, 0.0], [*squares, 0.0], [*sums, sums[-1]])
         padded.update(with_masked.tolist(), big, 16, 0.0)
     assert plain.metrics() == padded.metrics()
+
+
+def test_a_window_that_was_not_measured_is_left_out() -> None:
+    components = NoiseComponents()
+    components.load_state_dict(found_by(LAYOUTS["1 rank"], 0).state_dict())
+    before = components.metrics()
+    components.update([np.nan] * NUM_SUMS, 1.0, 4, 0.0)
+    assert components.metrics() == before

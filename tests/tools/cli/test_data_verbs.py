@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.forks import Forked
 from tests.support.in_process import program
-from tests.support.runs import make_corpus
+from tests.support.runs import TIMEOUT_SEC, environment, make_corpus
+from tests.support.terminal import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,24 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, data):
     for path, message in (("nowhere", "nowhere: no such file or directory"), (".", ".: has no stream files")):
         result = data("verify", path)
         assert (result.returncode, message in result.stderr, result.stderr.count("\n")) == (2, True, 1)
+
+
+def test_a_terminal_gets_a_progress_bar_on_stderr(corpus, tmp_path):
+    terminal, out = Terminal(), tmp_path / "out"
+    env = environment({"TERM": "xterm"})
+    verify = Forked(["data", "verify", corpus], env, cwd=tmp_path, out=out, err=terminal.path)
+    assert verify.wait(TIMEOUT_SEC) == 0
+    assert out.read_text().count("\n") == 1
+    assert "4/4" in terminal.text()
+
+
+def test_lost_files_come_before_copies(tmp_path, capsys):
+    for number in range(50):
+        (tmp_path / f"a{number:02d}.txt").write_text("the same")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    build = ["data", "build", "text", "--out", tmp_path / "out", "--modality", f"m={tmp_path}/*.txt"]
+    line = program(build, capsys).stderr.splitlines()[0]
+    assert line.startswith("skipped 50 files: m/b.txt (not UTF-8: byte 0xff at offset 0), ")
 
 
 BUILDS = {

@@ -77,7 +77,8 @@ def text(
 
 def _summarise(out: str, manifest: Manifest) -> None:
     if manifest.skipped:
-        examples = few([f"{each.source} ({each.reason})" for each in manifest.skipped])
+        lost_first = sorted(manifest.skipped, key=lambda each: "the same text as " in each.reason)
+        examples = few([f"{each.source} ({each.reason})" for each in lost_first])
         echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
