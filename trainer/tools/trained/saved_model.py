@@ -319,7 +319,10 @@ def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use:
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     facts = {"library": use.partition("_")[0], "name": config.run.name, "step": saved.step, "table": table}
-    facts |= {"out": out, "bos": vocab_size - 1}
+    option = argument = ""
+    if model.target is not None:
+        option, argument = " --trust-code", ", trust_code=True"
+    facts |= {"out": out, "bos": vocab_size - 1, "option": option, "argument": argument}
     cards = resources.files("trainer.tools.trained") / "cards"
     texts = [(cards / f"{name}.md").read_text(encoding="utf-8") for name in ("card", use)]
     return "".join(texts).format(**facts)
