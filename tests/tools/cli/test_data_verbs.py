@@ -135,3 +135,13 @@ def test_a_full_disk_is_one_line_and_the_next_call_makes_what_a_first_one_would(
         files = [path for path in (text / name).rglob("*") if path.is_file()]
         made.append({path.relative_to(text / name): path.read_bytes() for path in files})
     assert made[0] == made[1]
+
+
+def test_lost_files_come_before_copies(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for number in range(5):
+        (tmp_path / "in" / f"a{number}.txt").write_text("the same")
+    (tmp_path / "in" / "b.txt").write_bytes(b"\xff")
+    build = ["data", "build", "text", "--out", tmp_path / "out", "--modality", f"m={tmp_path}/in/*.txt"]
+    line = program(build, capsys).stderr.splitlines()[0]
+    assert line.startswith("skipped 5 files: m/b.txt (not UTF-8: byte 0xff at offset 0), ")
