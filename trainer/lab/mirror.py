@@ -88,7 +88,7 @@ class Mirror:
         false. Say how it went; returns whether the store has it."""
         self._closing.set()
         self._wake.set()
-        started = moved_at = time.monotonic()
+        started = moved_at = said_at = time.monotonic()
         moved = self._remote.storage.moved
         while not self._is_idle.wait(0.05) and self._thread.is_alive() and not is_hurried():
             now = time.monotonic()
@@ -96,6 +96,9 @@ class Mirror:
                 moved, moved_at = self._remote.storage.moved, now
             if now - moved_at > self._stall_sec or now - started > MOST_CLOSE_SEC:  # the store hangs
                 break
+            if now - said_at > 10.0:
+                said_at = now
+                logger.info("waiting for %s: %.1f MB moved so far", self._remote.url, moved / 1e6)
         self.prune()
         last = next(iter(checkpoint.complete_checkpoints(self._checkpoints)), None)
         if last is None:  # nothing to upload

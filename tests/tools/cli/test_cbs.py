@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.support.in_process import Ended, exit_code, program
 from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, write_tiny_config
 from trainer.ending import PARENT
+from trainer.errors import UserError
+from trainer.metrics.run_status import run_state, take_lock
 from trainer.tools.branching import study
 
 STEP = 8
@@ -171,7 +174,19 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
         # Another mistake, so that nothing would be trained if this one were not seen.
         refused = program(["cbs", run_dir, "--factors", "0"], capsys)
     assert refused.returncode == 2
-    assert "is in use by another run" in refused.stderr
+    assert "is still being trained" in refused.stderr
+
+
+def test_a_killed_run_is_not_taken_for_a_running_one_meanwhile(trained):
+    run_dir = copied(trained, "killed")
+    status = {"state": "running", "pid": os.getpid(), "host": socket.gethostname(), "time": 0.0}
+    (run_dir / "status.json").write_text(json.dumps(status))
+    with study.reserved(run_dir):
+        assert run_state(run_dir)["state"] == "died"
+        with pytest.raises(UserError, match="in use by another run"), study.reserved(run_dir):
+            pass
+        with pytest.raises(UserError, match="in use by another run"):
+            take_lock(run_dir)
 
 
 def test_a_branch_that_fails_is_named_and_the_others_are_kept(whole, tmp_path):

@@ -14,6 +14,7 @@ from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
 from trainer.tools.report.run_summary import config_differences
 from trainer.tools.runs.load import load_run
+from trainer.tools.verbs.records import entry_of
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,11 @@ def test_compare_names_a_setting_that_differed_for_some_of_the_steps(resumed, ca
     assert values["optimizer.lr"] == [0.01, {"1": 0.01, "9": 0.5}]
 
 
-def test_a_report_shows_that_settings_changed(resumed, tmp_path, capsys):
+def test_ls_and_report_show_that_settings_changed(resumed, tmp_path, capsys, monkeypatch):
+    assert entry_of(resumed / "plain", now=0.0).changed == []
+    assert entry_of(resumed / "changed", now=0.0).changed == ["data.prefetch", "optimizer.lr", "train.steps"]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "3 settings" in program(["ls", resumed], capsys).stdout
     for runs in (["changed"], ["plain", "changed"]):
         page = tmp_path / f"{len(runs)}.html"
         assert not program(["report", *(resumed / name for name in runs), "--out", page], capsys).returncode

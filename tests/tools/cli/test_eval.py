@@ -154,6 +154,17 @@ def test_a_checkpoint_is_evaluated_where_its_training_data_are_not(bare, tmp_pat
     (bare.parent / "elsewhere").rename(bare.parent / "corpus")
 
 
+def test_a_set_of_the_config_that_is_not_there_is_refused_with_the_option_that_replaces_it(config, tmp_path, capsys):
+    run_dir, _ = trained(config)
+    near = config.parent / "near"
+    near.rename(tmp_path / "moved")
+    ended = program(["eval", run_dir], capsys)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"eval source near: paths: {near}/*.jsonl: has no stream files")
+    assert ended.stderr.rstrip().endswith("go there, or name sets with --source NAME=PATH")
+    (tmp_path / "moved").rename(near)
+
+
 def test_evaluations_change_nothing_of_the_training(config, bare, tmp_path):
     (tmp_path / "my_task.py").write_text(TASK)
     task = ("eval.target=my_task:evaluate", "eval.every=1", "eval.args={scale=2.0}")

@@ -145,6 +145,9 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
     foreign = program(["export", folder / "run", "--out", out, "--force"], capsys)
     assert (foreign.returncode, "with other files than an export" in foreign.stderr) == (2, True)
     assert (out / "notes.md").exists()
+    for name in ("x.parquet", "y.safetensors", "z.csv"):
+        done = program(["export", folder / "run", "--out", tmp_path / name], capsys)
+        assert (done.returncode, " would be " in done.stderr, (tmp_path / name).exists()) == (2, True, False)
 
 
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):

@@ -43,6 +43,16 @@ def test_fill_and_batch_are_shown_of_runs_that_log_them(tmp_path, capsys):
     assert re.search(r" 1,234 . 98.7% ", program(["ls", str(tmp_path)], capsys).stdout)
 
 
+def test_names_are_shortened_before_a_column_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("many/levels/of/folders/tiny-20261125-143000"), "done", [5.0, 4.0, 3.5])
+    for columns in (60, 90, 150):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        said = " ".join(program(["ls", "many/levels/of/folders"], capsys).stdout.split())
+        assert ("in many/levels/of/folders/" in said) == (columns < 150)
+        assert ("omitted to fit the terminal" in said) == (columns == 60), said
+
+
 def test_the_step_is_the_later_of_the_last_row_and_the_status(tmp_path):
     """Rows are ten steps apart, and a run may stop in between; a status may be older than the last row."""
     path = make_run(tmp_path / "a", "stopped", [5.0, 4.0, 3.5])

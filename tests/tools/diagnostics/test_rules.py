@@ -359,6 +359,23 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
 EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
 ONE_SEQUENCE = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
 
+
+def ran_out() -> RunRecord:
+    """Rows that were full until the data, which are read once, ended."""
+    config = full_rows(mixing={**MIXING, "batching_mode": "per_row", "repeat": False})
+    return make_run({FILL: [0.99] + [0.6] * 39}, config=config)
+
+
+def restarted(every: int) -> RunRecord:
+    config = {**CONFIG, "checkpoint": {"every": every}}
+    return make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)], steps_redone=60, config=config)
+
+
+def own_batches(size: Any) -> dict[str, Any]:
+    """A source whose own batch size is not the common one."""
+    return {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a", "mixing": {"batch_size": size}}]}}
+
+
 KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**SKIPPED, "ledger/cold_starts": [0.0, 4.0]}), None),  # no capacity would have kept these
     ("cold_starts", make_run(EVICTED), ("ledger.capacity", 64, 128)),
@@ -371,6 +388,11 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ),
     ("low_fill", FAULTY["low_fill"], ("data.mixing.batching_mode", "per_stream", "per_row")),
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
+    ("low_fill", replace(FAULTY["low_fill"], config=full_rows(align="document")), ("data.align", "document", "stream")),
+    ("low_fill", ran_out(), ("data.mixing.repeat", False, True)),
+    ("restarts", restarted(every=0), ("checkpoint.every", 0, 20)),
+    ("restarts", restarted(every=4), ("checkpoint.every", 4, 2)),
+    ("restarts", restarted(every=1), None),
     ("stale_states", make_run(STALE, config=full_rows()), ("optimizer.lr", 1e-3, 5e-4)),
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
@@ -427,6 +449,8 @@ def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: flo
         ("low_fill", FAULTY["low_fill"], "advice"),
         ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), None),
         ("uneven_slices", wide(0.0, config=mixed(batch_size_by_modality={"a": 1})), "warning"),
+        ("uneven_slices", wide(0.0, config=own_batches(1)), "warning"),
+        ("uneven_slices", wide(0.0, config=own_batches("auto")), "advice"),
         ("carry_worthless", make_run(probes(gain=-0.1, gap=0.1)), "warning"),
     ],
 )
@@ -438,7 +462,7 @@ def test_a_source_that_ended_is_named_with_its_step() -> None:
     rows = {"blend/max_share_error": [0.0] * 40, "blend/ended_sources": [0.0] * 20 + [1.0] * 20}
     named = check("shares", make_run(rows, events=[{"event": "source_ended", "global_step": 21, "sources": ["small"]}]))
     assert (named.verdict, named.severity) == ("finding", "advice")
-    assert named.sentence.startswith("1 source exhausted, the first by step 21 (small)")
+    assert named.sentence.startswith("source small exhausted at step 21")
     off = make_run({**rows, "blend/max_share_error": dict.fromkeys(range(100, 4001, 100), 0.5)})
     assert (knob_of("shares", off) or ("",))[0] == "data.mixing.repeat"
 

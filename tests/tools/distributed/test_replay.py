@@ -15,6 +15,7 @@ from tests.core.distributed.test_data_shards import EXTRA as EVERY_FOURTH
 from tests.support.grouped import train
 from tests.support.runs import FULL_ROWS, ROOT, write_tiny_config
 from tests.support.runs import run as launched
+from trainer.tools.verbs.branching import _comparison
 
 pytestmark = pytest.mark.distributed
 
@@ -276,3 +277,10 @@ def test_bisect_compares_what_runs_on_other_ranks_have_read(tmp_path):
     assert {*found["differs_in"]} <= {"config", "loss", "grad_norm"}
     assert 0 < found["relative_difference"] < 1e-4
     assert "they read other data" in launched("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
+
+
+def test_losses_of_a_step_that_was_not_logged_are_not_said_to_agree():
+    content = {"step": 5, "first_different": None, "compared_steps": []}
+    for then, said in ((None, "step 5 was not logged, so losses do not compare"), (1.5, "difference up to 3.3e-01")):
+        values = {"batch": ["ab", "ab"], "loss": [2.0, then]}
+        assert said in _comparison({**content, "values": values})

@@ -100,6 +100,8 @@ def test_runs_of_the_same_name_get_distinct_names(make_run):
     runs = [make_run("a/x", train), make_run("b/x", train)]
     assert [run.name for run in with_distinct_names(runs)] == [str(run.path) for run in runs]
     assert [run.name for run in with_distinct_names(runs[:1])] == ["x"]
+    path = str(runs[0].path)
+    assert [run.name for run in with_distinct_names([runs[0]] * 2)] == [path, f"{path} (2)"]
 
 
 def test_what_carrying_is_worth_has_a_chart_with_bars_of_its_errors(make_run):

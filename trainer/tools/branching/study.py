@@ -9,6 +9,7 @@ RUN_DIR/cbs/STEP holds what they gave, and is never mixed with results of other 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import os
@@ -17,8 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -30,9 +31,9 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.ending import PARENT
 from trainer.errors import UserError
-from trainer.files import open_plain, read_bytes, read_json, remove_tree, write_file, write_json
+from trainer.files import open_descriptor, open_plain, read_bytes, read_json, remove_tree, write_file, write_json
 from trainer.import_path import PROGRAM
-from trainer.metrics.run_status import usable
+from trainer.metrics.run_status import LOCK_NAME, take_lock, usable
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
@@ -86,6 +87,28 @@ class Origin:
     tokens_per_step: float  # of today's batch, on average so far
     sequences_per_step: float  # of the latest row
     marker: str  # digest of the checkpoint's files
+
+
+@contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Keep the run from being resumed, and its checkpoints, while branches start from it.
+    Raises UserError: the run, or other branches of it, are being trained."""
+    with ExitStack() as held:
+        with suppress(FileNotFoundError):  # a copy of a run: nobody trains it
+            descriptor = open_descriptor(run_dir / LOCK_NAME, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            try:  # shared, or a killed run would look as if it were running
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = "is still being trained, and may delete its checkpoint meanwhile"
+                fix = "wait for it, or stop it: it can be resumed afterwards"
+                raise UserError(str(run_dir), problem, fix) from None
+            except OSError:  # a file system without locks
+                pass
+        # Two studies would write the same branches, so the directory has a lock of its own.
+        (run_dir / "cbs").mkdir(exist_ok=True)
+        held.enter_context(take_lock(run_dir / "cbs"))
+        yield
 
 
 def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origin:

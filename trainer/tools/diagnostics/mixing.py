@@ -81,6 +81,13 @@ def _odds(nats: float) -> str:
     return f"1 in 10^{digits:.0f}"
 
 
+def _batch_sizes(run: RunRecord) -> list[int]:
+    found, own = [], [table.get("mixing") or {} for table in sources(run)]
+    for table in (run.setting("data.mixing", {}), *own):
+        found += [table.get("batch_size"), *dict(table.get("batch_size_by_modality") or {}).values()]
+    return [size for size in found if isinstance(size, int)]
+
+
 @rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN))
 def uneven_slices(run: RunRecord) -> Outcome:
     """Slices so different in length that readers of the short ones wait."""
@@ -103,10 +110,8 @@ def uneven_slices(run: RunRecord) -> Outcome:
     if waits:
         words += f", here for up to {counted(max(waits.values), 'batch')} of others"
     shown = hits[:: max(len(hits) // 6, 1)][:6]
-    evidence = least.evidence(shown), most.evidence(shown)
-    sizes = [*dict(run.setting("data.mixing.batch_size_by_modality") or {}).values()]
-    sizes.append(run.setting("data.mixing.batch_size", 1))
-    if max(sizes) > limits.EVEN_BATCHES * min(sizes):
+    evidence, sizes = (least.evidence(shown), most.evidence(shown)), _batch_sizes(run)
+    if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
         value = f"sizes within a factor of {limits.EVEN_BATCHES}"
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
         return finding(words, *evidence, knob=knob, severity="warning")
@@ -241,15 +246,25 @@ def low_fill(run: RunRecord) -> Outcome:
     if mean >= limits.LOW_FILL:
         return healthy(words)
     if has_full_rows(run):
-        rows = run.setting("data.mixing.batch_size")
-        fewer: Any = "fewer"
-        if isinstance(rows, int):
-            fewer = max(int(mean * rows), 1)
-        knob = Knob("data.mixing.batch_size", rows, fewer, "or what train preview suggests")
-        return finding(words, fill.evidence(), knob=knob if fewer != rows else None)
+        return finding(words, fill.evidence(), knob=_fuller_rows(run, fill, mean))
     knob = Knob.of(run, "data.mixing.batching_mode", "per_row")
     # Whoever chose another mode knows that its batches shrink.
     return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
+
+
+def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob | None:
+    """The setting that keeps full rows from being full: the data's end, padding, or many rows."""
+    if run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
+        return Knob("data.mixing.repeat", False, True)
+    if run.setting("data.align") == "document" and run.setting("model.target") is None:
+        return Knob("data.align", "document", "stream")
+    fewer: Any = "fewer"
+    rows = run.setting("data.mixing.batch_size")
+    if isinstance(rows, int):
+        fewer = max(int(mean * rows), 1)
+    if fewer == rows:
+        return None
+    return Knob("data.mixing.batch_size", rows, fewer, "or what train preview suggests")
 
 
 @rule("warning", needs=[SHARE_ERROR])
@@ -282,16 +297,17 @@ def shares(run: RunRecord) -> Outcome:
 
 
 def _what_ended(run: RunRecord, ended: Series) -> str:
-    """The exhausted sources by name, as far as events.jsonl (written by rank 0) has them."""
-    names: list[Any] = []
+    """The exhausted sources, each with its step where events.jsonl (written by rank 0) has it."""
+    names: dict[str, Any] = {}
     for event in run.events:
         if event.get("event") == "source_ended" and isinstance(event.get("sources"), list):
-            names += event["sources"]
-    first = ended.steps[ended.positive[0]]
-    what = f"{counted(max(ended.values), 'source')} exhausted, the first by step {first}"
-    if names:
-        what += f" ({few(list(map(str, names)))})"
-    return what
+            names.update(dict.fromkeys(event["sources"], event.get("global_step")))
+    if not names:
+        first = ended.steps[ended.positive[0]]
+        return f"{counted(max(ended.values), 'source')} exhausted, the first by step {first}"
+    where = " on rank 0" if ranks(run) > 1 else ""
+    each = [f"{name} exhausted at step {step}{where}" for name, step in names.items()]
+    return f"source {few(each)}"
 
 
 RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections import Counter
 from statistics import median
 
@@ -128,15 +129,13 @@ def restarts(run: RunRecord) -> Outcome:
     words += f" of {total:,}"
     if is_loop:
         words += f"; {times} restarts from step {most_often}"
-    evidence, every = (
-        Evidence("restart", tuple(starts), tuple(map(float, starts.values()))),
-        run.setting("checkpoint.every"),
-    )
+    steps, every = sorted(starts), run.setting("checkpoint.every")
+    counts = Series("restart", array("q", steps), array("d", map(starts.__getitem__, steps)))
     knob: Knob | None = None
     # More checkpoints do not help a run that fails at one step, or saves at every step.
-    if loses_much and isinstance(every, int) and every > 1:
-        knob = Knob("checkpoint.every", every, every // 2)
-    return finding(words, evidence, knob=knob)
+    if loses_much and isinstance(every, int) and every != 1:
+        knob = Knob("checkpoint.every", every, every // 2 or max(total // 50, 1))
+    return finding(words, counts.evidence(), knob=knob)
 
 
 @rule("error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -290,10 +291,17 @@ def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tupl
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs, labeled by their paths where names are not distinct."""
+    """The runs, labeled by their paths where names are not distinct; equal paths are numbered."""
     if len({run.name for run in runs}) == len(runs):
         return list(runs)
-    return [replace(run, label=str(run.path)) for run in runs]
+    seen, named = Counter[str](), []
+    for run in runs:
+        label = str(run.path)
+        seen[label] += 1
+        if seen[label] > 1:
+            label += f" ({seen[label]})"
+        named.append(replace(run, label=label))
+    return named
 
 
 def value_text(value: Any) -> str:

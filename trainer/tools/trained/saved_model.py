@@ -300,26 +300,38 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
         write_file(file, json.dumps(found, indent=2) + "\n")
 
 
-def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use: str) -> str:
-    """README.md of an exported model in `out`; `use`: which text says how to load it."""
-    config, model, results = saved.config, saved.config.model, []
+def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
+    """Rows of the card: what was logged last, at `step` or before."""
     with suppress(UserError):
         run = load_run(run_dir)
         for key in SHOWN_RESULTS:
-            values = [value for at, value in zip(*run.column(key), strict=True) if at <= saved.step]
-            results += [(f"`{key}`", f"{value:.4f}") for value in values[-1:]]
+            values = [value for at, value in zip(*run.column(key), strict=True) if at <= step]
+            if values:
+                yield f"`{key}`", f"{values[-1]:.4f}"
+
+
+def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use: str) -> str:
+    """README.md of an exported model in `out`; `use`: which text says how to load it."""
+    config, model = saved.config, saved.config.model
+    origin = model.args.get("from", f"dim {model.dim}, {model.num_layers} layers")
     numbers = {tensor.data_ptr(): tensor.numel() for tensor in saved.weights.values()}  # tied ones once
+    steps = f"{saved.step:,} of {config.train.steps:,} steps"
+    ids = f"{vocab_size:,} ids, the one that begins a document included"
     rows = [
         ("parameters", f"{sum(numbers.values()):,}"),
-        ("model", f"`{model.target or model.family or DEFAULT}`"),
-        ("tokenizer", f"`{config.data.tokenizer}`, {vocab_size:,} ids, the one that begins a document included"),
+        ("model", f"`{model.target or model.family or DEFAULT}`, {origin}"),
+        ("tokenizer", f"`{config.data.tokenizer}`, {ids}"),
+        ("trained for", f"{steps} in cells of {config.data.seq_len} tokens"),
         ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
         ("data", ", ".join(source.name for source in config.data.source)),
-        *results,
+        *_last_results(run_dir, saved.step),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    facts = {"library": use.partition("_")[0], "name": config.run.name, "step": saved.step, "table": table}
-    facts |= {"out": out, "bos": vocab_size - 1}
+    option = argument = ""
+    if model.target is not None:
+        option, argument = " --trust-code", ", trust_code=True"
+    facts = {"library": use.partition("_")[0], "name": config.run.name, "step": saved.step}
+    facts |= {"table": table, "out": out, "bos": vocab_size - 1, "option": option, "argument": argument}
     cards = resources.files("trainer.tools.trained") / "cards"
     texts = [(cards / f"{name}.md").read_text(encoding="utf-8") for name in ("card", use)]
     return "".join(texts).format(**facts)

@@ -37,7 +37,7 @@ MEANINGS = {
     "data_shards": "parts that the data are read in",
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
     "tokens_per_step": "at most, over all ranks",
-    "tokens_in_run": "at most, with full batches; train preview forecasts them",
+    "tokens_in_run": "train.tokens, or at most, with full batches; train preview forecasts them",
     "tokens_per_micro": "tokens of a micro-batch over all ranks",
     "fill": "share of tokens_per_step that the run will have, as forecast",
     "groups_in_flight": "documents whose states a data shard keeps at once, at most",
@@ -339,7 +339,7 @@ def init(
         Option(help="As data.tokenizer; default: a tokenizer.json of the data, bytes, or ids.", metavar="NAME"),
     ] = None,
     format: shared.FormatOption = "auto",
-    dtype: Annotated[str | None, Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")] = None,
+    dtype: Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")] = None,
     eod: shared.EodOption = None,
     column: shared.ColumnOption = None,
     minutes: Annotated[

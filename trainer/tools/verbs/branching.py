@@ -71,13 +71,11 @@ def cbs(
     run = require_run(run_dir)
     with uncollected():
         from trainer.files import write_json
-        from trainer.metrics.run_status import take_lock
         from trainer.tools.branching.answer import make_answer, print_answer
-        from trainer.tools.branching.study import ANSWER_FILE, make_study, open_origin, parse_numbers
+        from trainer.tools.branching.study import ANSWER_FILE, make_study, open_origin, parse_numbers, reserved
         from trainer.tools.trained.saved_model import find_checkpoint
     path = find_checkpoint(run, at, option="--at")
-    # The run cannot be resumed, nor its checkpoint deleted, while branches start from it.
-    with writing(str(run / "cbs")), take_lock(run):
+    with writing(str(run / "cbs")), reserved(run):
         origin = open_origin(run, path, trust_code=trust_code)
         study = make_study(
             origin,
@@ -237,7 +235,9 @@ def _comparison(content: Mapping[str, Any]) -> str:
     if all(then is None for _, then in values.values()):
         return f"nothing to compare: step {content['step']} was not logged"
     now, then = ({name: pair[at] for name, pair in values.items()} for at in (0, 1))
-    said = "on another number of ranks " + ROUNDED.format(relative_difference(now, then))
+    said = f"step {content['step']} was not logged, so losses do not compare"
+    if then.get("loss") is not None:
+        said = "on another number of ranks " + ROUNDED.format(relative_difference(now, then))
     if "batch" in values:
         said = f"the same batches; {said}"
     return said

@@ -76,10 +76,12 @@ def text(
 
 
 def _summarise(out: str, manifest: Manifest) -> None:
+    from trainer.tools.corpus.documents import SAME_TEXT
+
     if manifest.skipped:
-        lost_first = sorted(manifest.skipped, key=lambda each: "the same text as " in each.reason)
+        lost_first = sorted(manifest.skipped, key=lambda each: each.reason.startswith(SAME_TEXT))
         examples = few([f"{each.source} ({each.reason})" for each in lost_first])
-        echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; the manifest lists them all", err=True)
+        echo(f"skipped {counted(len(lost_first), 'file')}: {examples}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")

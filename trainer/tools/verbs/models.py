@@ -6,6 +6,7 @@ import glob
 import inspect
 import itertools
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,6 +33,9 @@ COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
+FILE_SUFFIX = re.compile(
+    r"\.(arrow|bin|ckpt|csv|gguf|h5|json|jsonl|np[yz]|onnx|parquet|pth?|safetensors|tsv|xlsx)", re.IGNORECASE
+)
 
 
 def sample(
@@ -168,6 +172,8 @@ def export(
 ) -> None:
     """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
     target = Path(out)
+    if FILE_SUFFIX.fullmatch(target.suffix):
+        raise UserError("--out", f"{out} would be a directory with weights", f"leave out {target.suffix}")
     refuse_existing(out, force=force)
     if target.is_dir() and any(target.iterdir()) and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")

@@ -6,7 +6,7 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ from trainer.files import did_you_mean, write_file
 from trainer.tools.fitted_table import Column, duration_text, fitted_table, needed_width
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, refuse_existing, writing
-from trainer.wording import number_text
+from trainer.wording import counted, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
@@ -50,6 +50,7 @@ class RunEntry:
     # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
     verdict: str | None = None
     reason: str | None = None  # why the run ended, if status.json says it
+    changed: list[str] = field(default_factory=list)  # the settings that a resume changed
 
 
 def ls(
@@ -65,10 +66,15 @@ def ls(
     if as_json:
         print_json([asdict(entry) for entry in entries])
         return
-    columns = _columns(entries)
+    columns, options = _columns(entries), {}
     # Names are there to be copied: a pipe gets all columns without a line break in them.
     console = output(needed_width=needed_width(columns))
-    console.print(fitted_table(columns, width=console.width))
+    folder, *others = {Path(entry.run).parent for entry in entries}
+    if needed_width(columns) > console.width and not others and folder.name:
+        # Before any column is left out: what all names begin with.
+        options = {"title": f"in {escape(str(folder))}/"}
+        columns = _columns([replace(entry, run=Path(entry.run).name) for entry in entries])
+    console.print(fitted_table(columns, width=console.width, **options))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -89,7 +95,7 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.metrics.run_status import run_state
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.runs.load import load_run
+    from trainer.tools.runs.load import load_run, settings_by_step
 
     status = run_state(path)
     reached = [step for step in [status.get("last_step")] if isinstance(step, int)]
@@ -114,6 +120,7 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
         values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
     if isinstance(run.setting("train.steps"), int):
         values["steps"] = run.setting("train.steps")
+    values["changed"] = [key for key, value in settings_by_step(run).items() if isinstance(value, dict)]
     step = max([*run.steps[-1:], *reached], default=None)  # rows are some steps apart
     return replace(entry, **values, step=step, age_sec=max(now - times[0], 0.0))
 
@@ -138,8 +145,14 @@ def _columns(entries: Sequence[RunEntry]) -> list[Column]:
             cells.append("-" if value is None else form(value))
         if leave_out < 5 or {*cells} != {"-"}:  # the least important ones need a value
             columns.append(Column(heading, cells, "right", leave_out))
+    if any(entry.changed for entry in entries):
+        columns.append(Column("changed", list(map(_changed, entries)), leave_out=3))
     columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
     return columns
+
+
+def _changed(entry: RunEntry) -> str:
+    return counted(len(entry.changed), "setting") if entry.changed else ""
 
 
 def _verdict_cell(entry: RunEntry) -> str:
