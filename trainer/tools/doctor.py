@@ -1,4 +1,4 @@
-"""What `train doctor` checks beside the contract: this node, and any causal model of `transformers` on disk."""
+"""Checks of `train doctor` beside the contract: this node, and any causal model of `transformers` on disk."""
 
 from __future__ import annotations
 

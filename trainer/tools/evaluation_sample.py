@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
 
 
 def chances_of(sizes: npt.NDArray[Any], num: int) -> npt.NDArray[np.float64]:
-    """Of each in a population, the probability of being among `num` drawn in proportion to these sizes, all > 0; float64 [N].
+    """The probability of each in a population to be among `num` drawn by size; sizes > 0; float64 [N].
 
     Those that are too large for that are always drawn: 1.
     """
@@ -101,17 +101,20 @@ class Sample:
 
     @cached_property
     def weights(self) -> npt.NDArray[np.float64]:
-        """What the sums of each document are multiplied by, [n]."""
+        """The factors on the sums of each document, [n]."""
         return 1 / (self.chances * self.file_chances)
 
     @cached_property
     def units(self) -> list[tuple[int, ...] | None]:
-        """Of each, the file or document that it is a part of, if others may be too: they are no independent draws."""
+        """The file or document that each is a part of, if others may be too: they are no independent draws."""
         found = self.files if self.files is not None else self.documents
         if found is None:
             return [None] * len(self.tokens)
         is_shared = (np.bincount(found)[found] > 1) | (self.files is not None)
-        return [(int(unit),) if shared else None for unit, shared in zip(found, is_shared, strict=True)]
+        units: list[tuple[int, ...] | None] = [(int(unit),) for unit in found]
+        for number in np.flatnonzero(~is_shared):
+            units[number] = None
+        return units
 
     def error(self, losses: npt.NDArray[np.float64]) -> float | None:
         """The error of the mean loss per token against the whole set's, `widened`; None if it is not known.
@@ -164,8 +167,8 @@ class SampledLosses(EvalRider):
             self._sums.append((self.sample.groups[groups[rows.start]], torch.stack(sums)))
 
     def part(self) -> npt.NDArray[np.float64] | None:
-        """Of each document's rows on this rank the loss, the losses by rows, and how many they are, [3, n]. Waits for the
-        device."""
+        """The loss of each document's rows on this rank, their losses by rows, and their number, [3, n].
+        Waits for the device."""
         return self._guard.run(self._by_document)
 
     def _by_document(self) -> npt.NDArray[np.float64]:

@@ -201,6 +201,10 @@ class Starter:
     length: str  # of the run, in words
 
 
+def _expanded(path: str) -> str:
+    return path if is_url(path) else str(Path(path).expanduser())
+
+
 def make_starter(
     paths: list[str],
     *,
@@ -212,7 +216,7 @@ def make_starter(
 ) -> Starter:
     """The starter config for the data at `paths`; the other arguments are the verb's options.
     Raises UserError: there is nothing to train on."""
-    paths = [path if is_url(path) else str(Path(path).expanduser()) for path in paths]
+    paths = list(map(_expanded, paths))
     if any(map(is_url, paths)):
         at = discover_stored(paths, format=format, cache=Cache(None))
     else:

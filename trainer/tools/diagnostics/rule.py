@@ -1,4 +1,4 @@
-"""What a diagnosis rule is made of: its outcome, and the facts that it reads of a run."""
+"""The parts of a diagnosis rule: its outcome, and the facts that it reads of a run."""
 
 from __future__ import annotations
 

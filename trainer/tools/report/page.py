@@ -107,7 +107,7 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
 
 
 def _findings(diagnosis: Diagnosis) -> Html:
-    """What was found, and by how many rules; nothing of a run without training rows."""
+    """The findings, and by how many rules; nothing of a run without training rows."""
     if diagnosis.verdict is None:
         return NOTHING
     parts = [element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note")]

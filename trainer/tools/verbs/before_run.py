@@ -113,7 +113,7 @@ def _source(source: Source) -> dict[str, Any]:
 
 
 def _forecast(plan: Plan) -> tuple[Sequence[SourceView], float | str]:
-    """What the sources will give, and how full the rows will be, or why that is not known. Logs warnings."""
+    """The forecast of sources and of the rows' fill, or why it is not known. Logs warnings."""
     from trainer.metrics.logger import get_logger
     from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings
     from trainer.tools.preview.summary import make_preview
