@@ -192,6 +192,13 @@ def build(vocab_size, dim, num_layers):
 """
 
 
+@pytest.fixture
+def whole_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes that read up to 16 cells again, as many as a document has; runs read 8."""
+    for module in ("trainer.lab.carry_probe", "trainer.training.setup.sources"):
+        monkeypatch.setattr(f"{module}.PROBED_CELLS", 16)
+
+
 def probed(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
     """The last row of a run that probes often, and what the rules about carrying say: name -> verdict."""
     sets = (source_override(corpus), "ledger.probe_every=10", "metrics.log_interval=10")
@@ -201,6 +208,7 @@ def probed(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[di
     return read_rows(directory / "run" / "metrics.jsonl")["train", steps], verdicts
 
 
+@pytest.mark.usefixtures("whole_documents")
 def test_probes_say_what_carrying_is_worth(corpus: Path, tmp_path: Path) -> None:
     """A cell has two answers among its six bytes, each worth up to ln 8: at most 0.69 nats per token, and more from zero, where
     a model that is used to knowing the answer is sure of a wrong one."""
@@ -210,6 +218,7 @@ def test_probes_say_what_carrying_is_worth(corpus: Path, tmp_path: Path) -> None
     assert verdicts["carry_worthless"] == "healthy"
 
 
+@pytest.mark.usefixtures("whole_documents")
 def test_probes_say_that_an_ignored_state_is_worth_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +230,7 @@ def test_probes_say_that_an_ignored_state_is_worth_nothing(
     assert (verdicts["carry_worthless"], verdicts["stale_states"]) == ("finding", "healthy")
 
 
+@pytest.mark.usefixtures("whole_documents")
 @pytest.mark.slow
 def test_young_weights_make_stale_states_and_old_ones_do_not(corpus: Path, tmp_path: Path) -> None:
     fast, fast_verdicts = probed(corpus, tmp_path, "optimizer.lr=3e-3", "scheduler.min_lr_ratio=1.0", steps=100)
