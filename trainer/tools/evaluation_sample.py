@@ -33,7 +33,7 @@ from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
 
 COUNTED_BYTES = 2_000_000_000  # the most of a set's files whose documents are counted when a run starts
-LEAST = 8  # documents, and files, that are drawn besides the certain ones: fewer say little about the error
+LEAST = 8  # documents, and files, that are drawn besides the certain ones: fewer give no useful error
 
 
 class Drawn(NamedTuple):
