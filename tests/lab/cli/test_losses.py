@@ -137,6 +137,15 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
         assert [any(key.startswith(start) for key in keys) for start in starts] == [rows is chunked[0]] * 4 + [True]
 
 
+def test_the_weight_decides_how_much_of_a_loss_is_trained_on(config):
+    fast = ("optimizer.lr=1e-2", "objective.losses.norm=0")
+    final = [
+        trained(config, *fast, f"objective.losses.energy={weight}")[0]["train", 6]["objective/energy"] / max(weight, 1)
+        for weight in (1, 1000)
+    ]
+    assert final[1] < 0.95 * final[0]
+
+
 @pytest.mark.distributed
 def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_numbers(config):
     own = "{penalty={target='own_losses:penalty', weight=0.3, by='tokens', args={power=2}}}"

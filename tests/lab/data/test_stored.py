@@ -146,3 +146,14 @@ def test_those_that_start_together_download_once(corpus, tmp_path, monkeypatch):
     assert sum(copy.is_new for _, copy in found) == 1
     assert len(got) == len(set(got)) == len(discover_nested(corpus))
     assert len({tuple(Path(s.path).read_bytes() for s in streams) for streams, _ in found}) == 1
+
+
+def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data cannot be a directory"):
+        Cache(None)

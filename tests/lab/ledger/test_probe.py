@@ -232,6 +232,24 @@ def test_resets_among_the_earlier_tokens_are_honoured() -> None:
     assert numbers(measure(model, batch, state, inputs=inputs))[DRIFT] > 1e-4  # None: resets nowhere
 
 
+class Ignores(nn.Module):
+    """Returns a state and never reads it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.state_width = inner, inner.state_width
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        return self.inner(tokens, state=None)  # type: ignore[no-any-return]
+
+
+def test_carrying_is_worth_nothing_to_a_model_that_ignores_its_state() -> None:
+    model = Ignores(make_model())
+    batch = make_batch([1, 2, 3], history=4)
+    found = numbers(measure(model, batch, torch.randn(3, model.state_width)))
+    assert (found[GAIN], found[f"{GAIN}_se"], found[GAP]) == (0.0, 0.0, 0.0)
+
+
 class Noisy(nn.Module):
     """Dropout, a part that is kept in evaluation mode, and a count of calls in training."""
 

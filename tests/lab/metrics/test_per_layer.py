@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.gns_windows import make_model, window
 from tests.support.layered import TRUTH, Layered, measure, wrong_averages
-from trainer.lab.per_layer import PerLayer, WeightSample, layer_of
+from trainer.lab.per_layer import MOST_IN_ALL, MOST_PER_TENSOR, PerLayer, WeightSample, layer_of, sample_limit
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -94,6 +94,15 @@ def test_a_sample_of_a_large_tensor_stands_for_all_of_it_within_its_error(limit:
     assert float(moved) == pytest.approx(float(change.double().square().sum()), rel=5 * error)
     assert float(weights) == pytest.approx(float((weight.detach() - change).double().square().sum()), rel=5 * error)
     assert float(moved) != pytest.approx(float(change.double().square().sum()), rel=1e-6)
+
+
+def test_what_is_kept_of_the_weights_does_not_grow_with_the_model() -> None:
+    weights = [nn.Parameter(torch.zeros(1000, 1000)) for _ in range(3)]
+    sample = WeightSample(weights, limit=sample_limit(3))
+    assert len(sample._before) == len(sample._now) == 3 * MOST_PER_TENSOR
+    places = {id(place): place for place in sample._places}
+    assert [len(place) for place in places.values()] == [MOST_PER_TENSOR]  # one for all tensors of a size
+    assert all(count * sample_limit(count) <= MOST_IN_ALL for count in (1, 60, 700, 16_000))
 
 
 def test_a_layer_without_a_gradient_stands_still_and_a_frozen_one_is_left_out() -> None:

@@ -74,6 +74,17 @@ def test_all_cells_of_a_document_give_the_uncut_gradient(cells, document, has_re
     torch.testing.assert_close(found, uncut, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_gradient():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, rows = build(VOCAB, dim=8, num_layers=2).double(), make_rows(16, 16, has_resets=True)
+    plain = gradient(model, rows, None)
+    model.compile(backend="aot_eager", dynamic=False)
+    found = gradient(Cellwise(model, cell=CELL, cells=2, recompute=True), rows, None)
+    torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
+
+
 def test_the_model_sees_one_cell_per_call_and_recomputes_all_but_the_last():
     model, rows = make_model(), make_rows(32, 32, has_resets=True)
     gradient(Cellwise(model, cell=CELL, cells=4), rows, None)

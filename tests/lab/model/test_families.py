@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.runs import ROOT
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
 from trainer.errors import UserError
@@ -68,6 +71,8 @@ def test_a_model_is_a_family_or_a_target():
     assert family_of(table(None)) is FAMILIES["rglru"]
     with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; choose one of rglru, .*mamba2"):
         build_model(table("mamba"), VOCAB, parts=PARTS)
+    with pytest.raises(UserError, match='use "gated_delta", which runs the same kernels'):
+        build_model(table("fla_gated_delta"), VOCAB, parts=PARTS)
     with pytest.raises(ValueError, match="are two models: remove one"):
         table("gated_delta", target="own:build")
 
@@ -77,6 +82,26 @@ def test_args_that_a_family_does_not_take_are_named():
         UserError, match=r"model.args: .*unexpected keyword argument 'head'; it takes .*heads, mlp_ratio"
     ):
         build_model(table("gated_delta", args={"head": 2}), VOCAB, parts=PARTS)
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_transformers_prints_nothing_while_a_model_of_its_own_is_found_to_keep_the_contract(tmp_path):
+    """Not once per process: in a fresh one."""
+    code = (
+        "from trainer.config.schema import ModelTable\n"
+        "from trainer.training.setup.plan import build_model\n"
+        "from trainer.lab.contracts import check_model\n"
+        "from trainer.cli.parts import PARTS\n"
+        "table = ModelTable(family='mamba2', dim=64, num_layers=2)\n"
+        f"build_model(table, {VOCAB}, parts=PARTS).save_pretrained({str(tmp_path)!r})\n"
+        f"table = ModelTable(family='mamba2', dim=64, num_layers=2, args={{'from': {str(tmp_path)!r}}})\n"
+        f"report = check_model(build_model(table, {VOCAB}, parts=PARTS), vocab_size={VOCAB}, seq_len=32)\n"
+        "assert not report.breaches + report.warnings, report\n"
+        "assert all(report[each].status == 'held' for each in ('causality', 'isolation', 'carry', 'gradient')), report\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 @needs_transformers

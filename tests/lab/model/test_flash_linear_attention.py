@@ -68,6 +68,20 @@ def test_outputs_states_and_gradients_are_those_of_the_rule_in_torch(fla, resets
             torch.testing.assert_close(one, other)
 
 
+def test_the_rule_in_torch_equals_the_naive_one_of_the_library(fla):
+    naive = pytest.importorskip("fla.ops.gated_delta_rule.naive").naive_recurrent_gated_delta_rule
+
+    def by_library(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, decay, rate = (x.transpose(1, 2) for x in given[:5])
+        output, end = naive(q, k, v, rate, decay, scale=1.0, initial_state=given[5], output_final_state=True)
+        return output.transpose(1, 2), end
+
+    rules = gated_delta_rule, by_library
+    found, wanted = (results(rule, drawn(torch.float32), None, torch.float32) for rule in rules)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= 2e-6 * other.norm()
+
+
 @pytest.mark.cuda
 def test_resets_by_decay_equal_bounds_of_sequences(fla):
     """A row of documents is what the library computes of them with `cu_seqlens`, the first from the row's state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
@@ -107,6 +108,30 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other():
     assert torch.equal(head.bias.grad, 2 * expected[1])
     with torch.no_grad():
         assert not chunked(hidden, targets).loss_sum.requires_grad
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of any tensor that an operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_no_tensor_is_as_large_as_all_logits():
+    vocab_size = 5000
+    model = transformer.build(vocab_size, 8, 1, heads=1)
+    tokens = torch.randint(vocab_size, (4, 64))
+    chunked = ChunkedObjective(Objective(ObjectiveOptions(z_loss=1e-3)), model.head, chunk_tokens=16)
+    for run, loss, most in ((model, PLAIN, tokens.numel()), (Headless(model, model.head), chunked, 16)):
+        with Largest() as largest:
+            loss(run(tokens=tokens, state=None).logits, tokens).loss_sum.backward()
+        assert largest.numel == most * vocab_size
 
 
 def test_logits_are_held_for_a_chunk_alone():

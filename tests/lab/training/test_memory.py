@@ -122,6 +122,15 @@ def test_the_state_of_an_optimizer_of_one_s_own_is_counted(tmp_path, target, mom
     assert memory.optimizer == pytest.approx(moments * memory.weights, rel=0.01, abs=1000)
 
 
+def test_the_generators_and_the_gradient_mode_are_left_as_they_were(tmp_path):
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    predict_memory(plan_of(tmp_path, "model.family=lstm", "model.args={dropout=0.5}"))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.is_grad_enabled()
+
+
 CHECKPOINTED = "train.activation_checkpointing=block"
 FREED = """
 import ctypes

@@ -61,7 +61,9 @@ def test_the_whole_matrix_is_green_and_a_swap_of_its_table_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpora = ROOT / "data" / "smoke_matrix"
-    assert {path.parent.name for path in corpora.glob("*/manifest.json")} >= {"recall", "short", "long"}, "make test-slow"
+    assert {path.parent.name for path in corpora.glob("*/manifest.json")} >= {"recall", "short", "long"}, (
+        "make test-slow"
+    )
     monkeypatch.syspath_prepend(ROOT / "scripts")  # of its own imports
     script = importlib.import_module("smoke_matrix")
     monkeypatch.chdir(ROOT)

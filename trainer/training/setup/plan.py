@@ -351,6 +351,8 @@ def family_of(table: ModelTable) -> Family:
     name = table.family or DEFAULT
     if name not in FAMILIES:
         fix = f"choose one of {', '.join(FAMILIES)}, or name a target of your own"
+        if name == "fla_gated_delta":
+            fix = 'use "gated_delta", which runs the same kernels on CUDA where fla-core is installed'
         raise UserError("model.family", f"there is no {name!r}", fix)
     return FAMILIES[name]
 
