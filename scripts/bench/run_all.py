@@ -78,6 +78,8 @@ def render(rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> None:
     table = PAGE.with_suffix(".csv")
+    if unknown := [name for name in sys.argv[1:] if name not in TITLES]:
+        sys.exit(f"run_all.py: no benchmark {unknown[0]}; there are {', '.join(TITLES)}")
     for bench in sys.argv[1:] or TITLES:
         with table.open(encoding="utf-8", newline="") as file:
             rows = [row for row in csv.reader(file) if row[0] != bench]

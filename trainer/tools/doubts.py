@@ -62,6 +62,9 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
     if evaluation.has_data and not evaluation.every and (eval_sources or evaluation.target is not None):
         problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
         yield "eval.every", problem, "set it to the number of steps between evaluations"
+    if evaluation.holdout_fraction > limits.LARGEST_HOLDOUT:
+        problem = f"{evaluation.holdout_fraction:g}: the run trains on the smaller part of its documents"
+        yield "eval.holdout_fraction", problem, "set it to 0.02"
     if optimizer.lr > limits.LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"

@@ -22,6 +22,8 @@ ALPHA: Final = 1e-3
 LEAST_JUDGED: Final = 0.5
 # learning rate: AdamW moves every weight by about this much per step; `check` warns above it, so no rule suggests more.
 LARGEST_LR: Final = 0.1
+# share of the documents: a run that holds out more trains on the smaller part.
+LARGEST_HOLDOUT: Final = 0.5
 # share of the run: a longer warm-up leaves most steps below the configured learning rate.
 LONG_WARMUP: Final = 0.5
 # share of the learning rate: a smaller jump at a resume is not worth a warning.
