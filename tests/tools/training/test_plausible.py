@@ -38,7 +38,10 @@ DOUBTS = [
         ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"],
         "scheduler.warmup_tokens: 2,000 of 500 tokens: most of the run",
     ),
-    (["eval.holdout_fraction=0.99"], "eval.holdout_fraction: 0.99: the run trains on the smaller part of its documents"),
+    (
+        ["eval.holdout_fraction=0.99"],
+        "eval.holdout_fraction: 0.99: the run trains on the smaller part of its documents",
+    ),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight"),
     (["data.source.first.weight=1.0", GROWN], "train.micro_batches.points: has a point at 7, but the run has 6 steps"),
     (["data.source.second.mixing.num_streams_mixed=5"], "mixing.num_streams_mixed: 5 readers"),
