@@ -301,7 +301,6 @@ class Discovery:
     root: str | None = None
     paths: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # files in the root itself, which NESTED does not read
-    copies: tuple[object, ...] = ()  # local copies of what URLs name; they stay while this exists
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:

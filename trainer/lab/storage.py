@@ -6,7 +6,7 @@ every run and checkpoint.
 
 Sources that are URLs have local copies, which the ranks of a node share:
 
-    CACHE/<key>/entry.json      what it is a copy of; written last, and what makes it whole
+    CACHE/<key>/entry.json      what it is a copy of; written last
     CACHE/<key>/files/          the files
     CACHE/<key>.lock            held by the process that makes it
 
@@ -20,6 +20,7 @@ cannot be written are UserErrors. It could go if data were copied before a run.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -35,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
 from trainer.config.data_tables import DataTable, SourceTable
@@ -48,6 +49,7 @@ from trainer.wording import counted
 
 # Stores that have keys, not directories: nothing is to be made before a file, and none is left.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
+FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 16_000_000  # of a file that is hashed, per request
 # s3fs itself would hold ten parts of 50 MB, and say nothing before one of them has arrived.
 S3_PART_BYTES, S3_PARTS_AT_ONCE, S3_MOST_PARTS = 8 * 2**20, 8, 10_000
@@ -143,8 +145,8 @@ class Storage:
             self._fs.put_file(str(local), self._path(name), callback=callback, **cut)
 
     def get(self, name: str, local: Path) -> None:
-        """Download a file; what a download that fails leaves is up to the caller."""
-        with self._translating(name):
+        """Download a file; a failure may leave a part. Raises OSError: the local disk is full."""
+        with self._translating(name, local=local):
             self._fs.get_file(self._path(name), str(local))
 
     def sha256(self, name: str, size: int) -> str:
@@ -178,13 +180,16 @@ class Storage:
             self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     @contextmanager
-    def _translating(self, name: str, *, fresh: bool = False) -> Iterator[None]:
-        """Make one kind of error of whatever a backend raises; `fresh`: others may have written."""
+    def _translating(self, name: str, *, fresh: bool = False, local: Path | None = None) -> Iterator[None]:
+        """Make one kind of error of whatever a backend raises; `fresh`: others may have written;
+        `local`: where the backend writes."""
         try:
             if fresh:
                 self._fs.invalidate_cache()
             yield
         except Exception as error:  # noqa: BLE001 - botocore's errors, aiohttp's, OSError
+            if local is not None and isinstance(error, OSError) and error.errno in FULL:
+                raise OSError(error.errno, error.strerror, str(local)) from None
             kind = MissingError if isinstance(error, FileNotFoundError) else StorageError
             raise kind(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
 
@@ -215,8 +220,7 @@ ENTRY = "entry.json"
 POLL_SEC, HEAD_START_SEC = 0.2, 5.0
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A local copy."""
 
     key: str
@@ -225,38 +229,27 @@ class Snapshot:
 
 
 class Cache:
-    """The copies below the directory that `[data] cache_dir` names (None: the user's own).
-
-    Raises UserError: it cannot be a directory.
-    """
+    """The copies below the directory that `[data] cache_dir` names (None: the user's own)."""
 
     def __init__(self, directory: str | Path | None) -> None:
         own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
-        place = Path(directory or own)
-        # A name that is too long, a circle of links, no such user's home.
-        with suppress(OSError, RuntimeError):
-            place = place.expanduser().resolve()
-            # In this order: another process may make it in between.
-            if not place.exists() or place.is_dir():
-                self.directory = place
-                return
-        raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
+        try:
+            self.directory = Path(os.path.realpath(Path(directory or own).expanduser()))
+        except RuntimeError:
+            raise UserError("data.cache_dir", f"{directory or own} is in nobody's home", "name another one") from None
 
     def hold(
         self,
         key: str,
-        target: Path,  # below the directory of the key
         *,
         is_whole: Callable[[], bool],
         make: Callable[[], None],
         waiting: str,  # what to say when it is waited for
         is_first: bool = True,  # False: leave it to another process to begin, for some seconds
         on_wait: Callable[[], None] = lambda: None,  # called now and then
-    ) -> Snapshot:
-        """The copy under a key, made by one process unless it is whole; others wait for that."""
-        others_until = time.monotonic()
-        if not is_first:
-            others_until += HEAD_START_SEC
+    ) -> bool:
+        """Make the copy under a key, unless another process has or does. Returns whether."""
+        others_until = time.monotonic() + HEAD_START_SEC * (not is_first)
         is_new = has_said = False
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -274,16 +267,16 @@ class Cache:
                     time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
         except OSError as error:
             where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
-            raise UserError(where, problem, "name another directory: data.cache_dir") from None
-        return Snapshot(key, target, is_new)
+            fix = f"name another data.cache_dir; if it is full, delete copies that no run reads in {self.directory}"
+            raise UserError(where, problem, fix) from None
+        return is_new
 
     def need(self, url: str, num_bytes: int) -> None:
         """Refuse what does not fit. Raises UserError."""
         free = shutil.disk_usage(self.directory).free
         if free < num_bytes:
-            problem = (
-                f"takes {num_bytes / 1e9:.3g} GB more as a local copy; {free / 1e9:.3g} GB are free in {self.directory}"
-            )
+            room = f"{free / 1e9:.3g} GB are free in {self.directory}"
+            problem = f"takes {num_bytes / 1e9:.3g} GB more as a local copy; {room}"
             raise UserError(url, problem, "delete copies that no run reads there, or name another data.cache_dir")
 
 
@@ -308,16 +301,11 @@ def copy(cache: Cache, storage: Storage, files: Mapping[str, StoredFile]) -> Sna
     target = place / "files" / (last if last not in ("", ".", "..") else "root")
 
     def missing() -> list[str]:
-        return [name for name, file in files.items() if not _has_size(target / name, file.size)]
-
-    def is_whole() -> bool:
-        """It is finished, and no file of it was cut or removed since."""
-        return (place / ENTRY).exists() and not missing()
+        return [name for name, file in files.items() if not has_size(target / name, file.size)]
 
     def make() -> None:
         """Download what is not there yet; the lock is held."""
         parts, names = place / ".parts", missing()
-        (place / ENTRY).unlink(missing_ok=True)  # until it is written again, the copy is not whole
         shutil.rmtree(parts, ignore_errors=True)
         num_bytes = sum(files[name].size for name in names)
         cache.need(storage.url, num_bytes)
@@ -328,22 +316,27 @@ def copy(cache: Cache, storage: Storage, files: Mapping[str, StoredFile]) -> Sna
         def fetch(number: int, name: str) -> None:
             part, size = parts / str(number), files[name].size
             storage.get(name, part)
-            if not _has_size(part, size):
+            if not has_size(part, size):
                 raise StorageError(f"{name} has not the {size:,} bytes of the listing")
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             part.replace(target / name)  # a file that exists is whole
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(fetch, itertools.count(), names))
-        shutil.rmtree(parts)
+        try:
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(fetch, itertools.count(), names))
+        finally:
+            shutil.rmtree(parts, ignore_errors=True)
         write_json(place / ENTRY, {"url": storage.url, "files": listing})
         logger.info("downloaded %s in %.1f s", storage.url, time.monotonic() - started)
 
+    def is_whole() -> bool:
+        return (place / ENTRY).exists() and not missing()  # none was cut or removed since
+
     waiting = f"waiting for another process that downloads {storage.url}"
-    return cache.hold(key, target, is_whole=is_whole, make=make, waiting=waiting)
+    return Snapshot(key, target, cache.hold(key, is_whole=is_whole, make=make, waiting=waiting))
 
 
-def _has_size(path: Path, size: int) -> bool:
+def has_size(path: Path, size: int) -> bool:
     try:
         return path.stat().st_size == size
     except OSError:
@@ -395,16 +388,12 @@ def stored_direct(paths: Sequence[str], *, format: str, cache: Cache) -> tuple[l
         if not is_url(given):
             local.append(given)
             continue
-        names, copy = _matching(given, format, cache)
+        named, copy = _matching(given, format, cache)
         copies.append(copy)
-        for name, url in names.items():
-            path = (copy.directory / name).as_posix()
-            urls[os.path.abspath(path)] = url
-            local.append(path)
-    streams = []
-    for stream in discover_direct(local, format=format):
-        name = urls.get(os.path.abspath(stream.path), stream.relative_path)
-        streams.append(replace(stream, relative_path=name))
+        urls |= named
+        local += named
+    found = discover_direct(local, format=format)
+    streams = [replace(each, relative_path=urls.get(os.path.abspath(each.path), each.relative_path)) for each in found]
     streams.sort(key=lambda stream: stream.relative_path)
     return [replace(stream, stream_id=i) for i, stream in enumerate(streams)], tuple(copies)
 
@@ -414,12 +403,12 @@ def discover_stored(paths: Sequence[str], *, format: str, cache: Cache) -> Disco
     if len(paths) == 1 and not glob.has_magic(paths[0]):
         root = paths[0].rstrip("/")
         try:
-            streams, copy = stored_nested(paths[0], None, format=format, cache=cache)
-            return Discovery("nested", streams, root=root, copies=(copy,))
-        except UserError:
+            return Discovery("nested", stored_nested(paths[0], None, format=format, cache=cache)[0], root=root)
+        except UserError as error:
+            if "data.cache_dir" in error.fix:  # it is nested, and does not fit
+                raise
             paths = [f"{root}/*"]
-    streams, copies = stored_direct(paths, format=format, cache=cache)
-    return Discovery("direct", streams, paths=tuple(paths), copies=copies)
+    return Discovery("direct", stored_direct(paths, format=format, cache=cache)[0], paths=tuple(paths))
 
 
 def _wanted(files: Mapping[str, StoredFile], format: str, *, where: str, warns: bool) -> dict[str, StoredFile]:
@@ -433,7 +422,7 @@ def _wanted(files: Mapping[str, StoredFile], format: str, *, where: str, warns: 
 
 
 def _matching(url: str, format: str, cache: Cache) -> tuple[dict[str, str], Snapshot]:
-    """(name in the copy -> URL, copy) of the objects that a URL names."""
+    """(path in the copy -> URL, copy) of the objects that a URL names."""
     protocol, _, rest = url.partition("://")
     parts = rest.split("/")
     # The fixed directories, and after them the object or the glob.
@@ -457,7 +446,7 @@ def _matching(url: str, format: str, cache: Cache) -> tuple[dict[str, str], Snap
     files, made = _copied(storage, listing, cache)
     indices = index_suffixes()
     names = [name for name in files if name == pattern or (is_glob and Path(name).suffix not in indices)]
-    return {name: f"{base}/{name}" for name in names}, made
+    return {os.path.abspath(made.directory / name): f"{base}/{name}" for name in names}, made
 
 
 def _copied(storage: Storage, listing: Listing, cache: Cache) -> tuple[dict[str, StoredFile], Snapshot]:

@@ -37,8 +37,8 @@ from trainer.data.layout import Stream
 from trainer.data.text_formats import row_group_bytes
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.files import replacing, write_file, write_json
-from trainer.lab.storage import ENTRY, Cache
+from trainer.files import read_json, replacing, write_file, write_json
+from trainer.lab.storage import ENTRY, FULL, Cache, has_size
 from trainer.metrics.logger import Report, get_logger, now_and_then, progress_bar, silent
 from trainer.wording import listed
 
@@ -235,9 +235,7 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
 
 
 def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], source: Source) -> Source:
-    streams: list[Stream] = []
-    if not source.is_off:
-        streams = [each for each in source.streams if _is_text(each, source.table)]
+    streams = [each for each in source.streams if not source.is_off and _is_text(each, source.table)]
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:  # not worth a process
         return source
@@ -252,30 +250,44 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
         cache = Cache(data.cache_dir)
         key = _key(streams, source, Path(data.tokenizer), data.eod)
         place, files = cache.directory / key, cache.directory / key / "files"
+        targets = {each.path: files / f"{i:06d}.bin" for i, each in enumerate(streams)}
         what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
+
+        def cut() -> list[str] | None:
+            """The files that were cut or removed since; None: they were not all made yet."""
+            try:
+                sizes = read_json(place / ENTRY)["sizes"]
+            except (OSError, ValueError, KeyError):
+                return None
+            return [name for name, size in sizes.items() if not has_size(files / name, size)]
 
         def make() -> None:
             logger.info("%s", what)
             cache.need(f"source {source.name}", size)
-            names = [files / f"{number:06d}.bin" for number in range(len(streams))]
-            paths = zip(streams, names, strict=True)
-            with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
-                tokenize_files(
-                    [TextFile.cut(stream.path, source.table.format, name) for stream, name in paths],
-                    files,
-                    tokenizer=data.tokenizer,
-                    text_split=source.table.text_split,
-                    column=source.table.column,
-                    workers=len(os.sched_getaffinity(0)),
-                    text_eod=data.eod,
-                    report=partial(look, report),
-                )
-            write_json(place / ENTRY, {"source": source.name, "files": len(streams)})
+            for name in cut() or []:
+                (files / name).with_suffix(".idx").unlink(missing_ok=True)  # it is tokenized again
+            try:
+                with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
+                    tokenize_files(
+                        [TextFile.cut(path, source.table.format, target) for path, target in targets.items()],
+                        files,
+                        tokenizer=data.tokenizer,
+                        text_split=source.table.text_split,
+                        column=source.table.column,
+                        workers=len(os.sched_getaffinity(0)),
+                        text_eod=data.eod,
+                        report=partial(look, report),
+                    )
+                sizes = {path.name: path.stat().st_size for path in files.glob("[0-9]*")}
+                write_json(place / ENTRY, {"source": source.name, "sizes": sizes})
+            except OSError as error:
+                if error.errno in FULL:  # the run goes on, and may need the room
+                    shutil.rmtree(place, ignore_errors=True)
+                raise
 
-        held = cache.hold(
+        cache.hold(
             key,
-            files,
-            is_whole=(place / ENTRY).is_file,
+            is_whole=lambda: cut() == [],
             make=make,
             waiting=f"waiting for another process that is {what}",
             is_first=info.local_rank == 0,
@@ -284,9 +296,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
     except UserError as error:
         logger.warning("source %s: every rank tokenizes its text itself: %s", source.name, error.message)
         return source
-    tokens = {each.path: str(held.directory / f"{i:06d}.bin") for i, each in enumerate(streams)}
-    mapped = [replace(each, tokens=tokens.get(each.path, "")) for each in source.streams]
-    return replace(source, streams=mapped, tokens=held)
+    return replace(source, streams=[replace(s, tokens=str(targets.get(s.path, ""))) for s in source.streams])
 
 
 def _is_text(stream: Stream, table: SourceTable) -> bool:

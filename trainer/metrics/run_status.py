@@ -25,11 +25,13 @@ from trainer.wording import error_text
 logger = logging.getLogger(__name__)
 STATUS_NAME: Final = "status.json"
 LOCK_NAME: Final = ".lock"
+_HERE: Final = (None, socket.gethostname())
 OWN_LOOP: Final = "own"
 """`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20  # has the last row of any file
 ROOM_BYTES, SHORTEST_REASON = 4096, 500
+LOOK_SEC: Final = 20.0  # longer than most steps, each of which writes the status
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
     **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),
@@ -88,21 +90,35 @@ def take_lock(directory: Path) -> BinaryIO:
     """The lock of a run's directory, held until the file is closed or the process ends.
 
     Raises:
-        UserError: another process holds it: two runs would spoil one record.
+        UserError: another process holds it or writes there: two runs would spoil one record.
         OSError: the file cannot be written.
     """
-    file = open_plain(directory / LOCK_NAME, "ab")
+    file, before = open_plain(directory / LOCK_NAME, "ab"), read_status(directory / STATUS_NAME)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_used = before.get("host") not in _HERE and _is_kept(directory, before)
     except BlockingIOError:
-        file.close()
-        problem = f"is in use by another run ({_process_of(read_status(directory / STATUS_NAME))})"
-        raise UserError(str(directory), problem, "wait for it, stop it, or name another directory") from None
+        is_used = True
     except OSError as error:
         # Some network file systems have no locks; training there must be possible.
         text = "%s: its file system cannot lock it (%s); make sure that no other run uses it"
         logger.warning(text, directory, error.strerror)
+        is_used = _is_kept(directory, before)
+    if is_used:
+        file.close()
+        problem = f"is in use by another run ({_process_of(read_status(directory / STATUS_NAME))})"
+        raise UserError(str(directory), problem, "wait for it, stop it, or name another directory")
     return file
+
+
+def _is_kept(directory: Path, before: dict[str, Any]) -> bool:
+    """Whether a run whose lock may not be visible here still writes its status."""
+    if before.get("state") != "running":
+        return False
+    logger.info("%s: looking for %d s whether %s still writes", directory, LOOK_SEC, _process_of(before))
+    time.sleep(LOOK_SEC)  # not its time: clocks differ between hosts
+    now = read_status(directory / STATUS_NAME)
+    return now != before and now.get("state") == "running"
 
 
 def read_status(file: Path) -> dict[str, Any]:
@@ -173,7 +189,7 @@ def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
     status = read_status(directory / STATUS_NAME)  # it may have ended properly between the two looks
     if status.get("state") != "running":
         return status
-    if status.get("host") not in (None, socket.gethostname()):
+    if status.get("host") not in _HERE:
         reason = f"{_process_of(status)} has it, or is gone: that machine can tell"
         return {**status, "state": "unknown", "reason": reason}
     return dead(status, directory)
@@ -202,8 +218,9 @@ def is_held(directory: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks: the process itself, which may be one of another machine
-        return _is_alive(read_status(directory / STATUS_NAME).get("pid"))
+    except OSError:  # a file system without locks: the process itself
+        status = read_status(directory / STATUS_NAME)
+        return status.get("host") in _HERE and _is_alive(status.get("pid"))
     finally:
         os.close(descriptor)
     return False

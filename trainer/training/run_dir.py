@@ -210,10 +210,12 @@ def refuse_taken(given: str, resume: str) -> None:
     run = RunDir(Path(given))
     held, fix = "", "name another directory"
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
+    status = run.status()
     # Where locks are not shared, only its status tells that another host's run has just begun.
-    may_run = run.status().get("state") in ("running", "unknown")
+    may_run = status.get("state") in ("running", "unknown")
+    may_run &= (status.get("state"), status.get("pid")) != ("running", os.getpid())  # a restarted container
     # A run that lost its status.json still has its config, or checkpoints.
-    has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
+    has_status = run.status_file.exists() and status.get("loop") != OWN_LOOP
     is_ours = has_status or run.resolved_config.exists() or run.has_saved()
     if (run.path / "manifest.json").exists():
         held, fix = "a corpus", "name a directory of its own, such as runs/NAME"

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.metrics.run_status import LOOK_SEC
 from trainer.tools.summary import resume_command
 from trainer.training import signals
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.restore import check_config
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
 from trainer.training.run_dir import RunDir, choose_run_dir
+from trainer.training.setup.record import effective_resume
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 
@@ -238,15 +242,54 @@ def test_only_a_start_that_waits_for_ever_is_ended_and_never_what_comes_after_th
     request.uninstall()
 
 
-def test_a_file_system_without_locks_can_be_trained_on(tmp_path, monkeypatch, caplog):
-    def flock(*_: object) -> None:
+@pytest.fixture(params=["locks", "no locks"])
+def has_locks(request, monkeypatch):
+    def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("fcntl.flock", flock)
-    run = RunDir(tmp_path)
+    if request.param == "no locks":
+        monkeypatch.setattr("fcntl.flock", flock)
+    return request.param == "locks"
+
+
+def write_status(run, state, host, pid=1, time=4e9):  # clocks may differ
     run.create()
-    run.lock().close()
-    assert "cannot lock it" in caplog.text
+    (run.path / ".lock").touch()
+    status = {"state": state, "host": host or socket.gethostname(), "pid": pid, "time": time}
+    run.status_file.write_text(json.dumps(status))
+
+
+@pytest.mark.parametrize("host", ["", "other"])
+@pytest.mark.parametrize("pid", [2**22 + 1, "own", "living"])
+def test_what_another_host_may_have_begun_is_resumed_and_not_begun_again(config, tmp_path, has_locks, host, pid):
+    run, numbers = RunDir(tmp_path), {"own": os.getpid(), "living": os.getppid()}
+    write_status(run, "running", host, numbers.get(pid, pid))
+    by_torchrun = effective_resume("off", {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert choose_run_dir(config, str(tmp_path), by_torchrun).path == tmp_path
+    # A process here would hold the lock, and one of our own number is gone: its container was restarted.
+    is_refused = host == "other" or (pid == "living" and not has_locks)
+    refused = pytest.raises(UserError, match="holds a run already; add --resume auto")
+    with refused if is_refused else nullcontext():
+        choose_run_dir(config, str(tmp_path), "off")
+
+
+@pytest.mark.parametrize("host", ["", "other"])
+@pytest.mark.parametrize("after", ["running", "stopped", "killed"])
+def test_a_run_that_still_writes_is_not_joined_if_its_lock_may_be_unseen(tmp_path, monkeypatch, has_locks, host, after):
+    run, waits = RunDir(tmp_path), []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if after != "killed":
+            write_status(run, after, host, time=1.0)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    for state, may_write in (("failed", False), ("running", host == "other" or not has_locks)):
+        write_status(run, state, host)
+        in_use = pytest.raises(UserError, match=f"is in use by another run .process 1 on {host}")
+        with in_use if may_write and after == "running" else nullcontext():
+            run.lock().close()
+        assert waits == [LOOK_SEC] * may_write
 
 
 def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.runs import make_corpus
 from trainer.data.layout import discover_nested
@@ -60,17 +63,6 @@ def test_a_nested_root_gives_the_streams_of_the_local_corpus_and_is_downloaded_a
     assert after[0].relative_path == streams[0].relative_path
 
 
-def test_a_cut_file_of_a_copy_is_downloaded_again(corpus, tmp_path, monkeypatch):
-    cache = Cache(tmp_path / "cache")
-    streams, _ = stored_nested(f"file://{corpus}", None, format="auto", cache=cache)
-    whole = Path(streams[1].path).read_bytes()
-    Path(streams[1].path).write_bytes(whole[:10])
-    got = counting(monkeypatch)
-    stored_nested(f"file://{corpus}", None, format="auto", cache=cache)
-    assert got == [streams[1].relative_path]
-    assert Path(streams[1].path).read_bytes() == whole
-
-
 def test_a_download_that_ends_early_is_no_copy(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(Storage, "get", lambda self, name, local: local.write_bytes(b"{"))
     with pytest.raises(UserError, match=r"has not the .* bytes of the listing"):
@@ -85,6 +77,29 @@ def test_a_source_that_does_not_fit_is_refused_with_both_numbers(tmp_path, monke
     with pytest.raises(UserError, match=r"takes 3e-06 GB more as a local copy; 2e-06 GB are free in .*cache"):
         stored_nested(f"file://{root.parent}", None, format="auto", cache=Cache(tmp_path / "cache"))
     assert not list((tmp_path / "cache").glob("*/"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_is_named_and_what_is_missing_or_cut_is_copied_later(corpus, tmp_path, monkeypatch, code):
+    cache, real, url = Cache(tmp_path / "cache"), LocalFileSystem.get_file, f"file://{corpus}"
+
+    def get_file(self, path, local, **options):
+        real(self, path, local, **options)
+        if path.endswith("b/stream1.jsonl"):
+            os.truncate(local, 10)
+            raise OSError(code, os.strerror(code), path)  # shutil names the file that it reads
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "get_file", get_file)
+        with pytest.raises(UserError, match=f"{os.strerror(code)}; .* copies that no run reads in {cache.directory}$"):
+            discover_stored([url], format="auto", cache=cache)
+    assert not [*cache.directory.glob("*/.parts"), *cache.directory.glob("*/entry.json")]
+    got, whole = counting(monkeypatch), [Path(s.path).read_bytes() for s in discover_nested(corpus)]
+    for number in (1, 2):
+        streams = discover_stored([url], format="auto", cache=cache).streams
+        assert [Path(s.path).read_bytes() for s in streams] == whole
+        assert got == ["b/stream1.jsonl"] * number
+        os.truncate(streams[3].path, 10)  # a copy that is cut later is like one that was never made
 
 
 def test_globs_and_files_by_url_have_their_urls_as_names(corpus, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,19 +10,24 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.support.launched import children, wait_for_end
 from tests.support.runs import ROOT
+from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import open_documents
 from trainer.data.tokenizer import load_tokenizer
+from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
 from trainer.lab import tokenized as pool
 from trainer.tools.corpus import tokens as module
 from trainer.tools.corpus.documents import discover
 from trainer.tools.corpus.tokens import tokenize
+from trainer.training.setup.sources import Source
 
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
 TEXTS = [f"document {i}: " + "ünï " * (i % 7) + "word " * (i * 37 % 211) for i in range(300)]
@@ -119,20 +125,8 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, i
     assert run(source, "out", **settings).kept_files == 3
 
 
-def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(source, in_threads):
-    run(source, "out")
-    before = {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
-    (source / "text" / "code" / "a.md").write_text("another text")
-    found = run(source, "out")
-    assert found.kept_files == 2
-    changed = [path.name for path, time in before.items() if path.stat().st_mtime_ns != time]
-    assert changed == ["a.md.bin"]
-    words = load_tokenizer(str(source / "tokenizer.json"))
-    assert documents(source / "out" / "code" / "a.md.bin", words) == [words.encode("another text").tolist()]
-
-
 @pytest.mark.parametrize("paths", [["text"], ["text/**/*.jsonl", "text/**/*.txt", "text/**/*.md"]])
-def test_an_added_file_is_tokenized_alone_wherever_it_lies(source, in_threads, monkeypatch, paths):
+def test_an_added_or_changed_file_is_tokenized_alone_wherever_it_lies(source, in_threads, monkeypatch, paths):
     """Names of outputs do not hang on which files there are: an added one must not move the common directory of all."""
     monkeypatch.chdir(source)
     deep = source / "text" / "prose" / "deep"
@@ -150,6 +144,36 @@ def test_an_added_file_is_tokenized_alone_wherever_it_lies(source, in_threads, m
     assert (kept, len(now)) == (3, 4)
     assert {path: now.get(path) for path in before} == before
     assert [path.name for path in now.keys() - before.keys()] == ["new.txt.bin"]
+    (deep / "a.md").write_text("another one")
+    _, then = made()
+    assert [path.name for path in now if then[path] != now[path]] == ["a.md.bin"]
+
+
+def test_once_a_full_disk_has_room_what_is_missing_or_cut_is_made(source, in_threads, monkeypatch, caplog):
+    """Before a run, into the cache; on a full disk the run reads the text, and has the room for itself."""
+    table = SourceTable(name="s", root=str(source / "text"), text_split="blank_line")
+    data = DataTable(source=[table], tokenizer=str(source / "tokenizer.json"), cache_dir=str(source / "cache"))
+    given = Source("s", table, ConstantWeight(1.0), discover([table.root]).streams)
+    plan, info = SimpleNamespace(config=SimpleNamespace(data=data)), SimpleNamespace(local_rank=0)
+
+    def once():
+        return [Path(each.tokens) for each in pool._tokenized(plan, info, lambda: False, given).streams]
+
+    def write_index(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pool, "LEAST_BYTES", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "write_index", write_index)
+        assert once() == [Path()] * 3
+    assert f"delete copies that no run reads in {source}/cache" in caplog.text
+    assert [path.suffix for path in (source / "cache").iterdir()] == [".lock"]
+    files = once()
+    whole, kept = contents(source / "cache"), files[2].stat()
+    os.truncate(files[0], 10)
+    files[1].with_suffix(".idx").unlink()
+    assert once() == files
+    assert (contents(source / "cache"), files[2].stat()) == (whole, kept)
 
 
 def test_two_files_never_get_one_name(source, in_threads, monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.lab.remote.conftest import make_checkpoint
 from trainer.config.schema import RunConfig
@@ -62,6 +65,17 @@ def test_one_that_is_damaged_or_missing_here_is_taken_from_the_store(stored, che
     stored.storage.write("step_00000003/model_000.safetensors", b"short")
     assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000002"
     assert "falling back to the checkpoint before it" in caplog.text
+
+
+def test_one_that_does_not_fit_is_not_asked_for_again_and_leaves_nothing(stored, tmp_path, url, monkeypatch):
+    def get_file(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it is asked for again"))
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/checkpoints/"):
+        found_by(url, tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_branch_that_was_left_is_not_taken_from_the_store(stored, checkpoints, url):

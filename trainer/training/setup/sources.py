@@ -49,9 +49,7 @@ class Source:
     streams: list[Stream]
     """Empty for a custom target; perhaps also with weight 0."""
     copies: tuple[Any, ...] = ()
-    """Local copies of URLs, which stay while this exists."""
-    tokens: Any = None
-    """Holds its streams' `tokens`, likewise."""
+    """Local copies of URLs."""
 
     @property
     def is_off(self) -> bool:
@@ -151,14 +149,10 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
     return ConstantWeight(float(weight), path)
 
 
-def _streams(
-    table: SourceTable, source: str, stored: Stored, *, file: str = ""
-) -> tuple[list[Stream], tuple[Any, ...]]:
-    """The streams of a source, and the local copies of URLs.
+def _streams(table: SourceTable, name: str, stored: Stored, *, file: str = "") -> tuple[list[Stream], tuple[Any, ...]]:
+    """The streams of a source, called `name` in messages, and the local copies of URLs.
 
-    Args:
-        source: its name in messages.
-        file: an included file that it is in.
+    `file`: an included file that it is in.
     """
     root, paths = table.root, table.paths
     try:
@@ -169,9 +163,9 @@ def _streams(
         if paths is not None:
             return discover_direct(paths, format=table.format), ()
     except UserError as error:
-        key, problem, fix = f"{source}: paths", error.problem, error.fix
+        key, problem, fix = f"{name}: paths", error.problem, error.fix
         if root is not None:
-            key = f"{source}: root"
+            key = f"{name}: root"
         if error.key != "paths":
             problem = f"{error.key}: {problem}"
         if root is not None and not is_url(root) and not Path(root).exists():
