@@ -15,7 +15,7 @@ class Counting(Dataset[dict[str, Tensor]]):
     part of the loss stays."""
 
     def __len__(self) -> int:
-        return 4096
+        return 65_536
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)

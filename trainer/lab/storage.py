@@ -249,7 +249,9 @@ class Cache:
         on_wait: Callable[[], None] = lambda: None,  # called now and then
     ) -> bool:
         """Make the copy under a key, unless another process has or does. Returns whether."""
-        others_until = time.monotonic() + HEAD_START_SEC * (not is_first)
+        others_until = time.monotonic()
+        if not is_first:
+            others_until += HEAD_START_SEC
         is_new = has_said = False
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

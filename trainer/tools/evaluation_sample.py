@@ -27,12 +27,15 @@ from trainer.data.layout import Stream
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import FEWEST_UNITS, Moments, widened
+from trainer.metrics.logger import get_logger
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
 
+logger = get_logger(__name__)
 COUNTED_BYTES = 2_000_000_000  # the most of a set's files whose documents are counted when a run starts
+FORWARDS = 3  # the work of a training step, in forward passes
 LEAST = 8  # documents, and files, that are drawn besides the certain ones: fewer give no useful error
 
 
@@ -235,6 +238,7 @@ def draw_sample(
     sources: Sequence[Source],
     datasets: Sequence[ShardSource],
     budget: int,
+    trained: int,
     runs: int,
     info: RankInfo,
     generator: np.random.Generator,
@@ -245,6 +249,7 @@ def draw_sample(
         datasets: of the sources.
         budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read, or all of the set where
             so few are left besides those that always are.
+        trained: cells that a rank trains on between two evaluations; a warning says if reading takes longer.
         runs: of each cell but a document's first.
     """
     seq_len = plan.config.data.seq_len
@@ -260,7 +265,7 @@ def draw_sample(
     # All of a set says which data set has no document.
     is_whole = len(documents.tokens) <= LEAST or num_runs.sum() <= budget or len(covered) < len(datasets)
     if len(documents.tokens) == 0 or (is_counted and is_whole):
-        return documents.describe(), None
+        return _told(plan, documents.describe(), num_runs, trained), None
     num_all, num_whole = len(documents.tokens), documents.num_whole
     file_chances = drawn.chances[documents.of_file]
     represented = documents.tokens / file_chances
@@ -272,7 +277,7 @@ def draw_sample(
     while num < num_all and (missing := LEAST + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
         num = min(num + int(missing), num_all)  # of those that are always drawn there are perhaps more now
     if num == num_all and is_counted:
-        return documents.describe(), None
+        return _told(plan, documents.describe(), num_runs, trained), None
     chosen, chances, spread = draw_by_size(represented, num, generator)
     taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
     parts = counted(num_whole, "document")
@@ -284,7 +289,16 @@ def draw_sample(
     if not is_counted:
         read += f", in {len(drawn.chosen):,} of {len(files):,} files"
         sample = replace(sample, files=taken.of_file, file_chances=file_chances[chosen])
-    return read, (copied, SampledLosses(sample))
+    return _told(plan, read, num_runs[chosen], trained), (copied, SampledLosses(sample))
+
+
+def _told(plan: Plan, read: str, num_runs: Ints, trained: int) -> str:
+    """`read`; with a warning if running so many cells takes longer than the training between two evaluations."""
+    times = int(num_runs.sum()) / plan.facts.data_shards / (FORWARDS * trained)
+    if times > 1:
+        text = "eval.every: an evaluation reads %s, about %.1f times the work of the steps between two; raise it"
+        logger.warning(text, read, times)
+    return read
 
 
 def _copied(

@@ -300,12 +300,12 @@ def _eval_set(
     if num_batches < ALL:
         steps = min(plan.config.eval.every, plan.facts.steps)
         # At least so many: batches that grow later only make the share smaller.
-        cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
-        budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
+        trained = steps * plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
+        budget = num_batches * rows * plan.facts.data_shards or int(SHARE * trained)
         runs = 1 if num_batches else runs
         draw = plan.parts.need("evaluation on a sample", "eval.batches")
         generator = keyed_generator("evaluation", name, plan.config.run.seed)
-        read, drawn = draw(plan, sources, datasets, budget, runs, info, generator)
+        read, drawn = draw(plan, sources, datasets, budget, trained, runs, info, generator)
         if drawn is not None:
             datasets, rider = drawn
             riders.append(rider)

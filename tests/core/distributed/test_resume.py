@@ -41,17 +41,23 @@ def uninterrupted(tmp_path_factory):
     return config, directory / "run"
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_path, sign):
-    config, whole = uninterrupted
-    run_dir = tmp_path / "run"
+def stop(config: Path, run_dir: Path, sign: int, *, after: int) -> str:
+    """Send both ranks a signal once a step is logged; what they said."""
     line = ("--config", config, "--run-dir", run_dir, *overrides(*SETS))
-    with Ranks(line, logs=tmp_path / "logs") as ranks:
-        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 14), ranks.said()
+    with Ranks(line, logs=run_dir.with_suffix(".logs")) as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= after), ranks.said()
         ranks.signal(sign)
         ranks.wait()
         said = ranks.said()
     assert last_logged(run_dir / "metrics.jsonl") < 30, "it ended before the signal came"
+    return said
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_path, sign):
+    config, whole = uninterrupted
+    run_dir = tmp_path / "run"
+    said = stop(config, run_dir, sign, after=14)
     if sign == signal.SIGTERM:
         ended = status(run_dir)
         assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGTERM"), said
@@ -89,6 +95,20 @@ def test_a_run_on_fewer_ranks_is_told_the_capacity_that_it_needs(uninterrupted, 
     assert sum(row["ledger/cold_starts"] for (mode, _), row in rows.items() if mode == "train") == 0
 
 
+def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_by_path(uninterrupted, tmp_path):
+    (config, _), run_dir = uninterrupted, tmp_path / "run"
+    train(config, run_dir, "train.steps=20")
+    damaged = run_dir / "checkpoints" / "step_00000020" / "model_000.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    by_path = train(config, tmp_path / "other", "train.steps=22", more=("--resume", damaged.parent), code=2)
+    assert f"{damaged}: is damaged" in by_path
+    auto = train(config, run_dir, "train.steps=20", more=("--resume", "auto"))
+    assert "falling back to the checkpoint before it" in auto
+    assert "resuming after step 10" in auto
+
+
 @pytest.mark.slow
 def test_elastic_restart_comes_back_by_itself(uninterrupted, tmp_path):
     """One rank dies; torchrun restarts both, and they go on from the newest checkpoint without being told."""
@@ -109,3 +129,13 @@ def test_elastic_restart_comes_back_by_itself(uninterrupted, tmp_path):
     assert "torchrun restarted the ranks (restart 1): resuming from the newest checkpoint" in stderr
     assert losses(run_dir / "metrics.jsonl") == losses(whole / "metrics.jsonl")
     assert not list(validate_stream(stdout.splitlines()))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_in_its_directory(uninterrupted, tmp_path):
+    config, whole = uninterrupted
+    run_dir = tmp_path / "run"
+    stop(config, run_dir, signal.SIGKILL, after=4)
+    assert not (run_dir / "checkpoints" / "latest").exists()
+    train(config, run_dir, *SETS, nproc=2, more=("--resume", "auto"))
+    assert losses(run_dir / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))

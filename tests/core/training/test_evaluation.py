@@ -273,7 +273,7 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
     assert evaluated(plans[0], model, auxiliary=auxiliary)[0] == rows[0]  # the same documents at every start
 
 
-def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path):
+def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path, caplog):
     long = "train.steps=2000"
     cheap, dear = plan_of(tmp_path, "eval.every=1000", long), plan_of(tmp_path, "eval.every=80", long)
     (everything,) = eval_sets(cheap, RankInfo(), CPU)
@@ -293,6 +293,9 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
     assert 0.7 * 96 < len(cells) + np.count_nonzero(cells) < 1.1 * 96
     (once,) = eval_sets(dear, RankInfo(), CPU, has_state=False)
     assert 0.7 * 96 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 96
+    assert "eval.every" not in caplog.text
+    eval_sets(plan_of(tmp_path, "eval.every=1", long), RankInfo(), CPU)  # eight documents take longer than a step
+    assert "eval.every: an evaluation reads 8 of " in caplog.text
 
 
 def test_a_loss_of_the_model_that_is_no_tensor_is_named(tmp_path):

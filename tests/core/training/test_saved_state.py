@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,18 @@ def test_so_is_a_marker_that_cannot_be(copied, place, new):
     with pytest.raises(CheckpointError, match=r"is damaged|is no file of the checkpoint"):
         files.verify(path)
     assert "\n" not in resume(config_path, path)
+
+
+@pytest.mark.parametrize("name", [files.MARKER, files.STATE_FILE, model_file(0), rank_file(0)])
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.timeout(60)
+def test_and_what_is_no_plain_file(copied, name, plant):
+    config_path, path = copied
+    (path / name).unlink()
+    plant(path / name)
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        files.verify(path)
+    assert "not a plain file" in resume(config_path, path)
 
 
 def test_a_checkpoint_under_another_name_is_one(copied, tmp_path):

@@ -170,5 +170,5 @@ def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data cannot be a directory"):
+    with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data is in nobody's home"):
         Cache(None)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fault_runs import keep
 from tests.support.grouped import run, train
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import losses, make_corpus, read_rows, write_tiny_config
 from trainer.tools.runs.load import load_run, settings_by_step
 from trainer.training.checkpointing.tensor_files import read_rank
 
@@ -42,6 +42,29 @@ def resume(stopped, tmp_path):
     shutil.copytree(stopped / "kept", stopped / "corpus")
 
 
+def test_copied_and_touched_files_resume_bit_for_bit(stopped, resume, tmp_path):
+    shutil.rmtree(stopped / "corpus")
+    shutil.copytree(stopped / "kept", stopped / "corpus", copy_function=shutil.copyfile)
+    resume()
+    whole = losses(stopped / "run" / "metrics.jsonl")
+    assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
+
+
+def replaced(corpus: Path) -> None:
+    shutil.rmtree(corpus)
+    make_corpus(corpus, seed=1)
+
+
+def appended(corpus: Path) -> None:
+    with (corpus / "a" / "stream1.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+
+
+def cut(corpus: Path) -> None:
+    path = corpus / "b" / "stream2.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
+
+
 def one_letter(corpus: Path) -> None:
     path = corpus / "b" / "stream0.jsonl"
     path.write_text(path.read_text().replace("and", "AND", 1))
@@ -51,9 +74,15 @@ def moved(corpus: Path) -> None:
     (corpus / "a" / "stream3.jsonl").rename(corpus / "a" / "stream9.jsonl")
 
 
+ALL_OF_IT = "source first: 4 changed (a/stream0.jsonl, a/stream1.jsonl, a/stream2.jsonl and 1 more); source second: "
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        pytest.param(replaced, ALL_OF_IT, marks=pytest.mark.slow),
+        pytest.param(appended, "source first: 1 changed (a/stream1.jsonl);", marks=pytest.mark.slow),
+        pytest.param(cut, "source second: 1 changed (b/stream2.jsonl);", marks=pytest.mark.slow),
         (one_letter, "source second: 1 changed (b/stream0.jsonl);"),
         (moved, "source first: 1 missing (a/stream3.jsonl), 1 new (a/stream9.jsonl);"),
     ],

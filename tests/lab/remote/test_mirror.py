@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.lab.mirror import Mirror
 from trainer.lab.remote import ABANDONED, Claimed, Owner, RemoteCheckpoints, claim, save_id
 from trainer.lab.storage import StorageError
-from trainer.training.checkpointing.checkpoint import MARKER, complete_checkpoints, step_of
+from trainer.training.checkpointing.checkpoint import MARKER, complete_checkpoints, parse_marker, step_of
 from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import ID_FILE, RunDir
 
@@ -206,12 +206,20 @@ def test_two_runs_cannot_share_a_prefix(checkpoints, remote, url):
     assert claim(remote, run_dir, "run", resumes=True, may_adopt=True).id == first.id
 
 
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "..", MARKER, ""])
+def test_a_marker_that_lists_a_path_is_damage(name):
+    marker = b'{"format_version": 2, "step": 1, "files": {"%s": {"bytes": 1, "sha256": ""}}}' % name.encode()
+    with pytest.raises(CheckpointError, match="which is no file of the checkpoint"):
+        parse_marker(marker, "x")
+
+
 @pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"!" + content[1:]])
 def test_a_download_leaves_nothing_of_a_damaged_checkpoint(checkpoints, remote, damage):
     original = make_checkpoint(checkpoints.parent / "other", 1)
     remote.upload(original, set())
-    file = "model_000.safetensors"
-    assert (remote.download(1, checkpoints) / file).read_bytes() == (original / file).read_bytes()
+    path, file = remote.download(1, checkpoints), "model_000.safetensors"
+    assert local_steps(checkpoints) == [1]
+    assert (path / file).read_bytes() == (original / file).read_bytes()
     remote.storage.write(f"step_00000001/{file}", damage(remote.storage.read(f"step_00000001/{file}")))
     with pytest.raises(CheckpointError, match="is damaged"):
         remote.download(1, checkpoints.parent / "new")
