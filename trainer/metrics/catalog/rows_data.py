@@ -86,15 +86,15 @@ ROWS: tuple[MetricSpec, ...] = (
         "Far above: the model memorizes the source.",
     ),
     _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
-        "Largest difference between a source's actual and configured share so far.",
-        "Shrinks with the root of the batches.",
+        "Largest difference between a source's actual and configured share so far; a document counts when its row begins it.",
+        "Shrinks with the root of the batches; with full rows, to a few documents.",
         "Flat or growing: a source is exhausted or a weight ignored.",
     ),
     _BlendRow("blend/ended_sources", "Exhausted sources", unit="sources", ranks="max")(
         "Sources without data left, on the worst rank.", "0 with data.mixing.repeat.", "Above 0 early in the run."
     ),
     _BlendRow("blend/share/<source>", "Share of source", unit="fraction")(
-        "Actual share of one source (metrics.per_source).",
+        "Actual share of one source so far, counted as blend/max_share_error (metrics.per_source).",
         "Close to its configured weight.",
         "0 although its weight is positive.",
     ),

@@ -68,7 +68,8 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
         for view in source.modalities:
             drawn, corpus = view.drawn_share or 0.0, view.corpus_share
             shares[source.name] = shares.get(source.name, 0.0) + corpus
-            is_alike = corpus <= limits.SKEW * drawn and drawn <= limits.SKEW * corpus
+            # Where the weight is the corpus's share, only a longer run draws more evenly.
+            is_alike = _alike(corpus, drawn) or (len(source.modalities) == 1 and _alike(corpus, source.batch_share))
             if max(corpus, drawn) >= limits.SEEN_SHARE and not is_alike:
                 shown = f"{corpus:.1%} of the corpus and {drawn:.1%} of what is drawn"
                 skewed.append(f"{view.name} is {shown}")
@@ -79,6 +80,10 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
         fix = f"if that is not meant, the shares of the corpus come from the weights {weights}"
     if skewed:
         yield ConfigWarning("data.source.weight", "; ".join(skewed), fix)
+
+
+def _alike(one: float, other: float) -> bool:
+    return one <= limits.SKEW * other and other <= limits.SKEW * one
 
 
 def fill_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
