@@ -30,12 +30,12 @@ LONG_WARMUP: Final = 0.5
 RATE_MARGIN: Final = 0.01
 # learning rate: the same for other optimizers, of which SGD trains with rates up to about 1.
 LARGEST_PLAIN_LR: Final = 1.0
-# learning rate: the default of optimizer.lr, to try where half of the present one would still be too large.
+# learning rate: the default of optimizer.lr, to try where half of the present one is too large too.
 DEFAULT_LR: Final = 1e-3
 
 # The ledger and carried states
 
-# share of a rank's ledger: of the capacity that is suggested instead, at least this share will be in use.
+# share of a rank's ledger: of the capacity suggested instead, at least this share will be in use.
 OVERSIZE_FILL: Final = 0.25
 # bytes: unused rows below it are not worth a change, where the size of the device is not known.
 OVERSIZE_BYTES: Final = 1e9
@@ -66,17 +66,19 @@ LOST_GAIN: Final = 0.5
 
 # share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small.
 LOW_FILL: Final = 0.9
+# share of the positions: rows that reach it are not padded by design: something else leaves gaps.
+WHOLE_FILL: Final = 0.999
 # logged rows: the fill of fewer is that of the first batches.
 FILL_ROWS: Final = 5
 # share of the positions that a shorter row may pad and still be a remedy: below 1 - LOW_FILL, with room for error.
 GOOD_PADDING: Final = 0.08
-# ratio of the picks of two slices: the reader with fewer waits about so many times longer for its next pick.
+# ratio of the picks of two slices: the reader with fewer waits about so many times longer.
 UNEVEN_RATIO: Final = 16.0
 # share of the logged rows: single uneven rows are slices about to end.
 UNEVEN_SHARE: Final = 0.05
 # logged rows: the same in a short run.
 UNEVEN_ROWS: Final = 5
-# ratio of the batch sizes of a pool: smaller ones are still even, larger ones the cause of uneven slices.
+# ratio of the batch sizes of a pool: smaller ones are even, larger ones the cause of uneven slices.
 EVEN_BATCHES: Final = 2
 # picks per slice: a reader that ends sooner spends its time opening files.
 CHURN_PICKS: Final = 4.0
@@ -103,7 +105,7 @@ CONSISTENCY_ERRORS: Final = 3.0
 SAME_DATA: Final = 0.02
 # consistency: gradients that differ more were clipped or scaled, or are of different kinds of data.
 TOO_DIFFERENT: Final = 2.0
-# share of the squared gradient: what rounding leaves of the noise between micro-batches that are equal.
+# share of the squared gradient: what rounding leaves of the noise between equal micro-batches.
 ROUNDING: Final = 1e-6
 
 # The loss
@@ -132,6 +134,8 @@ SPIKE_RANGES: Final = 1.5
 SPIKE_GIVEN_BACK: Final = 0.2
 # logged rows: spikes that last as long are a new level.
 NEW_LEVEL: Final = 8
+# steps: before a rise, in which a change of the mix may have caused it.
+MIX_STEPS: Final = 50
 # logged rows: fewer have neither a beginning nor an end.
 DIVERGED_ROWS: Final = 5
 # logged rows: the end of a run is a quarter of them, at least and at most so many.
@@ -145,6 +149,8 @@ DOUBLED: Final = 2.0
 WARM_UP_SHARE: Final = 0.05
 # share of the time of the steps: waiting for data beyond it is a bottleneck, below it jitter.
 DATA_SHARE: Final = 0.15
+# share of a typical step: with less, single steps wait, which reading ahead can hide.
+STEADY_WAIT: Final = 0.05
 # share of the wait: that the stages of reading must explain, or something else took the time.
 EXPLAINED_WAIT: Final = 0.5
 # share of a step: that the fastest rank waits for the slowest; less is a matter of batches.
@@ -199,13 +205,7 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
     single reader waits only for its source, whose draws are independent: longer than w
     micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K longest
     slices. A source with a share of the m micro-batches per step needs 1 / (share m) steps per
-    pick.
-
-    Args:
-        picks_per_slice: n of every slice.
-        num_mixed: K.
-        share: of the micro-batches.
-        micro_batches: m, the smallest of the run.
+    pick. `picks_per_slice`: n of every slice; `num_mixed`: K; `micro_batches`: the smallest m.
     """
     if share <= 0:
         return 0

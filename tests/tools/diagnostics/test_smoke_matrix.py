@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import ROOT
-from tests.support.smoke_matrix import CASES, SPEED_RULES, is_green, judge_all
+from tests.support.smoke_matrix import CASES, SPEED_RULES, Case, is_green, judge_all
 from trainer.config.load import load_config
 from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.runs.load import load_run
@@ -30,6 +30,19 @@ def test_the_recorded_runs_show_exactly_what_is_expected(recorded: dict[str, Any
     judgements = judge_all(CASES, recorded, steps=STEPS)
     assert [j.case.name for j in judgements if not j.is_right] == []
     assert is_green(judgements)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_extra_or_a_missing_finding_or_an_early_end_turns_it_red(recorded: dict[str, Any], case: Case) -> None:
+    def is_green_with(**changes: Any) -> bool:
+        changed = {**recorded, case.name: {**recorded[case.name], **changes}}
+        return is_green(judge_all(CASES, changed, steps=STEPS))
+
+    found = recorded[case.name]["findings"]
+    assert is_green_with(findings=[*found, "straggling_rank"]), "speed is not judged"
+    assert not is_green_with(findings=[*found, "stuck_reader"])
+    assert not any(is_green_with(findings=[each for each in found if each != name]) for name in case.expected)
+    assert not any(is_green_with(steps=steps) for steps in ([1, STEPS - 1], None))
 
 
 def test_every_expectation_is_a_rule_and_every_config_exists() -> None:
@@ -60,10 +73,8 @@ def test_the_faulty_configs_differ_from_the_healthy_one_only_in_their_fault() ->
 def test_the_whole_matrix_is_green_and_a_swap_of_its_table_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    corpora = ROOT / "data" / "smoke_matrix"
-    assert {path.parent.name for path in corpora.glob("*/manifest.json")} >= {"recall", "short", "long"}, (
-        "make test-slow"
-    )
+    built = {path.parent.name for path in (ROOT / "data" / "smoke_matrix").glob("*/manifest.json")}
+    assert built >= {"recall", "short", "long"}, "make test-slow"
     monkeypatch.syspath_prepend(ROOT / "scripts")  # of its own imports
     script = importlib.import_module("smoke_matrix")
     monkeypatch.chdir(ROOT)

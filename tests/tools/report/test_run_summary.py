@@ -103,14 +103,17 @@ def test_counters_schedules_and_running_averages_are_not_averaged(make_run):
 
 
 def test_runs_that_do_not_compare_are_named(make_run):
-    def made(name, **evaluation):
-        return make_run(name, {"loss": [2.0]}, {}, {"eval": {"batches": 8, **evaluation}})
+    def made(name, steps=4, state="done", **evaluation):
+        record = make_run(name, {"loss": [2.0] * steps}, {}, {"eval": {"batches": 8, **evaluation}})
+        return replace(record, status={"state": state})
 
     assert list(reservations([made("a"), made("b")])) == []
     changed = Restart(1, {"changed": {"data files": {"before": "as saved", "after": "source a: 1 changed"}}})
-    runs = [made("a"), made("b", batches=4), replace(made("c"), restarts=[changed])]
+    runs = [made("a"), made("b", 2, "running", batches=4), replace(made("c"), restarts=[changed])]
     runs[0].config["objective"] = {"target": "mine:Focal", "token_types": True}
     assert list(reservations(runs)) == [
+        "not done: b (running)",
+        "not equally long: the longest ended at step 4, earlier b (2)",
         "held-out losses may be of different data: eval.batches, data files differ",
         "losses are of different objectives: objective.target differ",
     ]

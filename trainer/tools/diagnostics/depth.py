@@ -5,27 +5,16 @@ from __future__ import annotations
 import math
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import (
-    Evidence,
-    Knob,
-    Outcome,
-    finding,
-    healthy,
-    not_measured,
-    not_yet,
-    rule,
-    series,
-)
+from trainer.tools.diagnostics.rule import Knob, Outcome, finding, healthy, not_measured, not_yet, rule, series
 from trainer.tools.runs.depth_curve import DepthCurve, Number, last_curves, unused_from
 from trainer.tools.runs.load import RunRecord
 
 NEEDED = "needs eval/depth: eval.depth, a model with state and documents longer than a cell"
 
 
-def _evidence(run: RunRecord, name: str, *depths: int) -> list[Evidence]:
-    """The gains of a set (the held-out documents: "") at these depths."""
-    front = f"eval/{name}/depth" if name else "eval/depth"
-    return [series(run, f"{front}/{depth}/carry_gain").evidence() for depth in depths]
+def _gain_key(name: str, depth: int) -> str:
+    """The key of a set's gain at a depth; the held-out documents are ""."""
+    return "/".join(filter(None, ("eval", name, "depth", str(depth), "carry_gain")))
 
 
 def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
@@ -57,7 +46,7 @@ def context_unused(run: RunRecord) -> Outcome:
         gains = ", ".join(f"{gain} at {at:,}" for at, gain in curve.gains[-3:])
         words = f"the model uses no context beyond {depth:,} tokens{of}: carrying gains {gains}"
         knob = Knob.of(run, "train.tbptt_cells", 2, "to learn what to keep")
-        return finding(words, *_evidence(run, name, start), knob=knob)
+        return finding(words, series(run, _gain_key(name, start)).evidence(), knob=knob)
     return healthy("carrying gains " + ", ".join(deepest))
 
 
@@ -90,12 +79,12 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
             continue
         gains, (best, depth) = dict(curve.gains), risen
         inside = f" in {name}" if name else ""
-        words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} tokens "
-        words += f"on, {gains[depth]} from {depth:,} on; states were never trained that long"
+        words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} "
+        words += f"tokens on, {gains[depth]} from {depth:,} on; states were never trained that long"
         knob = Knob.of(run, "train.tbptt_cells", 2)
         if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
             knob = Knob("ledger.wipe_mode", "full", "lru")
-        return finding(words, *_evidence(run, name, best, depth), knob=knob)
+        return finding(words, *(series(run, _gain_key(name, at)).evidence() for at in risen), knob=knob)
     return healthy("the gain of carrying does not fall with depth")
 
 

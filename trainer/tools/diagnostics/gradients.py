@@ -9,7 +9,6 @@ from trainer.tools.diagnostics.rule import (
     MICRO_BATCHES,
     Knob,
     Outcome,
-    Series,
     aligned,
     explained,
     finding,
@@ -88,8 +87,8 @@ def batch_size(run: RunRecord) -> Outcome:
     words = f"{number_text(scale.batch)} sequences per step, "
     words += f"noise scale {scale.number} ({scale.where})"
     keys = (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)
-    rows = [_row(run, key, scale) for key in keys]
-    shown = [row.evidence() for row in rows if len(row)]
+    rows = [series(run, key).since(scale.step) for key in keys]
+    shown = [row.evidence() for row in rows if row]
     # A lower bound is enough for "too small". The other two verdicts need an upper bound.
     if scale.batch < limits.SMALL_BATCH * scale.low:
         words = f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens"
@@ -118,11 +117,6 @@ def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
     if not isinstance(size, int):
         return Knob("data.mixing.batch_size", size, "smaller")
     return Knob("data.mixing.batch_size", size, max(round(size * factor), 1)) if size > 1 else None
-
-
-def _row(run: RunRecord, key: str, scale: NoiseScale) -> Series:
-    column = series(run, key)
-    return column.at(index for index, step in enumerate(column.steps) if step == scale.step)
 
 
 RULES = (repeated_data, batch_size)

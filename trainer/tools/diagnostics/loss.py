@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from trainer.tools import limits
-from trainer.tools.diagnostics.rule import Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
-from trainer.tools.runs.load import RunRecord
+from trainer.tools.diagnostics.rule import Knob, Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
+from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import counted, number_text
 
 LOSS = "loss"
@@ -61,7 +61,19 @@ def loss_spikes(run: RunRecord) -> Outcome:
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
     words += f"{number_text(loss.values[peak])} at step {loss.steps[peak]}, after {_level(before)}"
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
-    return finding(words, loss.evidence(around), knob=lower_lr(run))
+    mix, knob = _cause(run, loss, peak)
+    return finding(words + mix, loss.evidence(around), knob=knob)
+
+
+def _cause(run: RunRecord, loss: Series, row: int) -> tuple[str, Knob]:
+    """A change of the mix right before a rise in words, or "", and the setting to change."""
+    since = min(loss.steps[max(row - limits.SPIKE_CENTER, 0)], loss.steps[row] - limits.MIX_STEPS)
+    changes = [change for change in mix_changes(run) if since < change[0] <= loss.steps[row]]
+    if not changes:
+        return "", lower_lr(run)
+    step, key, pair = changes[-1]
+    condition = "if the new mix should not have a higher loss"
+    return f"; the mix changed at step {step}", Knob(key, pair["after"], pair["before"], condition)
 
 
 def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
@@ -76,10 +88,12 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     end = loss.at(last).values
     if min(end) < limits.DOUBLED * first[0] or median(end) - first[0] < limits.MIN_RISE:
         return None
-    words = f"the run diverged: its loss began with {number_text(first[0])} at step {loss.steps[0]} "
-    words += f"and is {_level(end)} at the end"
+    words = f"the run diverged: its loss began with {number_text(first[0])} at step "
+    words += f"{loss.steps[0]} and is {_level(end)} at the end"
+    risen = loss.where(lambda value: value >= (first[0] + median(end)) / 2)
+    mix, knob = _cause(run, loss, risen[0])
     shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
-    return finding(words, shown, knob=lower_lr(run), severity="error")
+    return finding(words + mix, shown, knob=knob, severity="error")
 
 
 def _level(rows: Sequence[float]) -> str:

@@ -256,8 +256,12 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob | None:
     """The setting that keeps full rows from being full: the data's end, padding, or many rows."""
     if run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
         return Knob("data.mixing.repeat", False, True)
-    if run.setting("data.align") == "document" and run.setting("model.target") is None:
-        return Knob("data.align", "document", "stream")
+    align, cell = run.setting("data.align"), run.setting("data.seq_len")
+    if run.setting("model.target") is None:
+        if align == "document":
+            return Knob("data.align", align, "stream")
+    elif align != "stream" and isinstance(cell, int) and cell > 1 and max(fill.values) < limits.WHOLE_FILL:
+        return Knob("data.seq_len", cell, cell // 2, "or train a model that runs resets in one pass (docs/models.md)")
     fewer: Any = "fewer"
     rows = run.setting("data.mixing.batch_size")
     if isinstance(rows, int):

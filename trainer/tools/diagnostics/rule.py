@@ -30,12 +30,8 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: NaN and infinities become words."""
-        values = list(map(_json_number, self.values))
+        values = [value if math.isfinite(value) else non_finite_word(value) for value in self.values]
         return {"key": self.key, "steps": list(self.steps), "values": values}
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else non_finite_word(value)
 
 
 @dataclass(frozen=True)

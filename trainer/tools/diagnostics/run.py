@@ -25,7 +25,7 @@ from trainer.tools.diagnostics.rule import (
     sources,
 )
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import counted
+from trainer.wording import counted, number_text
 
 DATA_TIME = "time/data_sec"  # waiting for data, of an average step since the row before
 STEP_TIME = "step_time_sec"
@@ -64,14 +64,25 @@ def data_bound(run: RunRecord) -> Outcome:
     waited, lasted = _seconds(waits), _seconds(times)
     share = waited / max(lasted, 1e-12)
     words = f"{share:.1%} of the time of the steps was spent waiting for data"
+    every = series(run, DATA_TIME)
+    first = _seconds(every.at(row for row, step in enumerate(every.steps) if step < waits.steps[0]))
+    if first > limits.DATA_SHARE * (lasted + first):
+        words += f", without {number_text(first)} s before step {waits.steps[0]}, while the data was opened"
     if share <= limits.DATA_SHARE:
         return healthy(words)
     if lasted < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
+    typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
+    if typical > limits.STEADY_WAIT:
+        words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
+        knob = Knob("data.source", None, STAGES["read"][1])
+    else:  # which reading ahead can hide
+        words += ", in single steps"
+        knob = Knob.of(run, "data.prefetch", 2 * (run.setting("data.prefetch") or 1))
     evidence = [waits.evidence(waits.largest(6))]
     slowest = _slowest_stage(run, waits.steps[0], waited)
     if slowest is None:  # reading does not explain the wait
-        return finding(words, *evidence, knob=Knob.of(run, "data.prefetch", 2 * (run.setting("data.prefetch") or 1)))
+        return finding(words, *evidence, knob=knob)
     column, of_reading = slowest
     _, stage, source = column.key.split("/", 2)
     what, faster = STAGES[stage]

@@ -191,8 +191,8 @@ def stale_states(run: RunRecord) -> Outcome:
     size, first, side, effect = abs(gap.mean), gap.shown.steps[0], "above", "their age costs loss"
     if gap.mean < 0:
         side, effect = "below", "training looks better than inference will be"
-    words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats "
-    words += f"per token {side} that of fresh ones (carrying a state lowers it by {gain})"
+    words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} "
+    words += f"nats per token {side} that of fresh ones (carrying a state lowers it by {gain})"
     if size <= max(limits.FAR_ERRORS * gap.error, limits.STALE_SHARE * gain.mean, limits.STALE_NATS):
         return healthy(words)
     if series(run, COLD_STARTS).since(first).total:

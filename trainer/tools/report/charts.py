@@ -11,15 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.metrics.catalog.lookup import (
-    CATALOG,
-    ERROR_SUFFIX,
-    EVAL_PREFIX,
-    WORST_SUFFIX,
-    family,
-    is_known,
-    lookup,
-)
+from trainer.metrics.catalog.lookup import CATALOG, ERROR_SUFFIX, EVAL_PREFIX, WORST_SUFFIX, family, is_known, lookup
 from trainer.metrics.catalog.rows_training import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools.runs.depth_curve import is_by_depth

@@ -20,6 +20,7 @@ from trainer.tools.runs.noise_scale import B_BIG
 from trainer.wording import number_text
 
 NUM_COLORS: Final = 8
+HEIGHT: Final = 380  # of the loss against depth, in pixels
 DASHES: Final = ("solid", "dot", "dash", "dashdot")
 _LEAST_SMOOTHED: Final = 12  # points
 _FEW_POINTS: Final = 25  # drawn with markers
@@ -233,9 +234,6 @@ def _crosses(chart: Chart) -> list[Json]:
     return found
 
 
-HEIGHT = 380  # pixels
-
-
 def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
     """(name of the set, what carrying is worth, the chart) for each set of the last evaluation."""
     cell, (_, curves) = run.setting("data.seq_len", 0), last_curves(run)
@@ -250,18 +248,14 @@ def depth_figure(curve: DepthCurve) -> Json:
     points = [point for point in curve.points if point.start]
     gains = [(point.start, point.gain) for point in points if point.gain]
     from_zero = [(point.start, point.from_zero) for point in points if point.from_zero]
-    errors = {"array": [_bar(gain) for _, gain in gains], "color": "c2/0.5", "thickness": 1, "width": 4}
+    bars = [ERRORS_SHOWN * gain.error if math.isfinite(gain.error) else None for _, gain in gains]
+    errors = {"array": bars, "color": "c2/0.5", "thickness": 1, "width": 4}
     traces = [
         _trace("carried", "c0", [(point.start, point.loss) for point in points]),
         _trace("from zero at each cell", "c1", from_zero),
         _trace("gain of carrying", "c2", gains) | {"yaxis": "y2", "error_y": errors},
     ]
     return {"name": "depth", "isOfSteps": False, "data": traces, "layout": look("depth layout")}
-
-
-def _bar(gain: Number) -> float | None:
-    """Half the length of an error bar; None where the error is not known."""
-    return ERRORS_SHOWN * gain.error if math.isfinite(gain.error) else None
 
 
 def _trace(label: str, color: str, line: Sequence[tuple[int, Number]]) -> Json:

@@ -24,11 +24,7 @@ _MOST_SETTINGS: Final = 2_000  # no file of a run makes a page of any size
 FINDINGS: Final = "Findings"
 DEPTH: Final = "Is context worth its cost?"
 # By verdict: its mark and its class.
-LOOKS: Final = {
-    "healthy": ("✓", "verdict good"),
-    "no_findings": ("?", "verdict"),
-    "findings": ("!", "verdict bad"),
-}
+LOOKS: Final = {"healthy": ("✓", "verdict good"), "no_findings": ("?", "verdict"), "findings": ("!", "verdict bad")}
 
 
 class Html(str):
@@ -57,11 +53,7 @@ def element(tag: str, *children: str, **attributes: object) -> Html:
 
 def join(children: Iterable[str]) -> Html:
     """The children concatenated, escaped unless they are HTML."""
-    return Html("".join(map(_escaped, children)))
-
-
-def _escaped(text: str) -> str:
-    return text if isinstance(text, Html) else escape(text)
+    return Html("".join(each if isinstance(each, Html) else escape(each) for each in children))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], class_: str | None = None) -> Html:

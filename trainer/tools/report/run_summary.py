@@ -371,7 +371,16 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
 
 
 def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Why losses may not compare, in words: they are of other data or of other objectives."""
+    """Why results may not compare, in words: state, length, other data or other objectives."""
+    states = [(run.name, run.status.get("state") or "unknown") for run in runs]
+    unfinished = [f"{name} ({state})" for name, state in states if state != "done"]
+    if unfinished:
+        yield f"not done: {few(unfinished)}"
+    ends = {run.name: run.steps[-1] for run in runs if run.steps}
+    last = max(ends.values(), default=0)
+    short = [f"{name} ({step:,})" for name, step in ends.items() if step < last]
+    if short:
+        yield f"not equally long: the longest ended at step {last:,}, earlier {few(short)}"
     keys = [key for key, _ in config_differences(runs) if key.startswith(_HELD_OUT_SETTINGS)]
     differing = [key for key in keys if not key.endswith(".weight")]
     if differing:
