@@ -173,21 +173,21 @@ class SlidingWindow(Language):
 class LinearAttention(Language):
     """Unnormalized linear attention in parallel form, with the matrix-valued state added."""
 
-    def __init__(self, chunk: int = 0) -> None:
+    chunk = 16
+
+    def __init__(self) -> None:
         super().__init__(DIM * DIM)
         self.qkv = nn.Linear(DIM, 3 * DIM)
         self.norm = nn.LayerNorm(DIM)
-        self.chunk = chunk
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        if self.chunk and x.shape[1] % self.chunk:
+        if x.shape[1] % self.chunk:
             raise ValueError(f"the length {x.shape[1]} is no multiple of {self.chunk}")
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         q, k = F.elu(q) + 1, F.elu(k) + 1
         memory = state.view(-1, DIM, DIM).to(v.dtype)
         out = []
-        size = self.chunk or x.shape[1]
-        for qs, ks, vs in zip(q.split(size, 1), k.split(size, 1), v.split(size, 1), strict=True):
+        for qs, ks, vs in zip(*(each.split(self.chunk, 1) for each in (q, k, v)), strict=True):
             inner = torch.tril(qs @ ks.transpose(1, 2)) @ vs
             out.append(inner + qs @ memory)
             memory = memory + ks.transpose(1, 2) @ vs
@@ -425,10 +425,6 @@ class LastTokens(Language):
         return ModelOutput(self.head(near), seen[:, -3:].to(near.dtype))
 
 
-def rg_lru(vocab_size: int = VOCAB) -> nn.Module:
-    return build(vocab_size, DIM, 2)
-
-
 HONEST: dict[str, Callable[[], nn.Module]] = {
     "gru": Gru,
     "lstm with a nest": NestedLstm,
@@ -437,10 +433,10 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "complex numbers": Rotating,
     "convolutions": Convolution,
     "sliding window": SlidingWindow,
-    "chunked linear attention": lambda: LinearAttention(chunk=16),
+    "chunked linear attention": LinearAttention,
     "gated delta rule": DeltaRule,
     "ema": Ema,
-    "rg-lru": rg_lru,
+    "rg-lru": lambda: build(VOCAB, DIM, 2),
     "learned start": LearnedStart,
     "transformer with dropout": lambda: Transformer(dropout=0.2),
     "dropout everywhere": DropoutGru,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB
+from tests.support.honest_models import DIM, HONEST, VOCAB, Language
 from tests.support.mutant_models import MUTANTS
 from trainer.lab.contracts import check_model, soak
 from trainer.model.protocol import ModelOutput
@@ -28,11 +28,8 @@ Make = Callable[[], nn.Module]
 class Mixer(nn.Module):
     """A causal convolution and a gated recurrence, which keep documents of a packed row apart, and positions.
 
-    State: [the last inputs | the recurrence | tokens of the document so far].
-
-    Args:
-        width: of the convolution.
-        changes: what replaces an intermediate of the forward, by its name, computed from all before it.
+    State: [the last inputs | the recurrence | tokens of the document so far]. `changes` replace intermediates of the
+    forward, by name, computed from all before it; `width` is that of the convolution.
     """
 
     def __init__(self, width: int = 4, **changes: Change) -> None:
@@ -48,7 +45,12 @@ class Mixer(nn.Module):
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         c = SimpleNamespace(model=self, tokens=tokens, given=state, rows=tokens.shape[0], length=tokens.shape[1])
-        put = partial(self._put, c)
+
+        def put(name: str, value: Any) -> None:
+            setattr(c, name, value)
+            if name in self.changes:
+                setattr(c, name, self.changes[name](c))
+
         put("x", self.embedding(tokens))
         put("state", c.x.new_zeros(c.rows, self.state_width) if state is None else state.to(c.x.dtype))
         put("resets", torch.zeros_like(tokens, dtype=torch.bool) if resets is None else resets)
@@ -62,11 +64,13 @@ class Mixer(nn.Module):
         put("window", c.segment)  # the convolution's documents
         put("taps", self.taps)
         c.context = c.state[:, : (self.width - 1) * DIM].view(c.rows, -1, DIM)
-        put("reach", self._same_document(c))
-        joined = torch.cat([c.context, c.x], 1)
-        lags = [joined[:, self.width - 1 - lag :][:, : c.length] for lag in range(self.width)]  # [B, T, D] each
-        put("mixed", torch.tanh(sum(self.taps_of(c, lag) * each for lag, each in enumerate(lags))))
         owner = F.pad(c.window, (self.width - 1, 0))
+        ends = [(self.width - 1 - lag, self.width - 1 - lag + c.length) for lag in range(self.width)]
+        # Of each lag, where the token that far back is of the same document, [B, T].
+        put("reach", [owner[:, begin:end] == c.window for begin, end in ends])
+        joined = torch.cat([c.context, c.x], 1)
+        lags = [joined[:, begin:end] for begin, end in ends]  # [B, T, D] each
+        put("mixed", torch.tanh(sum(tap * at[..., None] * x for tap, at, x in zip(c.taps, c.reach, lags, strict=True))))
         kept = owner[:, c.length :] == owner[:, -1:]
         put("context", joined[:, c.length :] * kept[..., None])
         put("memory", c.segment)  # the recurrence's documents
@@ -84,20 +88,6 @@ class Mixer(nn.Module):
         put("end", torch.cat([c.context.flatten(1), c.last, c.place[:, -1:].to(c.x.dtype) + 1], 1))
         return ModelOutput(self.head(c.out + c.mixed), c.end)
 
-    def _put(self, c: Any, name: str, value: Any) -> None:
-        setattr(c, name, value)
-        if name in self.changes:
-            setattr(c, name, self.changes[name](c))
-
-    def _same_document(self, c: Any) -> list[Tensor]:
-        """Of each lag, where the token that far back is of the same document, [B, T]."""
-        owner = F.pad(c.window, (self.width - 1, 0))
-        return [owner[:, self.width - 1 - lag :][:, : c.length] == c.window for lag in range(self.width)]
-
-    def taps_of(self, c: Any, lag: int) -> Tensor:
-        """The weights of a lag, [B, T, D]."""
-        return c.taps[lag] * c.reach[lag][..., None]
-
 
 class WithoutResets(Mixer):
     """The same, for rows of one document."""
@@ -106,7 +96,9 @@ class WithoutResets(Mixer):
         return super().forward(tokens, state)
 
 
-class _Regraded(torch.autograd.Function):
+class Regraded(torch.autograd.Function):
+    """The same numbers; `change` is applied to their gradient: a kernel whose backward is wrong where its forward is exact."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, change: Change) -> Tensor:
         ctx.change = change
@@ -117,18 +109,16 @@ class _Regraded(torch.autograd.Function):
         return ctx.change(grads[0]), None
 
 
-def regraded(x: Tensor, change: Change) -> Tensor:
-    """The same numbers; `change` is applied to their gradient: a kernel whose backward is wrong where its forward is exact."""
-    return _Regraded.apply(x, change)
+regraded = Regraded.apply
 
 
 def model(width: int = 4, **changes: Change) -> Make:
     return lambda: Mixer(width, **changes)
 
 
-def lost(where: Change, **changes: Change) -> Make:
+def lost(where: Change) -> Make:
     """The incoming state is zeros in the calls, or rows [B, 1], where this holds."""
-    return model(state=lambda c: c.state.masked_fill(torch.as_tensor(where(c)), 0.0), **changes)
+    return model(state=lambda c: c.state.masked_fill(torch.as_tensor(where(c)), 0.0))
 
 
 def in_float32(c: Any) -> Tensor:
@@ -149,18 +139,6 @@ def number(resets: Tensor) -> Tensor:
 
 def row(c: Any) -> Tensor:
     return torch.arange(c.rows, device=c.tokens.device)[:, None]
-
-
-def with_recurrence(c: Any, change: Change, name: str = "state") -> Tensor:
-    """A state whose recurrent part is changed."""
-    first = (c.model.width - 1) * DIM
-    state = getattr(c, name)
-    return torch.cat([state[:, :first], change(state[:, first:-1]), state[:, -1:]], 1)
-
-
-def ends(change: Change) -> Make:
-    """A model that returns a state whose recurrent part is changed."""
-    return model(end=lambda c: with_recurrence(c, change, "end"))
 
 
 def with_count(c: Any, change: Change) -> Tensor:
@@ -234,20 +212,13 @@ def tail_detached(c: Any) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A broken model.
-
-    Attributes:
-        source: repository and number of the issue or pull request that reported it; empty: a kind of our own.
-        check: the one that has to convict it; empty: whichever does.
-        twin: the honest model that differs in the fault alone.
-        seq_len: of training.
-    """
+    """A broken model."""
 
     make: Make
-    source: str = ""
-    check: str = ""
-    twin: Make = Mixer
-    seq_len: int = 64
+    source: str = ""  # repository and number of the issue or pull request that reported it; empty: a kind of our own
+    check: str = ""  # the one that has to convict it; empty: whichever does
+    twin: Make = Mixer  # the honest model that differs in the fault alone
+    seq_len: int = 64  # of training
 
 
 PUBLIC: dict[str, Case] = {
@@ -320,7 +291,7 @@ PUBLIC: dict[str, Case] = {
     "the offset moves in place": Case(model(count=advance_in_place), "ml-explore/mlx-lm#1699", "purity"),
     "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), "ggml-org/llama.cpp#29092"),
     "the state is rounded to bf16 by each call": Case(
-        ends(lambda h: h.bfloat16().to(h.dtype)), "ml-explore/mlx-lm#988", "carry"
+        model(h=lambda c: c.h.bfloat16().to(c.h.dtype)), "ml-explore/mlx-lm#988", "carry"
     ),
     "single tokens round their gate": Case(
         model(decay=lambda c: (c.decay * 256).round() / 256 if c.length == 1 else c.decay),
@@ -357,41 +328,39 @@ PUBLIC: dict[str, Case] = {
 """Reported faults."""
 
 
-def shifted(state: Tensor) -> Tensor:
-    return state.roll(1, 1)
+def in_cells(where: Callable[[int], Any], change: Change) -> Case:
+    """Cells of these lengths change the incoming state of the recurrence."""
+    return Case(model(h=lambda c: change(c.h) if where(c.length) else c.h), seq_len=80)
 
 
-def coarse(state: Tensor) -> Tensor:
-    return (state * 64).round() / 64
-
-
-def at_start(c: Any, begins: Tensor) -> Tensor:
-    """A start that is not zeros, where rows begin."""
-    return torch.where(begins, with_recurrence(c, lambda h: h + c.model.frequencies), c.state)
-
-
-def is_power(length: int) -> bool:
-    return length & (length - 1) == 0
-
-
-def over_time(x: Tensor) -> Tensor:
-    return x - x.mean(1, keepdim=True)
+CHANGES: dict[str, Change] = {
+    "drop": torch.zeros_like,
+    "quantise": lambda h: (h * 64).round() / 64,
+    "shift": lambda h: h.roll(1, 1),
+}
+LENGTHS: dict[str, Callable[[int], Any]] = {
+    "20 tokens": lambda length: length >= 20,
+    "64 tokens": lambda length: length >= 64,
+    "lengths of no power of two": lambda length: length >= 20 and length & (length - 1),
+}
 
 
 LONGER = {  # What only a batch as in training shows: rows, phases, long and late cells, a graph, several resets.
     "positions of row 0": Case(model(count=lambda c: c.state[:1, -1:].expand(c.rows, 1))),
     "a start that any row decides": Case(
-        lambda: WithoutResets(state=lambda c: at_start(c, ~c.state.any())),
-        twin=lambda: WithoutResets(state=lambda c: at_start(c, ~c.state.any(1, keepdim=True))),
+        lambda: WithoutResets(h=lambda c: c.h + c.model.frequencies * ~c.state.any()),
+        twin=lambda: WithoutResets(h=lambda c: c.h + c.model.frequencies * ~c.state.any(1, keepdim=True)),
     ),
+    "rows from the third on lose their state": Case(lost(lambda c: row(c) >= 2)),
     "rows from the fifth on lose their state": Case(lost(lambda c: row(c) >= 4)),
     "rows from the ninth on lose their state": Case(lost(lambda c: row(c) >= 8)),
     "a mean over more than four rows": Case(model(x=lambda c: c.x - c.x.mean(0) * (c.rows > 4))),
-    "20 tokens drop the state": Case(lost(lambda c: c.length >= 20)),
-    "20 tokens shift the state": Case(
-        model(state=lambda c: with_recurrence(c, shifted) if c.length >= 20 else c.state)
-    ),
-    "64 tokens drop the state": Case(lost(lambda c: c.length >= 64)),
+    **{
+        f"{words} {change} the state": in_cells(where, CHANGES[change])
+        for words, where in LENGTHS.items()
+        for change in CHANGES
+    },
+    "no causal mask from 64 tokens on": Case(model(sees=lambda c: c.sees | (c.length >= 64))),
     "64 tokens drop a state that fades": Case(
         model(
             x=in_float32,
@@ -401,9 +370,8 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
             end=lambda c: c.end.detach(),
         )
     ),
-    "no power of two drops the state": Case(lost(lambda c: c.length >= 20 and not is_power(c.length)), seq_len=48),
     "a norm over time from 64 tokens on": Case(
-        model(mixed=lambda c: over_time(c.mixed) if c.length >= 64 else c.mixed)
+        model(mixed=lambda c: c.mixed - c.mixed.mean(1, keepdim=True) * (c.length >= 64))
     ),
     "the state is lost after the third cell": Case(lost(lambda c: c.state[:, -1:] > 3 * 60)),
     "the position is kept to 128": Case(model(end=lambda c: with_count(c, lambda count: count.clamp(max=128)))),
@@ -413,6 +381,7 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
     "a graph drops the state": Case(lost(lambda c: torch.is_grad_enabled())),
     "eval() returns the state unchanged": Case(model(end=lambda c: c.end if c.model.training else c.state)),
     "only the first reset": Case(honours(lambda resets: number(resets) == 1)),
+    "only the last reset": Case(honours(lambda resets: resets & (number(resets) == resets.sum(1, keepdim=True)))),
     "only resets side by side": Case(
         honours(lambda resets: resets & (F.pad(resets, (1, -1)) | F.pad(resets, (-1, 1))))
     ),
@@ -433,7 +402,7 @@ OTHERS = {  # More of their kinds.
     ),
     "the state of a row with a reset is lost": Case(model(end=lambda c: c.end * ~c.resets.any(1, keepdim=True))),
     "the document before a reset stays in the state": Case(
-        model(end=lambda c: with_recurrence(c, lambda h: h + 0.5 * c.h * (c.segment[:, -1:] > 0), "end"))
+        model(last=lambda c: c.last + 0.5 * c.h * (c.segment[:, -1:] > 0))
     ),
     "resets count only where a state came in": Case(model(resets=lambda c: c.resets & c.state.any(1, keepdim=True))),
     "eval() alone drops the state": Case(lost(lambda c: not c.model.training)),
@@ -447,7 +416,10 @@ OTHERS = {  # More of their kinds.
         model(state=lambda c: regraded(c.state, lambda grad: grad.clamp(-1e-3, 1e-3)))
     ),
     "the forward writes into the resets": Case(model(resets=marked)),
-    "the state fades by a millionth": Case(ends(lambda h: h * (1 - 1e-6))),
+    "the state fades by a millionth": Case(model(h=lambda c: c.h * (1 - 1e-6))),
+    "20 tokens fade the state by a millionth in eval()": Case(
+        model(h=lambda c: c.h if c.model.training or c.length < 20 else c.h * (1 - 1e-6))
+    ),
     "rows from the fifth on have no gradient through a cut": Case(
         model(end=lambda c: torch.where(row(c) < 4, c.end, c.end.detach()))
     ),
@@ -460,6 +432,45 @@ def called(module: nn.Module) -> int:
     """How often, with this call."""
     module.calls = getattr(module, "calls", 0) + 1
     return int(module.calls)
+
+
+class Cells(Language):
+    """Token by token; `step` makes of four projections [B, D] of the input and the state an output and the next state."""
+
+    def __init__(self, width: int, step: Callable[[Any, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(width)
+        self.step, self.projections = step, nn.Linear(DIM, 4 * DIM)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out = []
+        for inputs in self.projections(x).to(state.dtype).unbind(1):
+            y, state = self.step(inputs.chunk(4, -1), state)
+            out.append(y)
+        return torch.stack(out, 1).to(x.dtype), state
+
+
+def wkv(u: Any, s: Tensor) -> tuple[Tensor, Tensor]:
+    total, weight, top = s.chunk(3, -1)  # both in units of exp(top)
+    after = torch.maximum(top - 0.1, u[0])
+    old, new = (top - 0.1 - after).exp(), (u[0] - after).exp()
+    total, weight = old * total + new * u[1], old * weight + new
+    return u[2].sigmoid() * total / weight, torch.cat([total, weight, after], -1)
+
+
+def clockwork(u: Any, s: Tensor) -> tuple[Tensor, Tensor]:
+    h, count = s[:, :-1], s[:, -1:]
+    h = torch.where(count % (1 + torch.arange(DIM, device=s.device) % 4) == 0, (u[0] + h.roll(1, -1)).tanh(), h)
+    return h, torch.cat([h, count + 1], -1)
+
+
+def centred(u: Any, s: Tensor) -> tuple[Tensor, Tensor]:
+    total, count = s[:, :-1] + u[0], s[:, -1:] + 1
+    return u[0] - total / count, torch.cat([total, count], -1)
+
+
+def automaton(u: Any, s: Tensor) -> tuple[Tensor, Tensor]:
+    s = (s + (u[0] > 0)) % 5
+    return torch.sin(s) * u[1], s
 
 
 TWINS: dict[str, Make] = {
@@ -476,8 +487,13 @@ TWINS: dict[str, Make] = {
     "positions that wrap": model(place=lambda c: c.place % 128),
     "positions that end at 128": model(place=lambda c: c.place.clamp(max=128)),
     "a convolution of one token": model(1),
+    "rwkv": partial(Cells, 3 * DIM, wkv),
+    "clockwork": partial(Cells, DIM + 1, clockwork),
+    "mean of the document so far": partial(Cells, DIM + 1, centred),
+    "an automaton": partial(Cells, DIM, automaton),
+    "largest so far": partial(Cells, DIM, lambda u, s: (torch.maximum(s, u[0]) * u[1], torch.maximum(s, u[0]))),
 }
-"""Honest models like the broken ones."""
+"""Honest models like the broken ones, and more kinds of state."""
 
 BROKEN: dict[str, Case] = {
     **PUBLIC,

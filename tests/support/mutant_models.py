@@ -17,6 +17,7 @@ from tests.support.honest_models import (
     Counting,
     DeltaRule,
     Ema,
+    Experts,
     Gru,
     Language,
     LearnedStart,
@@ -101,9 +102,7 @@ class DropPartOfNest(NestedLstm):
 class RaisesLater(Gru):
     """Takes a few calls, and no more."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         self.calls += 1
@@ -126,11 +125,6 @@ class RaisesOnResets(Encoder):
         return super().forward(tokens, state, resets)
 
 
-class SwapTokens(Gru):
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        return super().forward(tokens.flip(0), state)
-
-
 class BatchNorm(Gru):
     def __init__(self) -> None:
         super().__init__()
@@ -140,16 +134,11 @@ class BatchNorm(Gru):
         return super().mix(self.norm(x.transpose(1, 2)).transpose(1, 2), state)
 
 
-class CapacityExperts(Gru):
+class CapacityExperts(Experts):
     """A GRU, and one expert for each token, which takes no more than its capacity: rows are coupled by who comes first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(DIM, 4)
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
-
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
+        x, end = Gru.mix(self, x, state)
         flat = x.flatten(0, 1)
         capacity = math.ceil(flat.shape[0] / 8)
         weight, choice = self.router(flat).softmax(-1).max(-1)
@@ -177,9 +166,7 @@ class InPlaceBackward(DeltaRule):
 class HiddenState(Gru):
     """Keeps its state in the module, and ignores the one that it is given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.h: Tensor | None = None
+    h: Tensor | None = None
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         held = self.h if self.h is not None and self.h.shape == state.shape else torch.zeros_like(state)
@@ -213,9 +200,7 @@ class AttentionDropout(Transformer):
 class Advances(Gru):
     """A counter that only a forward with gradients in training advances, such as a recomputation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and torch.is_grad_enabled():
@@ -315,7 +300,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "ignores resets": (leaky_encoder, "resets", "before the reset"),
     "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "before the reset"),
     "resets too late": (LateReset, "resets", "before the reset"),
-    "swaps rows of tokens": (SwapTokens, "isolation", "row"),
+    "swaps rows of tokens": (given(lambda x, state: (x.flip(0), state)), "isolation", "row"),
     "batch norm": (BatchNorm, "isolation", "the other rows"),
     "experts with a low capacity": (CapacityExperts, "isolation", "the other rows"),
     "peeks one ahead": (

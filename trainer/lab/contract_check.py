@@ -25,7 +25,7 @@ from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating, run_few_tokens
 from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, resolve_builder, weightless
-from trainer.training.setup.sources import runs_on
+from trainer.training.setup.sources import evaluated_rows, runs_on
 
 logger = get_logger(__name__)
 
@@ -89,6 +89,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             vocab_size=plan.vocab_size,
             seq_len=tokens,
             autocast=AUTOCAST[plan.config.train.precision],
+            rows=evaluated_rows(plan),
             max_seconds=MAX_SECONDS,
         )
         if plan.config.objective.target is not None and report["forward"].status == "held":

@@ -156,6 +156,12 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
     assert check(PEEKS).stderr.startswith(f"{place}breaks causality: ")
 
 
+def test_all_rows_of_the_configs_batch_are_judged_and_that_is_said(check):
+    late = model(GOOD.replace("state[:, None]", "(state * (torch.arange(len(state)) < 12)[:, None])[:, None]"))
+    assert "breaks soak: row 12 of 16, " in check(late, "ledger.capacity=64", "data.mixing.batch_size=16").stderr
+    assert "soak of 12 rows, 6 cells" in check(late, "ledger.capacity=64", "data.mixing.batch_size=12").stdout
+
+
 ALIGN = 'data.align="stream"'
 
 

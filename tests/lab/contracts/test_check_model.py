@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, Parity, RouterLoss, answering
-from tests.support.mutant_models import MUTANTS, DropState
-from trainer.lab.contracts import CHECKS, ContractError, check_model
+from tests.support.mutant_models import MUTANTS, DropState, Encoder
+from trainer.lab.contracts import CHECKS, ContractError, check_model, soak
 from trainer.lab.contracts.subject import copy_model
 from trainer.lab.contracts.trial import NO_STATE
 
@@ -190,20 +190,16 @@ def test_a_state_whose_layout_cannot_be_found_is_a_wrong_interface(batch_last, w
     assert why in verdict.text
 
 
-class Only(NestedLstm):
-    """Takes rows of one length alone."""
+@pytest.mark.parametrize(("make", "with_resets"), [(NestedLstm, set()), (Encoder, {"resets"})])
+def test_a_stateful_model_of_one_length_is_judged_as_far_as_that_goes(make, with_resets):
+    def refuse_others(module, args, given):
+        assert (args[0] if args else given["tokens"]).shape[1] == 48, "another length"
 
-    length = 48
-
-    def forward(self, tokens, state=None):
-        assert tokens.shape[1] == self.length, "another length"
-        return super().forward(tokens, state)
-
-
-def test_a_stateful_model_of_one_length_is_judged_as_far_as_that_goes():
-    report = check_model(made(Only), vocab_size=VOCAB, seq_len=48)
+    model = made(make)
+    model.register_forward_pre_hook(refuse_others, with_kwargs=True)
+    report = check_model(model, vocab_size=VOCAB, seq_len=48)
     assert not report.breaches, report
-    held = {"forward", "causality", "isolation", "purity", "state_used"}
+    held = {"forward", "causality", "isolation", "purity", "state_used", *with_resets}
     assert {verdict.check for verdict in report.verdicts if verdict.status == "held"} >= held, report
     assert "rows of 48 tokens and no longer ones" in report["carry"].text
     assert [verdict.check for verdict in report.unchecked] == ["carry"]
@@ -211,7 +207,6 @@ def test_a_stateful_model_of_one_length_is_judged_as_far_as_that_goes():
 
 @pytest.mark.parametrize("name", ["batch norm", "noise of numpy in eval"])
 def test_the_model_and_the_generators_are_left_alone(name):
-    model = nn.Sequential()  # replaced below; keeps mypy out of the dynamic attributes
     model = made(MUTANTS[name][0]).eval()
     model.head.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
@@ -311,6 +306,22 @@ def test_the_time_limit_leaves_the_rest_untested():
     assert "time was up" in report["carry"].text
 
 
+@pytest.mark.parametrize(
+    ("token_sec", "scope", "dtype"),
+    [
+        (0.3, "16 rows, 6 cells of 64 tokens;", "float64"),
+        (0.5, "16 rows, 6 cells of 64 tokens and of 9 rows in 4 phases, 2 of them judged, 6 cells of 64", "float64"),
+        (1.2, "16 rows in 4 phases, 2 of them judged, 6 cells of 32 tokens and of 16 rows, 6 cells", "float32"),
+    ],
+)
+def test_the_soak_looks_as_far_as_its_time_allows_and_says_how_far(token_sec, scope, dtype, monkeypatch):
+    monkeypatch.setattr(soak, "LEAST_SECONDS", 1e4)
+    monkeypatch.setattr(soak, "_time_call", lambda trial, way, rows, length: token_sec * rows * length)
+    report = check_model(made(Gru), vocab_size=VOCAB, rows=16, max_seconds=1e5)
+    assert f"soak of {scope}" in report.summary()
+    assert f"eval() in {dtype}" in report["soak"].text
+
+
 def test_raise_if_broken_lists_all_verdicts():
     check_model(made(Gru), vocab_size=VOCAB).raise_if_broken()
     with pytest.raises(ContractError, match="carry: broken: cells of 6 tokens differ") as error:
@@ -334,7 +345,6 @@ def test_the_package_needs_torch_alone():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert found.stdout.split() == ["['errors',", "'import_path',", "'lab',", "'wording']", "False"]
-    assert DIM
 
 
 def test_a_state_of_integers_with_a_width_of_its_own_is_refused_with_the_way_to_keep_it():

@@ -64,10 +64,6 @@ class Adapted(nn.Module):
     def _first(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in self.parameters_taken), None)
 
-    def takes(self, name: str) -> bool:
-        kinds = self.parameters_taken
-        return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
-
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None, **inputs: Any) -> Output:
         """Predict from tokens [B, T]; a state holds tensors [B, ...]."""
         cache = None
@@ -102,8 +98,8 @@ class Adapted(nn.Module):
                 cache = self._new_cache()
             if cache is not None:
                 given[self.state_name] = cache
-        is_cached = self.state_name in CACHES and self.takes("use_cache")
-        if is_cached or "use_cache" in self.parameters_taken:
+        takes_any = inspect.Parameter.VAR_KEYWORD in self.parameters_taken.values()
+        if "use_cache" in self.parameters_taken or (self.state_name in CACHES and takes_any):
             given["use_cache"] = not self.why_stateless
         logits, after = _parts(self.model(**given), self.state_name)
         if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:

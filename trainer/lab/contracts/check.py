@@ -33,8 +33,6 @@ from trainer.lab.contracts.subject import (
 )
 from trainer.lab.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
 
-LOW = (torch.bfloat16, torch.float16)
-KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
 RANDOM = (
     "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: "
     "something random is active there, such as a dropout without training=self.training; "
@@ -48,6 +46,7 @@ def check_model(
     vocab_size: int,  # token ids are below it
     seq_len: int = 64,  # tokens of a cell in training; most checks use shorter rows
     autocast: torch.dtype | None = None,  # in training; None: none
+    rows: int = soak.LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
     max_seconds: float = 60.0,
 ) -> Report:
     """Check that a model keeps the contract of `trainer.model.protocol.SequenceModel`.
@@ -65,7 +64,7 @@ def check_model(
     how, why = "nothing was run", "the time was up before it began"
     with _left_alone(model):
         try:
-            request = _Request(vocab_size, seq_len, autocast, time.thread_time(), max_seconds)
+            request = _Request(vocab_size, seq_len, autocast, rows, time.thread_time(), max_seconds)
             how = _check(model, request, verdicts)
         except (CallFailed, NotTestable) as error:
             why = str(error)
@@ -81,19 +80,16 @@ class _Request(NamedTuple):
     vocab_size: int
     seq_len: int
     autocast: torch.dtype | None
+    rows: int
     began: float
     max_seconds: float
-
-    @property
-    def is_over(self) -> bool:
-        return time.thread_time() > self.began + self.max_seconds
 
     def soak(self, trial: Trial, working: Subject) -> Verdict:
         """The last check, which may take as long as the others did, or `LEAST_SECONDS`."""
         now = time.thread_time()
         allowed = max(soak.LEAST_SECONDS, now - self.began)
         deadline = min(self.began + self.max_seconds, now + allowed)
-        return soak.check_soak(trial, working, self.autocast, seq_len=self.seq_len, deadline=deadline)
+        return soak.check_soak(trial, working, self.autocast, seq_len=self.seq_len, rows=self.rows, deadline=deadline)
 
 
 def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
@@ -160,7 +156,7 @@ def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets
             output = subject.forward(model, dict(given), with_grad=False)
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             text = format_error(error, otherwise=_place_of_forward(model))
-            if width and subject.dtype in LOW:
+            if width and subject.dtype in (torch.bfloat16, torch.float16):
                 dtype = dtype_name(subject.ledger_dtype)
                 text += f"; states are {dtype}, which the model has to cast"
             state = [1, width] if width else None
@@ -213,7 +209,7 @@ def takes_resets(model: nn.Module) -> bool:
     skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(model.forward).parameters
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in skipped]
-    unknown = sorted({p.name for p in needed} - KNOWN_INPUTS)
+    unknown = sorted({p.name for p in needed} - {"tokens", "state", "resets"})
     if unknown:
         raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
     return "resets" in parameters
@@ -268,7 +264,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         "soak": lambda trial: request.soak(trial, working),
     }
     for check, judge in checks.items():
-        if request.is_over:  # the checks left are not testable
+        if time.thread_time() > request.began + request.max_seconds:  # the checks left are not testable
             break
         try:
             _require(check, verdicts, trial)
@@ -351,11 +347,6 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     return Verdict("purity", "held", text), trial
 
 
-def _tolerance(trial: Trial) -> float:
-    """The difference up to which another way to compute the same is not another answer."""
-    return float(max(64 * trial.noise, trial.noise**0.5))
-
-
 def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | None) -> tuple[float, bool]:
     """How far two calls in eval() differ (0.0: by rounding alone), and whether numbers were drawn.
 
@@ -394,7 +385,7 @@ def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.M
     given_tokens, given = tokens.to(subject.device, copy=True), copy.deepcopy(state)
     result = subject(given_tokens, given, on=model, copies=False)
     text = "forward writes into {}, in place; compute a new tensor instead"
-    if not equal(given, state):
+    if given is not None and state is not None and not torch.equal(given, state):
         return result, text.format("the incoming state")
     if not torch.equal(given_tokens.cpu(), tokens):
         return result, text.format("tokens")
@@ -407,17 +398,10 @@ def _under_grad(trial: Trial, tokens: Tensor, state: Tensor | None, wanted: Resu
     if isinstance(end, Tensor):
         end = end.detach()
     size = _difference(trial, Result(logits.detach().double(), end), wanted)
-    if size <= _tolerance(trial):
+    if size <= max(64 * trial.noise, trial.noise**0.5):  # another way to compute the same
         return ""
     text = "forward gives another answer with gradients enabled than under torch.no_grad()"
     return f"in {MODES[trial.subject.training]}, {text}, by {size:.1e}"
-
-
-def equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two states of one shape have the same numbers, or both are None."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
 
 
 def _difference(trial: Trial, found: Result, wanted: Result) -> float:

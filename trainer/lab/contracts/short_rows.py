@@ -15,17 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.lab.contracts.subject import CallFailed, NotTestable, Result, Subject, gradients, norm, ratio
-from trainer.lab.contracts.trial import (
-    CELLS,
-    NO_STATE,
-    ROWS,
-    TESTABLE,
-    Trial,
-    Verdict,
-    relative,
-    run_cells,
-    untestable,
-)
+from trainer.lab.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verdict, relative, run_cells, untestable
 
 ALLOWED = 8.0  # errors of the cut row, over those of the uncut row at this precision
 STATE_DRAWS = 8  # one draw of a discrete state may be the zeros that it is compared with
@@ -150,7 +140,7 @@ def check_precision(trial: Trial, subject: Subject, check: str, name: str) -> Ve
     if not trial.width:
         return untestable(check, NO_STATE)
     subject.is_pure, subject.training = trial.subject.is_pure, trial.modes[0]
-    tokens, n, eps = trial.tokens(), trial.cell, _eps(subject.autocast or subject.dtype)
+    tokens, n, eps = trial.tokens(), trial.cell, torch.finfo(subject.autocast or subject.dtype).eps
     with trial.in_mode(trial.modes[0]):
         exact = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
         effect = _rms(trial.errors(_with_other_start(trial, tokens), exact)[:, n:])
@@ -234,7 +224,7 @@ def _judge_gradient(trial: Trial) -> Verdict:
         return Verdict("gradient", "warning", text)
     size, noise = _distance(cut, whole, trial.noise), trial.noise
     if size > math.sqrt(noise):  # the gradient may be worse conditioned than the logits
-        step = math.sqrt(_eps(subject.dtype))
+        step = math.sqrt(torch.finfo(subject.dtype).eps)
         with subject.perturbed(step):
             noise = max(_distance(of_whole(), whole, trial.noise) * step, noise)
     if size <= math.sqrt(noise):
@@ -248,10 +238,6 @@ def _judge_gradient(trial: Trial) -> Verdict:
     if trial.facts.get("purity") != "broken":  # where forward differs under a graph, purity says so
         text += ": remove what detaches the state inside forward (detach(), .data, torch.no_grad())"
     return Verdict("gradient", "broken", text, size)
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps)
 
 
 def _gradients(

@@ -12,8 +12,9 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,14 @@ from torch import Tensor
 from trainer.lab.contracts.subject import MODES, CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
 from trainer.lab.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
-LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
+LEAST_ROWS, MOST_ROWS = 9, 64  # a fault may begin beyond 2, 4 or 8 rows
 CELLS = 6  # of the training length; one of another length follows
 MOST_COLUMNS = 256  # of the logits of `LEAST_ROWS` rows: a large vocabulary would fill the memory
 LEAST_SECONDS = 3.0
 SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 SHARES = (0.6, 0.7, 1.0)  # of the time left, a share for each pass
 FLIPPED = 16  # tokens of which rounding in bf16 may send the half to other experts
+JUDGED = (4, 2)  # phases whose documents are also run alone: as many as the time allows
 PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
 EXACT = 1e-10  # relative rounding of float64, not of float32
 COARSE = 1e-4  # not of float32, but of bf16, whose root would be too large a change
@@ -52,7 +54,7 @@ class _Batch(NamedTuple):
     is_read: Tensor  # [B, cells], False where a row has no document
     resets: Tensor | None  # [B, length]; None: the model takes none
     lengths: list[int]  # tokens of each cell
-    copies: dict[int, list[int]]  # first row of each phase -> its rows
+    copies: dict[int, list[int]]  # first row of each phase that is judged -> its rows
 
     @property
     def compared(self) -> list[int]:
@@ -118,10 +120,24 @@ class _Pass:
         return self.subject.carried(state)
 
 
+class _Size(NamedTuple):
+    """The size of a batch."""
+
+    rows: int
+    cell: int  # tokens
+    judged: int  # phases
+
+    def __str__(self) -> str:
+        phases = ""
+        if self.judged < len(PHASES):
+            phases = f" in {len(PHASES)} phases, {self.judged} of them judged"
+        return f"{self.rows} rows{phases}, {CELLS} cells of {self.cell} tokens"
+
+
 def check_soak(
-    trial: Trial, working: Subject, autocast: torch.dtype | None, *, seq_len: int, deadline: float
+    trial: Trial, working: Subject, autocast: torch.dtype | None, *, seq_len: int, rows: int, deadline: float
 ) -> Verdict:
-    """Judge nine rows in cells of `seq_len` tokens, or less where the time is short.
+    """Judge `rows` rows in cells of `seq_len` tokens, or less where the time is short.
 
     Returned states are judged by what follows: one state may be stored in several ways.
     `working`: the model at its own precision; `autocast` in training. `deadline`: of the calling
@@ -131,58 +147,68 @@ def check_soak(
     working.is_pure = training.is_pure = exact.is_pure
     backward = trial.facts.get("gradient") == "held"
     passes = [
-        _Pass(training, trains, with_grad=True),
-        _Pass(working, training=False),
-        _Pass(exact, trains, with_grad=True, backward=backward),
+        [_Pass(training, trains, with_grad=True)],
+        [_Pass(exact, training=False), _Pass(working, training=False)],
+        [_Pass(exact, trains, with_grad=True, backward=backward)],
     ]
-    held: list[str] = []
+    held: dict[str, list[Verdict]] = {}
     missing: list[str] = []
-    largest, before = 0.0, (working.training, exact.training)
-    for way, share in zip(passes, SHARES, strict=True):
-        way.subject.training = way.training
+    for ways, share in zip(passes, SHARES, strict=True):
         try:
-            cell = _find_cell(trial, way, seq_len, share * (deadline - time.thread_time()))
-            found = _judge(trial, way, cell)
+            way, size = _find_way(trial, ways, seq_len, rows, share * (deadline - time.thread_time()))
+            found = _judge(trial, way, size)
         except (NotTestable, CallFailed) as error:
-            missing.append(f"; {way}: not testable here: {error}")
+            missing.append(f"; {ways[-1]}: not testable here: {error}")
             continue
-        finally:
-            working.training, exact.training = before
         if found.status != "held":
             return found  # the first breach is the verdict
-        held.append(f"{found.text} ({LEAST_ROWS} rows, {CELLS} cells of {cell} tokens)")
-        largest = max(largest, found.size or 0.0)
+        held.setdefault(str(size), []).append(found)
     if not held:
         return untestable("soak", missing[0].removeprefix("; "))
-    text = f"documents in a batch equal the same run alone, in {'; '.join(held)}{''.join(missing)}"
-    return Verdict("soak", "held", f"{text}{trial.mode_note}", largest)
+    tried = [f"{', '.join(each.text for each in found)} ({size})" for size, found in held.items()]
+    text = f"documents in a batch equal the same run alone, in {'; '.join(tried)}{''.join(missing)}"
+    largest = max(each.size or 0.0 for found in held.values() for each in found)
+    return Verdict("soak", "held", f"{text}{trial.mode_note}", largest, scope=" and of ".join(held))
 
 
-def _judge(trial: Trial, way: _Pass, cell: int) -> Verdict:
+def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
     """One pass; a breach must show with every draw of tokens."""
     breaches = []
     for sample in SAMPLES:
-        found = _compare(trial, way, make_batch(trial, cell, sample), sample)
+        found = _compare(trial, way, make_batch(trial, size, sample), sample)
         if found.status != "broken":
             return found
         breaches.append(found)
     return breaches[0]
 
 
-def _find_cell(trial: Trial, way: _Pass, seq_len: int, seconds: float) -> int:
-    """The longest cells that fit the time. Raises CallFailed: the model takes none of these shapes;
-    NotTestable: nothing fits."""
-    shorter: list[int] = []
+def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seconds: float) -> tuple[_Pass, _Size]:
+    """The first way that has the time for cells of `seq_len` tokens, otherwise the last; with its
+    size. Raises CallFailed, NotTestable: see `_find_size`."""
+    cells = [seq_len]
+    for way in ways[:-1]:
+        with suppress(CallFailed, NotTestable):
+            return way, _find_size(trial, way, cells, rows, seconds)
     if trial.takes_cells:
-        shorter = [each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len]
-    reads = CELLS + 1.5
+        cells += [each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len]
+    return ways[-1], _find_size(trial, ways[-1], cells, rows, seconds)
+
+
+def _find_size(trial: Trial, way: _Pass, cells: list[int], rows: int, seconds: float) -> _Size:
+    """The first size that fits the time: fewer phases first, then fewer rows, then shorter cells.
+    Raises CallFailed: the model takes none of these shapes; NotTestable: nothing fits."""
+    rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), CELLS + 1.5
     if way.backward:
         reads *= 3
-    for cell in (seq_len, *shorter):
-        # Each phase alone, and twice more to measure rounding.
-        alone = reads * (len(PHASES) + 2) * _time_call(trial, way, 1, cell)
-        if alone <= seconds and alone + reads * _time_call(trial, way, LEAST_ROWS, cell) <= seconds:
-            return cell
+    way.subject.training = way.training  # until the next pass
+    for cell in cells:
+        alone = reads * _time_call(trial, way, 1, cell)
+        if alone * (JUDGED[-1] + 2) > seconds:
+            continue
+        row = reads * _time_call(trial, way, LEAST_ROWS, cell) / LEAST_ROWS
+        for count, judged in product(dict.fromkeys((rows, LEAST_ROWS)), JUDGED):
+            if row * count + alone * (judged + 2) <= seconds:  # two more runs measure rounding
+                return _Size(count, cell, judged)
     raise NotTestable(f"it would take more than the {max(seconds, 0.0):.1f} s that are left for it")
 
 
@@ -198,13 +224,14 @@ def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
     return seconds
 
 
-def make_batch(trial: Trial, cell: int, sample: int) -> _Batch:
+def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
     """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that no
     two rows that are 1, 2, 4, 8, 16 or 32 apart are the same."""
+    rows, cell, judged = size
     lengths = [cell] * CELLS
     if trial.takes_cells and cell > 1:
         lengths.append(cell + cell // 2 - 1)
-    digits = [[row // 4**digit % 4 for digit in range(4)] for row in range(LEAST_ROWS)]
+    digits = [[row // 4**digit % 4 for digit in range(4)] for row in range(rows)]
     phases = torch.tensor([sum(each) % len(PHASES) for each in digits])
     begins = torch.zeros(len(PHASES), len(lengths), dtype=torch.bool)
     is_read = torch.ones_like(begins)
@@ -223,7 +250,7 @@ def make_batch(trial: Trial, cell: int, sample: int) -> _Batch:
     else:
         begins[3, [1, 5]] = True
     tokens = trial.tokens(len(PHASES), sum(lengths), sample=sample)
-    copies = {phase: (phases == phase).nonzero().flatten().tolist() for phase in (3, 0, 1, 2)}
+    copies = {phase: (phases == phase).nonzero().flatten().tolist() for phase in (3, 0, 1, 2)[:judged]}
     return _Batch(tokens[phases], begins[phases], is_read[phases], resets, lengths, copies)
 
 
@@ -329,9 +356,7 @@ def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
         if state is not None and zeros is not None:
             keeps = batch.is_read[:, cell] & ~batch.begins[:, cell]
             state = torch.where(keeps[:, None].to(state.device), state, zeros)
-        resets = batch.resets
-        if resets is not None:
-            resets = resets[:, begin:end]
+        resets = None if batch.resets is None else batch.resets[:, begin:end]
         try:
             result = subject(batch.tokens[:, begin:end], state, resets, with_grad=way.with_grad)
         except CallFailed as error:

@@ -52,6 +52,7 @@ class Verdict:
     text: str  # what was found, or why nothing could be
     size: float | None = None  # largest deviation, over the spread of the logits; None: none known
     position: int | None = None  # the first wrong one of the row, from 0
+    scope: str = ""  # how far the check looked, where that depends on the time
 
 
 def untestable(check: str, why: object) -> Verdict:
@@ -92,7 +93,8 @@ class Report:
         """The checks by status, on one line."""
         by_status: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            by_status.setdefault(verdict.status, []).append(verdict.check)
+            name = " of ".join(filter(None, (verdict.check, verdict.scope)))
+            by_status.setdefault(verdict.status, []).append(name)
         listed = "; ".join(f"{status}: {', '.join(checks)}" for status, checks in by_status.items())
         return f"{listed} ({self.how})"
 
@@ -233,10 +235,9 @@ def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
         try:
             for size in dict.fromkeys((length, tried.length)):
                 trial.subject(trial.tokens(1, size), trial.subject.zeros(1))
+            return tried
         except CallFailed as error:
             failure = error
-            continue
-        return tried
     raise failure
 
 
