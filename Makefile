@@ -95,11 +95,12 @@ test: setup
 test-slow: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m slow
 
-# One case at a time: each starts two ranks or more. The rows of docs/reliability.md are written from what happened.
+# One case at a time: each starts two ranks or more. The rows of docs/reliability.md are written from what happened
+# in them and in the other tests that keep a record.
 test-faults: setup
 	@rm -rf build/faults
 	@$(BIN)/python -m pytest -m faults tests/core/faults tests/lab/faults
-	@$(BIN)/python -m pytest $(addprefix tests/core/distributed/test_,cut_data.py run_dir_faults.py) tests/lab/distributed/test_data_change.py
+	@$(BIN)/python -m pytest $$(grep -rl --include='test_*.py' --exclude-dir=faults '^ *keep(' tests)
 	@$(BIN)/python scripts/make_fault_table.py
 
 BASE ?= HEAD

@@ -51,17 +51,15 @@ class Ranks:
                 "FAULT": json.dumps(fault or {}),
                 **(extra or {}),
             }
-            paths = self._file("stdout", rank), self._file("stderr", rank)
-            for path in paths:
+            paths = {what: self._file(f"std{what}", rank) for what in ("out", "err")}
+            for path in paths.values():
                 path.touch()
             if not is_fresh:
                 self.processes.append(
-                    Forked(
-                        arguments, environment(own), cwd=ROOT, out=paths[0], err=paths[1], max_file_bytes=max_file_bytes
-                    )
+                    Forked(arguments, environment(own), cwd=ROOT, **paths, max_file_bytes=max_file_bytes)
                 )
                 continue
-            with paths[0].open("ab") as out, paths[1].open("ab") as err:
+            with paths["out"].open("ab") as out, paths["err"].open("ab") as err:
                 line = [sys.executable, str(PROGRAM), *map(str, arguments)]
                 self.processes.append(
                     subprocess.Popen(line, env=environment(own), stdout=out, stderr=err, cwd=ROOT, process_group=0)
@@ -122,9 +120,16 @@ def status(run_dir: Path) -> dict[str, Any]:
 
 
 def wait_while_starting(ranks: Ranks, run_dir: Path, seconds: float) -> None:
-    """Wait that long, but no longer than until the process group has logged its first step."""
+    """Wait until a rank handles SIGTERM, then that long, but no longer than until the ranks have logged their first step."""
+    ranks.until(lambda: any(handles(process.pid, signal.SIGTERM) for process in ranks.processes))
     before, end = last_logged(run_dir / "metrics.jsonl"), time.monotonic() + seconds
     ranks.until(lambda: time.monotonic() >= end or last_logged(run_dir / "metrics.jsonl") > before)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    caught = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def last_logged(metrics: Path) -> int:

@@ -136,7 +136,7 @@ def test_a_check_takes_no_longer_for_a_long_run(base, capsys, length):
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_mutated_configs_are_accepted_or_refused_with_one_message(base, capsys):
     directory, text = base
     seen: Counter[int] = Counter()
