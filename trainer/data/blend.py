@@ -28,12 +28,13 @@ from trainer.options import ONE, MicroBatches
 ALL_RANKS: Final = "states of all ranks"
 """The key of a source's part that holds those of every rank of the world that saved them."""
 MAX_SHARE_ERROR = "blend/max_share_error"
+LONGEST_SHARE = "blend/longest_share"
 ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX = "blend/share/"
 VERSION = 1
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
 _POOL_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
-SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
+SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, LONGEST_SHARE, ENDED_SOURCES, SHARE_PREFIX)
 Drained = Mapping[str, float | None]  # None: a value that could not be measured
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
@@ -138,7 +139,7 @@ class BlendDataset:
         # Before each choice and after the last: the batches of each source by its weights.
         self._expected: list[list[float]] = []
         self._due = [0.0] * len(sources)  # what the weights call for so far, and its sum over sources
-        self._total = 0
+        self._total = self._longest = 0  # the longest document, where shares are of tokens
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
         self._share_keys: list[str] = []
@@ -153,7 +154,7 @@ class BlendDataset:
         self._register_metrics()
 
     def _register_metrics(self) -> None:
-        keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
+        keys = [MAX_SHARE_ERROR, LONGEST_SHARE, ENDED_SOURCES]
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
         self._epochs = {}  # what each source has read since the last drain
         for source in self.sources:
@@ -326,6 +327,8 @@ class BlendDataset:
         error = float(np.abs(np.subtract(self._counts, self._due)).max()) / self._total
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
+        if self._longest:
+            metrics[LONGEST_SHARE] = self._longest / self._total
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
         for key, count in zip(self._share_keys, self._counts, strict=False):
             metrics[key] = count / self._total

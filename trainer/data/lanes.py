@@ -199,7 +199,9 @@ class LaneBlend(BlendDataset):
                 among = [each for each in among if each != index]
             else:
                 groups += handed
-                num_tokens = sum(map(NUM_TOKENS, handed))
+                sizes = list(map(NUM_TOKENS, handed))
+                self._longest = max(self._longest, *sizes)
+                num_tokens = sum(sizes)
                 self._hand(index, num_tokens)
                 room -= num_tokens
         lane.groups = groups[::-1]
@@ -232,7 +234,7 @@ class LaneBlend(BlendDataset):
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change."""
         lanes = [place and list(place) for place in self.places]
-        own = {"claims": self._claims.copy(), "total": self._total, "lanes": lanes}
+        own = {"claims": self._claims.copy(), "total": self._total, "longest": self._longest, "lanes": lanes}
         own |= {"rows": len(self._lanes), "shard": list(self._shard)}
         return {**super().state_dict(), **own}
 
@@ -251,7 +253,7 @@ class LaneBlend(BlendDataset):
         first, num_lanes = states[0], len(self._lanes)
         claims = dict(zip(first["names"], first["claims"], strict=True))
         self._claims = [claims.get(name, 0.0) for name in self._names]
-        self._total, self._shares = first["total"], []
+        self._total, self._longest, self._shares = first["total"], first.get("longest", 0), []
         shard, num_shards = self._shard
         if len(states) == num_shards:
             states = [states[shard]]

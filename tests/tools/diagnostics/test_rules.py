@@ -147,7 +147,7 @@ HEALTHY: dict[str, RunRecord] = {
     "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0, 0.0, 0.0] * 20})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.04] * 60})),
     "low_fill": make_run({FILL: [0.85, 0.99] * 20}),
-    "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
+    "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}, "blend/longest_share": {10: 0.2, 1000: 0.04}}),
     "repeated_data": make_run(same_data(1.0), environment={"world_size": 2}),
     "batch_size": make_run({**GNS, "gns/b_big": [16.0] * 40}),
     "non_finite": make_run({"loss": [2.0] * 9, "grad_norm": [1.0] * 9, "non_finite_steps": [0.0] * 9}),
@@ -383,7 +383,7 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("non_finite", changed("non_finite", optimizer={"lr": 0.5}), ("optimizer.lr", 0.5, 1e-3)),
     ("non_finite", changed("non_finite", optimizer={"name": "sgd", "lr": 0.5}), ("optimizer.lr", 0.5, 0.25)),
     ("non_finite", changed("non_finite", optimizer={"name": "sgd", "lr": 1e30}), ("optimizer.lr", 1e30, 1e-3)),
-    ("shares", make_run({"blend/max_share_error": [0.4] * 9}), None),
+    ("shares", make_run({"blend/max_share_error": [0.4] * 9, "blend/longest_share": [0.0] * 9}), None),
     ("model_contract", contract_run("gradient"), None),
 ]
 

@@ -90,6 +90,11 @@ ROWS: tuple[MetricSpec, ...] = (
         "Shrinks with the root of the batches; with full rows, to a few documents.",
         "Flat or growing: a source is exhausted or a weight ignored.",
     ),
+    _BlendRow("blend/longest_share", "Longest document", unit="fraction", ranks="max")(
+        "Longest document over all tokens handed to rows so far: two of them explain as large a blend share error.",
+        "Shrinks to 0.",
+        "Large late in the run: the mix goes by single documents.",
+    ),
     _BlendRow("blend/ended_sources", "Exhausted sources", unit="sources", ranks="max")(
         "Sources without data left, on the worst rank.", "0 with data.mixing.repeat.", "Above 0 early in the run."
     ),

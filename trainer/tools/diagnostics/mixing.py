@@ -36,6 +36,7 @@ EXHAUSTED = "stream_mixing/refill/exhaust_events"  # readers since the row befor
 MODALITIES = "stream_mixing/active/modalities/"  # its active readers
 ROWS_FILL = "data/fill"  # share of the positions of full rows
 SHARE_ERROR = "blend/max_share_error"  # largest difference of a share so far
+LONGEST_SHARE = "blend/longest_share"  # of the tokens so far, the longest document's
 ENDED_SOURCES = "blend/ended_sources"  # sources without data left
 
 FULL_ROWS = not_measured("with full rows a document stays on its row, whatever its file has left")
@@ -275,17 +276,19 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob | None:
 def shares(run: RunRecord) -> Outcome:
     """Sources whose share differs from their weight, or that have ended."""
     errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)
+    longest = dict(zip(*run.column(LONGEST_SHARE), strict=True))
     bounds, due = {}, 1
     for index, step in enumerate(errors.steps):
         # The first row at or after each power of two, and the last row.
         if step >= due or index == len(errors) - 1:
             batches = max(batches_through(run, step), 1)
             bounds[index] = math.sqrt(math.log(1024 / limits.ALPHA) / (2 * batches))
+            bounds[index] += 2 * longest.get(step, 0.0)  # a document is handed to a row whole
             due = 2 ** step.bit_length()
     hits = [index for index, limit in bounds.items() if errors.values[index] > limit]
     index = [len(errors) - 1, *hits][-1]
     words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; "
-    words += f"chance explains {bounds[index]:.1%}"
+    words += f"chance and the longest document explain {min(bounds[index], 1):.1%}"
     off = f"the share of a source differs from its weight {words}"
     if ended.positive:
         repeat = Knob.of(run, "data.mixing.repeat", "true, or more data")
