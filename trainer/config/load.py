@@ -375,11 +375,8 @@ def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any])
 
 
 def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
-    """One `UserError` per mistake that pydantic found in a `model`, in the order of the tables.
-
-    Args:
-        locate: path of a key -> `file:line` (or `--set ...`).
-    """
+    """One `UserError` per mistake that pydantic found in a `model`, in the order of the tables;
+    `locate`: path of a key -> `file:line` (or `--set ...`)."""
     found = []
     for details in error.errors(include_url=False):
         path = tuple(part for part in details["loc"] if part not in TAGS)

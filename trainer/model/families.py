@@ -63,8 +63,7 @@ def fewest_heads(dim: int) -> int:
 def with_sizes(config: RunConfig, trained: Mapping[str, Any]) -> RunConfig:
     """A run's config with the sizes that it leaves open: heads of gated_delta, or a read model's.
 
-    Args:
-        trained: a checkpoint's config, whose sizes count; empty: the default, or the model's own.
+    `trained`: a checkpoint's config, whose sizes count; empty: the default, or the model's own.
     """
     table, update = config.model, dict[str, Any]()
     if table.family == "gated_delta" and not table.args.get("heads"):

@@ -101,12 +101,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int = 1) -> Any:
-    """The output for one row of a few tokens, or of a whole cell if the model takes no such row.
-
-    Args:
-        seq_len: tokens of a cell.
-        below: exclusive upper bound of the token ids.
-    """
+    """The output for one row of a few tokens with ids under `below`, or of a cell of `seq_len`
+    tokens if the model takes no such row."""
     few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))
     try:
         return model(tokens=few, state=None)

@@ -118,10 +118,8 @@ class Run:
         """Count a metric on this rank until the next logged step, which reports it.
 
         The catalog says how the values between two logged steps and those of all ranks combine
-        (`trainer.metrics.register` adds metrics). A value that is no number is left out.
-
-        Args:
-            value: a number, a tensor of one element, a pair (sum, weight), or None if unknown.
+        (`trainer.metrics.register` adds metrics). `value`: a number, a tensor of one element, a
+        pair (sum, weight), or None if unknown; what is no number is left out.
         """
         self.recorder.add({name: value})
 

@@ -55,8 +55,7 @@ def write_tensors(
 ) -> None:
     """Write tensors and JSON values to a file, atomically and synced to disk.
 
-    Args:
-        shapes: of all tensors of which the ranks write rows; None: of `rows`.
+    `shapes`: of all tensors of which the ranks write rows; None: of `rows`.
     """
     offsets = {}
     for name, (_, start, shape) in rows.items():
@@ -94,8 +93,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 class TensorFiles:
     """Tensors that several ranks have written together. Files are opened when they are needed.
 
-    Args:
-        paths: of all files, the likeliest first. A CheckpointError if the first cannot be read.
+    `paths`: all files, the likeliest first. A CheckpointError if that one cannot be read.
     """
 
     def __init__(self, paths: list[Path]) -> None:
