@@ -31,7 +31,7 @@ from trainer.metrics.payload_contract import validate_stream
             "Invalid value for '--steps': must be >= 1, got \"0\"; see train --help",
         ),
         (["--nproc", "2"], "--config: is required"),
-        (["chekc"], "No such command 'chekc'. Did you mean 'check'?"),
+        (["chekc"], "No such command 'chekc'. Did you mean 'check'? See train --help"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
