@@ -307,7 +307,7 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         if step is None or not isinstance(node, dict | list):
             held, fix = short_repr(node), "use a key of a table"
             if isinstance(node, list):
-                names = [str(each["name"]) for each in node if isinstance(each, dict) and "name" in each]
+                names = [str(one["name"]) for one in node if isinstance(one, dict) and "name" in one]
                 held, fix = f"a list of {few(names or ['values'])}", f"use 0 to {len(node) - 1}, or a name"
             problem = f"{'.'.join(map(str, path))} has no {part!r}: it is {held}"
             raise UserError(f"--set {text}", problem, fix)

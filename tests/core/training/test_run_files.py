@@ -277,7 +277,7 @@ def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_
     monkeypatch.chdir(tmp_path / "elsewhere")
     for wrong, message in (
         (tmp_path / "run", "is a run, not a checkpoint; continue it with --resume auto --run-dir "),
-        (newest.parent, f"is a directory of checkpoints; name one of them; the newest is {newest}"),
+        (newest.parent, f"is a directory of checkpoints; name one, such as {newest}"),
         (tmp_path / "ran", r"no such directory; did you mean .*run\?"),
     ):
         with pytest.raises(UserError, match=message):

@@ -22,9 +22,8 @@ def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
     found = results(make_run("a", train, {2: {"eval_loss": 2.0}, 4: {"eval_loss": 2.5}}), window=2)
     expected = {"Steps": 4, "Final loss": 1.5, "Held-out loss": 2.5, "Best held-out loss": 2.0}
     expected |= {"Speed": 105.0, "Fill": 0.9, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
-    expected |= dict.fromkeys(
-        ("Parameters", "Tokens per parameter", "Batch", "MFU", "Peak memory", "Time of all steps")
-    )
+    unknown = ("Parameters", "Tokens per parameter", "Batch", "MFU", "Peak memory", "Time of all steps")
+    expected |= dict.fromkeys(unknown)
     assert found == found | expected
 
 

@@ -233,7 +233,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         ratio = tokens.value / size
     if steps.value and isinstance(tokens.value, float):
         batch, of_batch = tokens.value / run.steps[-1], "mean of all steps"
-        if full and batch <= full:  # the most of the last launch, which others may have had more ranks than
+        if full and batch <= full:  # of the last launch: others may have had more ranks
             of_batch = f"of at most {full:,}, {of_batch}"
     if run.steps_redone:
         redone = f"{counted(run.steps_redone, 'step')} repeated"

@@ -34,7 +34,7 @@ app.add_typer(synth_app, name="synth")
 
 OutOption = Annotated[str, Option(help="Directory of the corpus.", metavar="DIR")]
 ForceOption = Annotated[bool, Option("--force", help="Replace an existing corpus.")]
-PathsArgument = Annotated[list[str], Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
+PathsArgument = Annotated[list[str], Argument(help="A corpus's root, or files and globs.", metavar="DIR|FILE...")]
 TokenizerOption = Annotated[str, Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")]
 VocabOption = Annotated[int, Option(min=0, help="Vocabulary size, for tokenizer ids.")]
 TextSplitOption = Annotated[
@@ -80,10 +80,10 @@ def text(
 def _summarise(out: str, manifest: Manifest) -> None:
     by_reason = defaultdict[str, list[str]](list)
     for each in manifest.skipped:
-        by_reason[re.sub(r":.*|(?<=same text) as .*|^\d+ bytes, ", "", each.reason)].append(each.source)
+        by_reason[re.sub(r":.*| as .*|^\d+ bytes, ", "", each.reason)].append(each.source)
     if by_reason:
         examples = "; ".join(f"{few(sources)} ({reason})" for reason, sources in by_reason.items())
-        echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; the manifest lists them all", err=True)
+        echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; see manifest.json", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
@@ -175,8 +175,7 @@ def verify(
     if found.errors:
         raise UserErrors(found.errors)
     hashes = ", hashes as in manifest.json" if found.is_hashed else ""
-    counts = f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens"
-    echo(f"{counts}: no damage{hashes}")
+    echo(f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens: no damage{hashes}")
 
 
 @app.command("at")
@@ -207,8 +206,7 @@ def mix(
     run = require_run(run_dir)
     state = run_state(run).get("state", "no run")
     if state not in ALIVE:
-        problem = f"is not training ({state}): only a run that is can change its weights"
-        raise UserError(run_dir, problem, "nothing was changed")
+        raise UserError(run_dir, f"is not training ({state})", "resume it first")
     with uncollected():
         from trainer.config.load import load_config
         from trainer.tools.mix_weights import parse

@@ -248,7 +248,7 @@ def refuse_absent(path: str) -> None:
         problem = f"{path} is a run, not a checkpoint"
         fix = f"continue it with --resume auto --run-dir {path}, or name {checkpoints / LATEST}"
     elif newest := complete_checkpoints(Path(path))[:1]:
-        problem, fix = f"{path} is a directory of checkpoints", f"name one of them; the newest is {newest[0]}"
+        problem, fix = f"{path} is a directory of checkpoints", f"name one, such as {newest[0]}"
     else:
         return
     raise UserError("--resume", problem, fix)

@@ -185,8 +185,8 @@ def changed_settings(
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
     # A key that the saved config lacks is newer than the checkpoint: the default was used.
     unchanged = now.keys() - before.keys() - chosen.keys()
-    keys = sorted((before.keys() | now.keys()) - unchanged)
-    return {key: Change(before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+    changes = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
+    return {key: each for key, each in changes.items() if each.before != each.after}
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,7 @@ def _by_source(
 
 
 def _refusal(change: DataChange) -> UserError:
-    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources, "
-    fix += "of the files as they are"
+    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources"
     if change.removed:
         fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
         fix += ", or add --accept-data-change to continue without it"
