@@ -20,7 +20,7 @@ from trainer.config.data_tables import FORMS, TAGS, DatasetFile
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import did_you_mean, read_bytes
-from trainer.wording import short_repr
+from trainer.wording import few, short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
 KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
@@ -305,10 +305,11 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         if isinstance(node, list):
             step = _element(node, part)
         if step is None or not isinstance(node, dict | list):
-            fix = "use a key of a table"
+            held, fix = short_repr(node), "use a key of a table"
             if isinstance(node, list):
-                fix = f"use 0 to {len(node) - 1}, or a name"
-            problem = f"{'.'.join(map(str, path))} has no {part!r}: it is {short_repr(node)}"
+                names = [str(one["name"]) for one in node if isinstance(one, dict) and "name" in one]
+                held, fix = f"a list of {few(names or ['values'])}", f"use 0 to {len(node) - 1}, or a name"
+            problem = f"{'.'.join(map(str, path))} has no {part!r}: it is {held}"
             raise UserError(f"--set {text}", problem, fix)
         path = (*path, step)
         if len(path) == len(parts):

@@ -134,8 +134,8 @@ def _broken_rules(
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     if ledger.capacity < in_flight:
-        problem = f"must hold the states of all documents in flight: {in_flight} "
-        problem += f"(open streams x batch size of each source), got {ledger.capacity}"
+        problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
+        problem += f"others: open streams x batch size of each source), got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
     foreign = _foreign(sources)
     if ledger.ownership == "reader" and foreign and num_shards > 1:

@@ -183,8 +183,8 @@ class Stream:
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
     if empty:  # a run that opens them only to read them would end hours later
         verb = "is" if len(empty) == 1 else "are"
-        problem = f"{len(empty):,} of {num_files:,} files {verb} empty, which a run refuses"
-        fix = "remove them, or copy the others with train data build text, which skips them"
+        problem = f"{len(empty):,} of {counted(num_files, 'file')} {verb} empty, which is refused"
+        fix = "remove what is empty, or copy the others with train data build text, which skips it"
         raise UserError(few(empty), problem, fix)
 
 

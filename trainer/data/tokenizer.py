@@ -130,10 +130,10 @@ class HuggingFaceTokenizer:
             if not ids:
                 raise ValueError("its vocabulary is empty")
         except Exception as error:  # the package raises one type for all
-            fix = "set data.tokenizer to another"
+            fix = "name another"
             if isinstance(error, ImportError):
                 fix = "run: pip install tokenizers"
-            raise UserError(path, f"is not a readable tokenizer.json ({error})", fix) from error
+            raise UserError("data.tokenizer", f"{path} is not a readable tokenizer.json ({error})", fix) from error
         self.name = Path(path).name
         self.bos_id = int(max(ids)) + 1  # not their number: ids may have gaps
         self.vocab_size = self.bos_id + 1

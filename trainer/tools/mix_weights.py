@@ -39,8 +39,7 @@ def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, f
     for text in settings:
         match = re.fullmatch(r"data\.source\.(.+)\.weight=(.*)", text)
         if match is None or (names is not None and match[1] not in names):
-            choices = " or ".join(names or ["one of several"])
-            fix = f"write --set data.source.NAME.weight=2, where NAME is {choices}"
+            fix = f"write --set data.source.NAME.weight=2, where NAME is {' or '.join(names or ['one of several'])}"
             raise UserError(f"--set {text}", "is not the weight of a source that the run mixes", fix)
         found[match[1]] = ConstantWeight(parse_value(match[2]), f"--set {text}").evaluate(0)
     return found
@@ -150,8 +149,7 @@ class MixWeights(Extension):
         """Announce a change, and have the exchange pass it to all ranks; or refuse it."""
         run, blend = self.run, self._dataset
         step, batch = self._effective_from(read)
-        after: dict[str, float] = {}
-        problem = ""
+        after, problem = dict[str, float](), ""
         try:
             after = parse(request["set"], open_sources(run.plan))
         except UserError as error:

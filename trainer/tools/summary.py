@@ -19,6 +19,7 @@ from trainer.config.rules import reads_lanes, why_no_noise_scale
 from trainer.config.schema import RunConfig
 from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
+from trainer.errors import UserError
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import outlook
@@ -43,10 +44,12 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     if run.length.is_in_tokens and run.config.micro_batches.auto is not None:
         of = ""  # how many steps such a run has depends on its batches
     lines = [f"{state} at step {position.step}{of}: {reason}"]
+    if isinstance(sys.exc_info()[1], UserError):  # which is printed last of all
+        run.watchdog.write(lines[0])
+        lines[0] = lines[0].removesuffix(reason) + "see the last line"
     if position.first_losses:
         # A short run's first losses are among its last.
-        own = dict(position.first_losses) | dict(position.last_losses)
-        losses = list(own.items())
+        losses = [*(dict(position.first_losses) | dict(position.last_losses)).items()]
         num = max(len(losses) // 2, 1)
         means = dict.fromkeys([_mean_loss(losses[:num]), _mean_loss(losses[-num:])])
         lines.append(f"training loss {', then '.join(means)}")

@@ -26,12 +26,9 @@ from trainer.metrics.payload_contract import validate_stream
     ("arguments", "message"),
     [
         (["--config", "nowhere.toml"], "nowhere.toml: cannot be read: No such file or directory"),
-        (
-            ["--steps", "0", "--config", "x.toml"],
-            "Invalid value for '--steps': must be >= 1, got \"0\"; see train --help",
-        ),
+        (["--steps", "0", "--config", "x.toml"], "value for '--steps': must be >= 1, got \"0\"; see train --help"),
         (["--nproc", "2"], "--config: is required"),
-        (["chekc"], "No such command 'chekc'. Did you mean 'check'?"),
+        (["chekc"], "No such command 'chekc'. Did you mean 'check'? See train --help"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
@@ -236,6 +233,17 @@ def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_
     assert said == "starting 2 ranks"
     assert "source first: root: " in refused
     assert "has no modality 'a'" in refused
+
+
+def test_damaged_contents_are_told_once_in_the_last_line(tmp_path):
+    config = write_tiny_config(tmp_path)
+    for path in (tmp_path / "corpus").glob("*/*.jsonl"):
+        path.write_text("{\n")
+    done = run("--config", config, "--run-dir", tmp_path / "run")
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, done.stderr.count(last)) == (2, 1)
+    assert "line 1" in last
+    assert last in (tmp_path / "run" / "logs" / "rank_000.log").read_text()
 
 
 def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_command_that_is_offered(

@@ -31,26 +31,14 @@ def make(path, vocabulary=WORDS, **settings):
 
 
 TRUNCATION = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-PADDING = {
-    "strategy": {"Fixed": 12},
-    "direction": "Right",
-    "pad_to_multiple_of": None,
-    "pad_id": 4,
-    "pad_type_id": 0,
-    "pad_token": "[SEP]",
-}
+PADDING = {"strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None}
+PADDING |= {"pad_id": 4, "pad_type_id": 0, "pad_token": "[SEP]"}
+FIRST, LAST = ({"SpecialToken": {"id": name, "type_id": 0}} for name in ("[CLS]", "[SEP]"))
 POST_PROCESSOR = {
     "type": "TemplateProcessing",
-    "single": [
-        {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-        {"SpecialToken": {"id": "[SEP]", "type_id": 0}},
-    ],
+    "single": [FIRST, {"Sequence": {"id": "A", "type_id": 0}}, LAST],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-    "special_tokens": {
-        "[CLS]": {"id": "[CLS]", "ids": [3], "tokens": ["[CLS]"]},
-        "[SEP]": {"id": "[SEP]", "ids": [4], "tokens": ["[SEP]"]},
-    },
+    "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]} for name, id in (("[CLS]", 3), ("[SEP]", 4))},
 }
 
 

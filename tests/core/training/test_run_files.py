@@ -315,11 +315,12 @@ def test_a_run_does_not_begin_inside_a_corpus(config, tmp_path):
 
 
 def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    newest = make_checkpoint(tmp_path / "run" / "checkpoints", 5)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for wrong, message in (
         (tmp_path / "run", "is a run, not a checkpoint; continue it with --resume auto --run-dir "),
+        (newest.parent, f"is a directory of checkpoints; name one, such as {newest}"),
         (tmp_path / "ran", r"no such directory; did you mean .*run\?"),
     ):
         with pytest.raises(UserError, match=message):

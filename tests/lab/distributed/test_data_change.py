@@ -206,6 +206,8 @@ def test_a_tokenizer_with_other_ids_of_the_same_number_is_refused(tmp_path):
     write("is in to and of the")
     again = ("--resume", "auto")
     assert "the tokenizer.json changed" in train(config, tmp_path / "run", *sets, more=again, code=2)
+    said = train(config, tmp_path / "run", *sets, "data.tokenizer=bytes", more=again, code=2)
+    assert "another config: data.tokenizer: " in said
     said = train(config, tmp_path / "run", *sets, more=(*again, "--accept-data-change"))
     assert "source first: 4 changed (a/stream0.jsonl, " in said
 

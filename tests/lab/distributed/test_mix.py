@@ -104,9 +104,8 @@ def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, v
         )
         assert found == expected
         if last == STEPS:
-            assert (
-                checkpoint_differences(*(each / "checkpoints" / f"step_{last:08d}" for each in (whole, resumed))) == []
-            )
+            ends = [each / "checkpoints" / f"step_{last:08d}" for each in (whole, resumed)]
+            assert checkpoint_differences(*ends) == []
 
 
 REFUSED = {
@@ -118,7 +117,7 @@ REFUSED = {
 }
 
 
-def test_the_verb_asks_a_live_run_and_refuses_what_cannot_be(tmp_path, capsys):
+def test_the_verb_asks_a_live_run_and_refuses_what_cannot_be(tmp_path, capsys, monkeypatch):
     off = '[[data.source]]\nname = "off"\npaths = ["nowhere.txt"]\nweight = 0\n'
     config, run_dir = write_tiny_config(tmp_path, off), tmp_path / "run"
     sets = overrides("train.steps=100000", "metrics.log_interval=2", "metrics.per_source=true")
@@ -144,3 +143,6 @@ def test_the_verb_asks_a_live_run_and_refuses_what_cannot_be(tmp_path, capsys):
     done = program(["mix", run_dir, "--set", f"{FIRST}=1"], capsys)
     assert done.returncode == 2
     assert "is not training (died)" in done.stderr
+    monkeypatch.setattr("trainer.tools.verbs.data.run_state", lambda _: {"state": "running"})
+    (run_dir / "config.resolved.toml").write_text('[[data.source]]\nname = "first"\nroot = "x"\n[train]\nsteps = 2\n')
+    assert "has one source, whose" in program(["mix", run_dir, "--set", f"{FIRST}=1"], capsys).stderr

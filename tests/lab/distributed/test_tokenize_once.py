@@ -34,18 +34,11 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def fresh(config: Path, name: str, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
+def fresh(config: Path, name: str, *more: str, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
     """A run in processes of its own, which may have others for the tokenizing."""
-    arguments = ("--config", config, "--run-dir", config.parent / name, "--steps", 3)
-    cache = {"XDG_CACHE_HOME": str(config.parent / "cache")}
-    return subprocess.run(
-        command(arguments, nproc=nproc),
-        env=environment(cache),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SEC,
-        check=False,
-    )
+    line = command(("--config", config, "--run-dir", config.parent / name, "--steps", 3, *more), nproc=nproc)
+    env = environment({"XDG_CACHE_HOME": str(config.parent / "cache")})
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
 
 
 @pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
@@ -89,3 +82,7 @@ def test_a_signal_ends_the_tokenizing_and_the_next_run_continues_it(config: Path
     ended = fresh(config, "again")
     assert ended.returncode == 0, ended.stderr
     assert list(cache.glob("*/entry.json"))
+    other = (config.parent / "tokenizer.json").rename(config.parent / "other.json")
+    refused = fresh(config, "again", "--resume", "auto", "--set", f"data.tokenizer={other}")
+    assert (refused.returncode, "tokenizing" in refused.stderr) == (2, False), refused.stderr
+    assert "made with another config: data.tokenizer: " in refused.stderr

@@ -22,25 +22,26 @@ def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
     found = results(make_run("a", train, {2: {"eval_loss": 2.0}, 4: {"eval_loss": 2.5}}), window=2)
     expected = {"Steps": 4, "Final loss": 1.5, "Held-out loss": 2.5, "Best held-out loss": 2.0}
     expected |= {"Speed": 105.0, "Fill": 0.9, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
-    expected |= dict.fromkeys(
-        ("Parameters", "Tokens per parameter", "Batch", "MFU", "Peak memory", "Time of all steps")
-    )
+    unknown = ("Parameters", "Tokens per parameter", "Batch", "MFU", "Peak memory", "Time of all steps")
+    expected |= dict.fromkeys(unknown)
     assert found == found | expected
 
 
 def test_the_size_of_a_run_comes_from_its_environment_and_rows(make_run):
     config = {"model": {"dim": 16, "num_layers": 1}, "data": {"source": [{"name": "books"}]}}
-    sizes = {"world_size": 2, "parameters": 50, "tokens_per_step": 20, "devices": ["H100", "H100"]}
-    rows = {"gpu/peak_gb": [2.0, 3.0], "tokens_seen": [50.0, 100.0], "mfu": [0.4, 0.4], "tokens_in_step": [10.0, 20.0]}
+    sizes = {"world_size": 2, "parameters": 50, "tokens_per_step": 60, "devices": ["H100", "H100"]}
+    rows = {"gpu/peak_gb": [2.0, 3.0], "tokens_seen": [50.0, 100.0], "mfu": [0.4, 0.4]}
     rows |= {"data/epochs/web": [0.2, 0.41], "data/epochs/code": [1.1, 2.3]}
     rows["data/epochs/lost"] = [5.0, float("nan")]  # not known any more: no total
     evals = {2: {"eval_loss": 2.0, "eval_bits_per_byte": 1.5}}
     run = make_run("a", rows, evals, {**config, "train": {"device": "auto"}}, sizes)
-    expected = {"Tokens per parameter": 2.0, "Batch": 15.0, "MFU": 0.4, "Peak memory": 3.0}
+    expected = {"Tokens per parameter": 2.0, "Batch": 50.0, "MFU": 0.4, "Peak memory": 3.0}
     assert results(run) == results(run) | expected
     notes = {row.label: row.note for row in summarize(run)}
     assert (results(run)["Data read"], notes["Data read"]) == (2.3, "source code; web 0.41")
-    assert notes["Batch"] == "of at most 20, mean of 2 rows, steps 1 to 2"
+    assert notes["Batch"] == "of at most 60, mean of all steps"
+    fewer = summarize(replace(run, environment={**sizes, "tokens_per_step": 20}))  # ranks, since a resume
+    assert {row.label: row.note for row in fewer}["Batch"] == "mean of all steps"
     assert notes["Held-out loss"] == "1.5 bits/byte, last of 1 evaluation, step 2"
     shown = [("Model", "rglru", "dim 16, 1 layer"), ("Device", "H100", "2 ranks"), ("Data", "books", "")]
     assert [(row.label, row.value, row.note) for row in ran(run)] == shown

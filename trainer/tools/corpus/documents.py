@@ -26,7 +26,6 @@ from trainer.errors import UserError
 from trainer.metrics.logger import Report, silent
 
 CHUNK_BYTES = 1 << 20
-SAME_TEXT = "the same text as "  # a copy, whose file that is used follows
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def check_all(
             progress(done, len(ordered), f"reading {what}")
         found = _checked(candidate, max_bytes, forbidden)
         if isinstance(found, Document) and found.digest in documents:
-            found = f"{SAME_TEXT}{documents[found.digest].source}"
+            found = f"the same text as {documents[found.digest].source}"
         if isinstance(found, str):
             skipped.append(Skipped(f"{what}/{candidate.source}", found))
         else:

@@ -126,7 +126,7 @@ def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> Summar
     return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
 
 
-def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median", front: str = "") -> SummaryRow:
+def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median") -> SummaryRow:
     """The median, or the mean, of a key's finite values."""
     values = _finite(run, key)
     if not values:
@@ -136,7 +136,7 @@ def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median",
         middle = statistics.fmean(values.values())
     if len(values) > 1:
         rows = f"{of} of {rows}"
-    return SummaryRow(label, middle, unit, front + rows, digits=4)
+    return SummaryRow(label, middle, unit, rows, digits=4)
 
 
 def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
@@ -223,7 +223,7 @@ def _device(run: RunRecord) -> str:
 
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
-    steps, ratio, of_full, redone = SummaryRow("Steps", None), None, "", ""
+    steps, ratio, batch, of_batch, redone = SummaryRow("Steps", None), None, None, "", ""
     if run.steps:
         steps = SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
     tokens = _last_row("Tokens seen", run, "tokens_seen", "tokens")
@@ -231,8 +231,10 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     size = float(parameters or 0) or None
     if size and isinstance(tokens.value, float):
         ratio = tokens.value / size
-    if full:
-        of_full = f"of at most {full:,}, "
+    if steps.value and isinstance(tokens.value, float):
+        batch, of_batch = tokens.value / run.steps[-1], "mean of all steps"
+        if full and batch <= full:  # of the last launch: others may have had more ranks
+            of_batch = f"of at most {full:,}, {of_batch}"
     if run.steps_redone:
         redone = f"{counted(run.steps_redone, 'step')} repeated"
     return [
@@ -243,7 +245,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         _epochs(run),
         SummaryRow("Parameters", size),
         SummaryRow("Tokens per parameter", ratio),
-        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", of_full),
+        SummaryRow("Batch", batch, "tokens/step", of_batch, digits=4),
         _middle("Fill", run, "data/fill", "of full rows", "mean"),
         _middle("Speed", run, "tokens_per_sec", "tokens/s"),
         _middle("MFU", run, "mfu", "of the peak"),

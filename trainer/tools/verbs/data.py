@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +17,7 @@ from typer import Argument, Option
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError, UserErrors
 from trainer.files import open_plain, parse_json
-from trainer.metrics.logger import now_and_then, progress_bar
+from trainer.metrics.logger import get_logger, now_and_then, progress_bar
 from trainer.metrics.run_status import run_state
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import print_json, require_run, writing
@@ -32,7 +34,7 @@ app.add_typer(synth_app, name="synth")
 
 OutOption = Annotated[str, Option(help="Directory of the corpus.", metavar="DIR")]
 ForceOption = Annotated[bool, Option("--force", help="Replace an existing corpus.")]
-PathsArgument = Annotated[list[str], Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
+PathsArgument = Annotated[list[str], Argument(help="A corpus's root, or files and globs.", metavar="DIR|FILE...")]
 TokenizerOption = Annotated[str, Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")]
 VocabOption = Annotated[int, Option(min=0, help="Vocabulary size, for tokenizer ids.")]
 TextSplitOption = Annotated[
@@ -76,12 +78,12 @@ def text(
 
 
 def _summarise(out: str, manifest: Manifest) -> None:
-    from trainer.tools.corpus.documents import SAME_TEXT
-
-    if manifest.skipped:
-        lost_first = sorted(manifest.skipped, key=lambda each: each.reason.startswith(SAME_TEXT))
-        examples = few([f"{each.source} ({each.reason})" for each in lost_first])
-        echo(f"skipped {counted(len(lost_first), 'file')}: {examples}; the manifest lists them all", err=True)
+    by_reason = defaultdict[str, list[str]](list)
+    for each in manifest.skipped:
+        by_reason[re.sub(r":.*| as .*|^\d+ bytes, ", "", each.reason)].append(each.source)
+    if by_reason:
+        examples = "; ".join(f"{few(sources)} ({reason})" for reason, sources in by_reason.items())
+        echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; see manifest.json", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
@@ -105,19 +107,11 @@ def tokenize(
 
     at = discover(paths, format=format)
     refuse_empty(at.streams)
-    began = time.perf_counter()
+    began, workers = time.perf_counter(), workers or len(os.sched_getaffinity(0))
+    given: dict[str, Any] = {"tokenizer": tokenizer, "format": format, "text_split": text_split, "column": column}
     try:
         with progress_bar(now_and_then(partial(echo, err=True))) as report, writing(out):
-            found = write_tokens(
-                at.streams,
-                Path(out),
-                tokenizer=tokenizer,
-                format=format,
-                text_split=text_split,
-                column=column,
-                workers=workers or len(os.sched_getaffinity(0)),
-                report=report,
-            )
+            found = write_tokens(at.streams, Path(out), workers=workers, report=report, **given)
     except KeyboardInterrupt:
         echo("interrupted; run the same command again to continue", err=True)
         raise
@@ -164,7 +158,6 @@ def verify(
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
-    from trainer.metrics.logger import get_logger
     from trainer.tools.corpus.documents import discover
     from trainer.tools.corpus.survey import describe
     from trainer.tools.corpus.survey import verify as read_everything
@@ -182,8 +175,7 @@ def verify(
     if found.errors:
         raise UserErrors(found.errors)
     hashes = ", hashes as in manifest.json" if found.is_hashed else ""
-    counts = f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens"
-    echo(f"{counts}: no damage{hashes}")
+    echo(f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens: no damage{hashes}")
 
 
 @app.command("at")
@@ -214,16 +206,17 @@ def mix(
     run = require_run(run_dir)
     state = run_state(run).get("state", "no run")
     if state not in ALIVE:
-        problem = f"is not training ({state}): only a run that is can change its weights"
-        raise UserError(run_dir, problem, "nothing was changed")
+        raise UserError(run_dir, f"is not training ({state})", "resume it first")
     with uncollected():
         from trainer.config.load import load_config
         from trainer.tools.mix_weights import parse
     sources = load_config(run / "config.resolved.toml").data.source
     # Included files have sources of their own, which the run knows.
     is_known = all(source.include is None for source in sources)
-    parse(settings, [source.name for source in sources if len(sources) > 1] if is_known else None)
-    answer = _ask(run, settings)
+    answer: dict[str, Any] = {"problem": "has one source, whose weight changes nothing"}
+    if len(sources) > 1 or not is_known:
+        parse(settings, [source.name for source in sources] if is_known else None)
+        answer = _ask(run, settings)
     if "problem" in answer:
         raise UserError(run_dir, answer["problem"], "nothing was changed")
     for key, pair in answer["changed"].items():

@@ -239,7 +239,7 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def refuse_absent(path: str) -> None:
-    """Refuse a `--resume` that names nothing, or a run."""
+    """Refuse a `--resume` that names nothing, a run, or its directory of checkpoints."""
     checkpoints = Path(path) / CHECKPOINTS
     if not Path(path).is_dir():
         example = "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
@@ -247,6 +247,8 @@ def refuse_absent(path: str) -> None:
     elif checkpoints.is_dir():
         problem = f"{path} is a run, not a checkpoint"
         fix = f"continue it with --resume auto --run-dir {path}, or name {checkpoints / LATEST}"
+    elif newest := complete_checkpoints(Path(path))[:1]:
+        problem, fix = f"{path} is a directory of checkpoints", f"name one, such as {newest[0]}"
     else:
         return
     raise UserError("--resume", problem, fix)

@@ -49,8 +49,6 @@ def restore(
     A UserError if a file is damaged, or does not fit the model, the data or the config.
     """
     # In an order in which a wrong checkpoint is refused before anything large is read.
-    with loading(path, "config"):
-        check_config(saved["config"], plan.config)
     num_saved, num_shards = saved["data_shards"], plan.facts.data_shards
     is_same = num_saved == num_shards
     with loading(path, "files"):
@@ -165,7 +163,7 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     if breaking:
         listed = [f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking]
         problem = f"the checkpoint was made with another config: {', '.join(listed)}"
-        raise UserError("--resume", problem, "restore them, or start a new run")
+        raise UserError("--resume", problem, "restore its settings, or start a new run")
     for key, (before, after) in changed.items():
         if key in SAID or not key.startswith(SILENT):
             logger.warning("resuming with another config: %s: %r -> %r", key, before, after)
@@ -187,11 +185,8 @@ def changed_settings(
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
     # A key that the saved config lacks is newer than the checkpoint: the default was used.
     unchanged = now.keys() - before.keys() - chosen.keys()
-    found = {}
-    for key in sorted((before.keys() | now.keys()) - unchanged):
-        if before.get(key) != now.get(key):
-            found[key] = Change(before.get(key), now.get(key))
-    return found
+    changes = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
+    return {key: each for key, each in changes.items() if each.before != each.after}
 
 
 @dataclass(frozen=True)
@@ -288,8 +283,7 @@ def _by_source(
 
 
 def _refusal(change: DataChange) -> UserError:
-    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources, "
-    fix += "of the files as they are"
+    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources"
     if change.removed:
         fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
         fix += ", or add --accept-data-change to continue without it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
 from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
+from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import Change, changed_settings
+from trainer.training.checkpointing.restore import Change, changed_settings, check_config
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.training.setup.plan import Plan, width_of
@@ -44,22 +46,17 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 place = printable(str(error.filename or given or plan.config.run.dir))
                 problem = f"cannot be used: {error.strerror}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
-    answer: tuple[Path, Found | None] | None = None
+    answer: Any = None
     if placed is not None:  # without the store, which rank 0 alone holds
         answer = placed[0].path, placed[1]
-    answer = from_main_rank(answer, world_size=info.world_size)
-    if placed is not None:
-        return placed
-    assert answer is not None
-    path, found = answer
-    return RunDir(path), found, None
+    path, found = from_main_rank(answer, world_size=info.world_size)
+    return placed or (RunDir(path), found, None)
 
 
 def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
     config, resume, claimed = plan.config, effective_resume(plan.resume), None
     table = config.run.model_copy(update={"dir": plan.place(config.run.dir)})
-    config = config.model_copy(update={"run": table})
-    run_dir = choose_run_dir(config, given, resume)
+    run_dir = choose_run_dir(config.model_copy(update={"run": table}), given, resume)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
         stack.enter_context(run_dir.lock())
@@ -76,7 +73,21 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
             logger.warning(text, run_dir.path, reached)
         else:
             logger.info("--resume auto: no checkpoint found; starting at step 0")
+    elif found is not None:  # before the data are compared, which another tokenizer changes
+        with checkpoint.loading(found[0], "config"):
+            check_config(found[1]["config"], with_sizes(config, found[1]["config"]))
     return run_dir, found, claimed
+
+
+def refuse_other_tokenizer(plan: Plan, given: str | None) -> None:
+    """Refuse a local checkpoint of another tokenizer, before minutes are spent on tokenizing."""
+    with suppress(OSError, LookupError, TypeError, CheckpointError):  # reported by `place_run`
+        path = Path(plan.resume)
+        if plan.resume == "auto":
+            path = choose_run_dir(plan.config, given, "auto").checkpoints / checkpoint.LATEST
+        saved = checkpoint.read_state(path)["config"]
+        if saved["data"]["tokenizer"] != plan.config.data.tokenizer:
+            check_config(saved, with_sizes(plan.config, saved))
 
 
 def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
