@@ -55,7 +55,7 @@ def within(seconds: float, action: Callable[[], object]) -> bool:
 
 def leave_soon(code: int) -> None:
     """Bound the end of a process whose program is done. A stop signal ends it at once."""
-    # Python waits for ever for threads and exit handlers, of which a user's code may have left some.
+    # Python waits for ever for threads and exit handlers that a user's code may have left.
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: end_process(code))

@@ -207,7 +207,7 @@ class _Source:
 
 
 def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
-    """Move values of `SAME_KEYS` to the keys themselves. Returns key -> the name that was written."""
+    """Move values of `SAME_KEYS` to the keys themselves. Returns key -> written name."""
     written: dict[KeyPath, KeyPath] = {}
     for name, key in SAME_KEYS.items():
         outer, last = name.split(".")

@@ -36,7 +36,7 @@ class Facts:
     tokens_per_micro: int  # over all data shards; 0 if all data sets are the user's own
     tokens_in_run: int
     groups_in_flight: int  # most groups whose state a data shard has to hold at once
-    # After a resume with another number of data shards, each keeps what was in flight in all of them.
+    # After a resume on other data shards, each keeps what was in flight in all of them.
     capacity_to_change_ranks: int
     ledger_capacity: int
     ledger_mode: str
@@ -75,7 +75,7 @@ def largest_batch(mixing: MixingTable) -> int:
 
 
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
-    """The numbers that follow from a config. Raises UserError, or `UserErrors`, if it cannot work."""
+    """The numbers that follow from a config. Raises UserError or `UserErrors` if it cannot work."""
     mixings = _mixings(config, sources)
     # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)

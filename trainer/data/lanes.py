@@ -234,8 +234,8 @@ class LaneBlend(BlendDataset):
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change."""
         lanes = [place and list(place) for place in self.places]
-        own = {"claims": self._claims.copy(), "total": self._total, "longest": self._longest, "lanes": lanes}
-        own |= {"rows": len(self._lanes), "shard": list(self._shard)}
+        own = {"claims": self._claims.copy(), "total": self._total, "longest": self._longest}
+        own |= {"lanes": lanes, "rows": len(self._lanes), "shard": list(self._shard)}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

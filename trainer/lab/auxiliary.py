@@ -126,11 +126,7 @@ class AuxiliaryLosses(Auxiliary):
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
         """Find the factor of losses by rows, since the step divides by tokens. All ranks must call
-        it.
-
-        Args:
-            window: micro-batches of this rank.
-        """
+        it, with their micro-batches."""
         masks = [micro.targets != IGNORED for micro in window]
         counts = torch.stack([torch.stack([mask.sum(), mask.any(dim=1).sum()]) for mask in masks]).sum(0)
         if world_size > 1:

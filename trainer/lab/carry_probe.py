@@ -106,7 +106,7 @@ class CarryProbe:
 
     def measure(
         self,
-        inputs: Mapping[str, Any],  # of the model besides the state: `tokens` int64 [B, T] and others
+        inputs: Mapping[str, Any],  # of the model but the state: `tokens` int64 [B, T] and others
         targets: Tensor,  # int64 [B, T]
         *,
         group_ids: Ints,  # int64 [B], as the ledger gets them, like `cell_index`

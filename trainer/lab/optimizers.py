@@ -39,7 +39,7 @@ def build_muon(model: nn.Module, groups: Sequence[ParameterGroup], **settings: A
 
 
 class SkippingMuon(Skipping, torch.optim.Muon):
-    """torch's Muon; for a matrix in shards, each rank orthogonalizes the whole and keeps its rows."""
+    """torch's Muon; of a sharded matrix, each rank orthogonalizes the whole and keeps its rows."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

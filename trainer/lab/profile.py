@@ -77,7 +77,7 @@ class TraceSummary:
 
     num_steps: int
     step_ms: float  # mean length of a step
-    idle_ms: float  # mean time of a step in which no kernel runs, on any stream; on the CPU all of it
+    idle_ms: float  # mean time of a step in which no kernel runs; on the CPU all of it
     longest_gap_ms: float
     kernels: tuple[KernelTime, ...]  # those that take most of the time first
     # Step as the profiler counts them -> call that waits for the device -> how often, on any

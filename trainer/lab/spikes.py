@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DECAY = 0.98  # of the averages: they span about the last 50 steps
-WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and losses fall fast
+WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and losses fall
 # A step's numbers are read after the next one is launched; the vote on them travels with the one
 # after that, and is read later.
 KEPT_STEPS = 4

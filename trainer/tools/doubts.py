@@ -142,10 +142,9 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) -> None:
-    """Warn where a resume makes the learning rate jump: a schedule over another length, or another schedule.
+    """Warn where a resume makes the learning rate jump: another schedule, or over another length.
 
-    Args:
-        saved: the config of the checkpoint.
+    `saved`: the config of the checkpoint.
     """
     try:
         before = RunConfig.model_validate(saved)

@@ -34,9 +34,9 @@ from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
 
 logger = get_logger(__name__)
-COUNTED_BYTES = 2_000_000_000  # the most of a set's files whose documents are counted when a run starts
+COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted when a run starts, at most
 FORWARDS = 3  # the work of a training step, in forward passes
-LEAST = 8  # documents, and files, that are drawn besides the certain ones: fewer give no useful error
+LEAST = 8  # documents, or files, drawn besides the certain ones: fewer give no useful error
 
 
 class Drawn(NamedTuple):
@@ -120,13 +120,11 @@ class Sample:
         return units
 
     def error(self, losses: npt.NDArray[np.float64]) -> float | None:
-        """The error of the mean loss per token against the whole set's, `widened`; None if it is not known.
+        """The error of the mean loss per token against the whole set's, `widened`; None if unknown.
 
-        Of documents, Hartley and Rao's (1962), with the correction for a finite set: 0 for those that are always drawn. Of
-        documents in drawn files, that of a ratio of sums over the files (see `Moments`).
-
-        Args:
-            losses: the sum over each document's tokens, [n].
+        Of documents, Hartley and Rao's (1962), with the correction for a finite set: 0 for those
+        that are always drawn. Of documents in drawn files, that of a ratio of sums over the files
+        (see `Moments`). `losses`: the sum over each document's tokens, [n].
         """
         means, parts = losses / self.tokens, self.tokens * self.weights
         if self.files is not None:
@@ -249,7 +247,7 @@ def draw_sample(
         datasets: of the sources.
         budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read, or all of the set where
             so few are left besides those that always are.
-        trained: cells that a rank trains on between two evaluations; a warning says if reading takes longer.
+        trained: cells that a rank trains on between two evaluations, for a warning.
         runs: of each cell but a document's first.
     """
     seq_len = plan.config.data.seq_len
@@ -293,10 +291,10 @@ def draw_sample(
 
 
 def _told(plan: Plan, read: str, num_runs: Ints, trained: int) -> str:
-    """`read`; with a warning if running so many cells takes longer than the training between two evaluations."""
+    """`read`; with a warning if so many cells take longer than the training between evaluations."""
     times = int(num_runs.sum()) / plan.facts.data_shards / (FORWARDS * trained)
     if times > 1:
-        text = "eval.every: an evaluation reads %s, about %.1f times the work of the steps between two; raise it"
+        text = "eval.every: an evaluation reads %s, %.1f times the work of the steps between; raise it"
         logger.warning(text, read, times)
     return read
 

@@ -46,7 +46,7 @@ def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, f
 
 
 def mix_events(events: Path) -> list[bytes]:
-    """The lines of a run's events about changes of weights by `train mix`, refused ones included."""
+    """The lines of a run's events about changes by `train mix`, refused ones included."""
     if not events.is_file():
         return []
     return [line for line in read_lines(events) if b'"mix"' in line]

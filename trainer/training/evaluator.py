@@ -86,9 +86,7 @@ def rows_of(output: Any, rows: slice) -> ModelOutput:
 class Evaluator:
     """Runs evaluations, each over the same micro-batches.
 
-    Args:
-        model: for a custom task.
-        cell_model: runs a row, without DDP: evaluation reduces only its sums.
+    `model` is for a custom task, `cell_model` runs a row, without DDP: only sums are reduced.
     """
 
     def __init__(
@@ -287,12 +285,8 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
 def _eval_set(
     name: str, plan: Plan, sources: Sequence[Source], num_batches: int, info: RankInfo, device: torch.device, runs: int
 ) -> EvalSet:
-    """A set: all documents of `sources`, or drawn ones.
-
-    Args:
-        num_batches: 0: as many as cost little; `ALL`: all.
-        runs: how often each cell but a document's first is run, by `eval.depth`.
-    """
+    """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little, `ALL`:
+    all; `runs`: how often each cell but a document's first is run, by `eval.depth`."""
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
     for dataset in datasets:  # an evaluation of nothing would report nothing
         dataset.refuse_nothing()

@@ -1,4 +1,4 @@
-"""A run: its parts and where it is; and around a step: its size, record, evaluation and checkpoint."""
+"""A run: its parts and where it is; around a step: its size, record, evaluation, checkpoint."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ MAX_SKIPS = 10  # consecutive steps that `train.on_non_finite = "skip"` skips be
 
 
 class NonFiniteError(Exception):
-    """The loss or gradient was not finite, and the config stops the run, or skipping did not help."""
+    """Loss or gradient was not finite: the config stops the run, or skipping did not help."""
 
 
 def agreed_operations(run: Run) -> Operations:

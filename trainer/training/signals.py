@@ -95,7 +95,7 @@ class StopRequest:
         self._former = {}
 
     def _listen(self, reader: int) -> None:
-        """Notice signals while the main thread handles none; end a process that hangs at its start."""
+        """Notice signals while the main thread handles none; end one that hangs at its start."""
         # Python runs handlers between bytecodes of the main thread; the pipe gets signals at once.
         heard = b""
         while not heard or heard[0] not in STOP_SIGNALS:

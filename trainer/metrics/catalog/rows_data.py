@@ -86,12 +86,12 @@ ROWS: tuple[MetricSpec, ...] = (
         "Far above: the model memorizes the source.",
     ),
     _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
-        "Largest difference between a source's actual and configured share so far; a document counts when its row begins it.",
+        "Largest difference of a source's share from its weight; documents count when begun.",
         "Shrinks with the root of the batches; with full rows, to a few documents.",
         "Flat or growing: a source is exhausted or a weight ignored.",
     ),
     _BlendRow("blend/longest_share", "Longest document", unit="fraction", ranks="max")(
-        "Longest document over all tokens handed to rows so far: two of them explain as large a blend share error.",
+        "Longest document over all tokens so far: two explain as large a blend share error.",
         "Shrinks to 0.",
         "Large late in the run: the mix goes by single documents.",
     ),

@@ -19,7 +19,7 @@ from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, number_text
 
-# Normal quantile of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %.
+# Normal quantile of an error bar: 96.4 %, of which comparing with the luckiest takes up to 3 %.
 BAR_QUANTILE = 2.1
 Losses = Mapping[int, float]  # of a batch at its best learning rate, by seed; empty: none
 Answer = dict[str, Any]  # the content of cbs.json: numbers unrounded, factors as text

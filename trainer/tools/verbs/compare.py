@@ -128,7 +128,7 @@ def _means_table(runs: Sequence[RunRecord], window: int | None) -> Table:
     from trainer.tools.report.run_summary import end_of, key_means
 
     means = key_means(runs[0], runs[1], window=window)
-    title = "Final mean (the last value of lr, counters, running averages, and what was not logged then)\n"
+    title = "Final mean (of lr, counters, averages and what was not logged then: the last value)\n"
     title += "\n".join(f"{run.name}: {end_of(run, window)}" for run in runs)
     table = _new_table(title, "key", runs, "difference")
     differing = [row for row in means if row.difference != 0]

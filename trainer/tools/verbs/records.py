@@ -46,7 +46,7 @@ class RunEntry:
     eval_loss: float | None = None
     tokens_in_step: float | None = None
     fill: float | None = None
-    age_sec: float = math.inf  # since the run last logged, or wrote its state if it has logged nothing
+    age_sec: float = math.inf  # since the run last logged, or wrote its state without a log
     # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
     verdict: str | None = None
     reason: str | None = None  # why the run ended, if status.json says it

@@ -75,10 +75,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 ) -> Run | None:
     """Make the run, ready for its first step; None if its last one is done. Collective.
 
-    Args:
-        stack: closes the parts that are opened here.
-        after_group: closed after the process group: waits for uploads, while no rank waits.
-    """
+    `stack` closes the parts that are opened here; `after_group`, closed after the process group,
+    waits for uploads while no rank waits."""
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
     # Sizes that the config leaves to the model family are those of the checkpoint.

@@ -1,4 +1,4 @@
-"""The optimizer, its state by parameter name; the length of a run, and the learning rate over it."""
+"""The optimizer, its state by parameter name; a run's length, and the learning rate over it."""
 
 from __future__ import annotations
 

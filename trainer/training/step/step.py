@@ -152,9 +152,7 @@ class TrainStep:
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
         """Run forward and backward of this rank's micro-batches, and store their states.
 
-        Args:
-            step: global step, for the ledger's clock.
-            is_logged: extensions that measure logged steps measure this one.
+        `step` is the ledger's clock; extensions that measure logged steps do if `is_logged`.
         """
         for each in self._ledgers:
             each.begin_step(step)
@@ -208,9 +206,7 @@ class TrainStep:
     ) -> tuple[Tensor | None, ObjectiveOutput]:
         """Forward, loss and backward of a micro-batch, without reads: a CUDA graph can replace it.
 
-        Args:
-            state: before its rows, [B, state_width].
-            kappa: factor on its sum of losses.
+        `state`: before its rows, [B, state_width]; `kappa`: factor on its sum of losses.
         """
         auxiliary = self.auxiliary
         with self.autocast():
