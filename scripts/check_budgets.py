@@ -35,7 +35,7 @@ CEILINGS = {
     "core: files": (97, 75),
     "trainer: lines": (41_210, 31_000),
     "trainer: files": (187, 187),
-    "tests: lines": (39_280, 30_000),
+    "tests: lines": (39_530, 30_000),
     "launches in make test": (136, 136),  # counted and checked in tests/conftest.py
     "scripts: lines": (4_710, 4_710),
     "words of documentation, with the CHANGELOG": (28_000, 28_000),
