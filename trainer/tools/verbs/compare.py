@@ -116,9 +116,9 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
 
 
 def _result_cell(result: SummaryRow) -> Text:
-    """The value; of a loss with its rows, and a missing one with the reason."""
+    """The value; of a loss, a speed or epochs with what it is of, and a missing one with the reason."""
     note = ""
-    if result.note and (result.unit == "nats/token" or result.value is None):
+    if result.note and (result.unit in ("nats/token", "tokens/s", "epochs") or result.value is None):
         note = f"\n({result.note})"
     return Text.assemble(result.text, (note, "dim"))
 
