@@ -69,12 +69,8 @@ def _is_declaration(item: tuple[Any, Any]) -> bool:
 def loss_problem(
     losses: Mapping[str, Any], declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool
 ) -> str:
-    """A mistake in the losses of a model's output; empty if there is none.
-
-    Args:
-        shape: [B, T] of the targets.
-        needs_all: as in training; an evaluation does without those that the model leaves out.
-    """
+    """A mistake in the losses of a model's output; empty if there is none. `shape`: [B, T] of the
+    targets; `needs_all`: as in training; an evaluation does without those that are left out."""
     unknown, missing = sorted(losses.keys() - declared.keys()), sorted(declared.keys() - losses.keys())
     if unknown:
         return undeclared(unknown)
@@ -110,12 +106,7 @@ def _by_row(value: Any, by: By | None, mask: Tensor) -> Any:
 
 
 class AuxiliaryLosses(Auxiliary):
-    """Adds the losses and metrics of an output to the objective of its logits.
-
-    Args:
-        losses: by name.
-        metric_keys: see `Auxiliary`.
-    """
+    """Adds the losses, by name, and metrics of an output to the objective of its logits."""
 
     def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
         super().__init__(losses, metric_keys)

@@ -455,13 +455,9 @@ def use_rule(model: nn.Module, rule: Rule) -> None:
 def build(
     vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:
-    """Build a `GatedDelta` with parameters drawn from torch's global generator. Raises UserError: the heads
-    do not divide `dim`.
-
-    Args:
-        heads: 0: `fewest_heads`. The state has dim^2 / heads numbers per layer, beside the convolution's.
-        mlp_ratio, tie_embeddings: as in `check_sizes`.
-    """
+    """Build a `GatedDelta` with parameters drawn from torch's global generator, of sizes as in
+    `check_sizes`. `heads` = 0: `fewest_heads`. The state has dim^2 / heads numbers per layer, beside
+    the convolution's. Raises UserError: the heads do not divide `dim`."""
     heads = heads or fewest_heads(dim)
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads,))
     return GatedDelta(heads=heads, **sizes)

@@ -257,15 +257,17 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
             """The files that were cut or removed since; None: they were not all made yet."""
             try:
                 sizes = read_json(place / ENTRY)["sizes"]
-            except (OSError, ValueError, KeyError):
+            except (OSError, ValueError, LookupError, TypeError):
                 return None
             return [name for name, size in sizes.items() if not has_size(files / name, size)]
 
         def make() -> None:
             logger.info("%s", what)
-            cache.need(f"source {source.name}", size)
+            is_new = not files.exists()
             for name in cut() or []:
                 (files / name).with_suffix(".idx").unlink(missing_ok=True)  # it is tokenized again
+            left = [path for path, target in targets.items() if not target.with_suffix(".idx").exists()]
+            cache.need(f"source {source.name}", sum(map(os.path.getsize, left)))
             try:
                 with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
                     tokenize_files(
@@ -281,7 +283,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
                 sizes = {path.name: path.stat().st_size for path in files.glob("[0-9]*")}
                 write_json(place / ENTRY, {"source": source.name, "sizes": sizes})
             except OSError as error:
-                if error.errno in FULL:  # the run goes on, and may need the room
+                if error.errno in FULL and is_new:  # the run goes on, and may need the room
                     shutil.rmtree(place, ignore_errors=True)
                 raise
 

@@ -31,7 +31,7 @@ OWN_LOOP: Final = "own"
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20  # has the last row of any file
 ROOM_BYTES, SHORTEST_REASON = 4096, 500
-LOOK_SEC: Final = 20.0  # longer than most steps, each of which writes the status
+LOOK_SEC, LOOKS = 20.0, 40  # longer than most steps, each of which writes the status
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
     **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),
@@ -116,9 +116,12 @@ def _is_kept(directory: Path, before: dict[str, Any]) -> bool:
     if before.get("state") != "running":
         return False
     logger.info("%s: looking for %d s whether %s still writes", directory, LOOK_SEC, _process_of(before))
-    time.sleep(LOOK_SEC)  # not its time: clocks differ between hosts
-    now = read_status(directory / STATUS_NAME)
-    return now != before and now.get("state") == "running"
+    for _ in range(LOOKS):
+        time.sleep(LOOK_SEC / LOOKS)
+        now = read_status(directory / STATUS_NAME)
+        if now != before:  # whatever its time: clocks differ between hosts
+            return now.get("state") == "running"
+    return False
 
 
 def read_status(file: Path) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def draw_sample(
 def _told(plan: Plan, read: str, num_runs: Ints, trained: int) -> str:
     """`read`; with a warning if so many cells take longer than the training between evaluations."""
     times = int(num_runs.sum()) / plan.facts.data_shards / (FORWARDS * trained)
-    if times > 1:
+    if times > 1 and plan.facts.steps > 1:  # a run's, not that of `train eval`
         text = "eval.every: an evaluation reads %s, %.1f times the work of the steps between; raise it"
         logger.warning(text, read, times)
     return read

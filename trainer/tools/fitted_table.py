@@ -47,11 +47,8 @@ def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "; --json
     """A table that fits into `width` characters.
 
     Columns are dropped, highest `leave_out` first, until the others fit, and the caption names
-    them. If the rest is still too wide, the first column and those that wrap are folded.
-
-    Args:
-        hint: appended to that caption: where to find the rest.
-        options: passed to `rich.table.Table`.
+    them, and with `hint` where to find the rest. If it is still too wide, the first column and
+    those that wrap are folded. `options` are passed to `rich.table.Table`.
     """
     kept = list(columns)
     while needed_width(kept) > width and any(column.leave_out for column in kept):

@@ -46,7 +46,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     if isinstance(sys.exc_info()[1], UserError):  # which is printed last of all
         run.watchdog.write(lines[0])
-        lines[0] = lines[0].removesuffix(reason) + "see the last line"
+        lines[0] = lines[0].removesuffix(reason) + "see the error below"
     if position.first_losses:
         # A short run's first losses are among its last.
         losses = [*(dict(position.first_losses) | dict(position.last_losses)).items()]

@@ -136,6 +136,7 @@ def test_two_ranks_share_drawn_documents(config, capsys):
     assert f"held out {logged['eval_loss']:.4f} +- {2 * logged['eval_loss_se']:.4f} (95 %; " in said
     # Of one rank, twice as many micro-batches are as many documents.
     assert evaluated(run_dir, capsys, "--held-out", "--batches", 4) == pytest.approx(logged, rel=1e-6)
+    assert "eval.every" not in program(["eval", run_dir, "--held-out", "--batches", 40], capsys).stderr
 
 
 def test_a_checkpoint_is_evaluated_where_its_training_data_are_not(bare, tmp_path, capsys):

@@ -24,6 +24,7 @@ from trainer.lab.contracts.subject import MODES, CallFailed, NotTestable, Subjec
 from trainer.lab.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS, MOST_ROWS = 9, 64  # a fault may begin beyond 2, 4 or 8 rows
+MOST_LOGITS = 20_000_000  # of a cell of more rows than the least: a backward keeps those of all cells
 CELLS = 6  # of the training length; one of another length follows
 MOST_COLUMNS = 256  # of the logits of `LEAST_ROWS` rows: a large vocabulary would fill the memory
 LEAST_SECONDS = 3.0
@@ -197,16 +198,17 @@ def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seco
 def _find_size(trial: Trial, way: _Pass, cells: list[int], rows: int, seconds: float) -> _Size:
     """The first size that fits the time: fewer phases first, then fewer rows, then shorter cells.
     Raises CallFailed: the model takes none of these shapes; NotTestable: nothing fits."""
-    rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), CELLS + 1.5
+    reads = CELLS + 1.5
     if way.backward:
         reads *= 3
     way.subject.training = way.training  # until the next pass
     for cell in cells:
+        most = max(min(rows, MOST_ROWS, MOST_LOGITS // (cell * trial.vocab_size)), LEAST_ROWS)
         alone = reads * _time_call(trial, way, 1, cell)
         if alone * (JUDGED[-1] + 2) > seconds:
             continue
         row = reads * _time_call(trial, way, LEAST_ROWS, cell) / LEAST_ROWS
-        for count, judged in product(dict.fromkeys((rows, LEAST_ROWS)), JUDGED):
+        for count, judged in product(dict.fromkeys((most, LEAST_ROWS)), JUDGED):
             if row * count + alone * (judged + 2) <= seconds:  # two more runs measure rounding
                 return _Size(count, cell, judged)
     raise NotTestable(f"it would take more than the {max(seconds, 0.0):.1f} s that are left for it")
@@ -226,7 +228,7 @@ def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
 
 def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
     """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that no
-    two rows that are 1, 2, 4, 8, 16 or 32 apart are the same."""
+    two rows that are 1, 4, 8, 16 or 32 apart are the same."""
     rows, cell, judged = size
     lengths = [cell] * CELLS
     if trial.takes_cells and cell > 1:

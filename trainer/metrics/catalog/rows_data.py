@@ -91,7 +91,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "Flat or growing: a source is exhausted or a weight ignored.",
     ),
     _BlendRow("blend/longest_share", "Longest document", unit="fraction", ranks="max")(
-        "Longest document over all tokens so far: two explain as large a blend share error.",
+        "Longest document over all tokens so far: a share may be off by twice this.",
         "Shrinks to 0.",
         "Large late in the run: the mix goes by single documents.",
     ),

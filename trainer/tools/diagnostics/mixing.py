@@ -262,7 +262,7 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob | None:
         if align == "document":
             return Knob("data.align", align, "stream")
     elif align != "stream" and isinstance(cell, int) and cell > 1 and max(fill.values) < limits.WHOLE_FILL:
-        return Knob("data.seq_len", cell, cell // 2, "or train a model that runs resets in one pass (docs/models.md)")
+        return Knob("data.seq_len", cell, cell // 2, "if each document begins a row; otherwise fewer rows")
     fewer: Any = "fewer"
     rows = run.setting("data.mixing.batch_size")
     if isinstance(rows, int):
@@ -288,7 +288,8 @@ def shares(run: RunRecord) -> Outcome:
     hits = [index for index, limit in bounds.items() if errors.values[index] > limit]
     index = [len(errors) - 1, *hits][-1]
     words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; "
-    words += f"chance and the longest document explain {min(bounds[index], 1):.1%}"
+    why = "chance and the longest document explain" if longest else "chance explains"
+    words += f"{why} {min(bounds[index], 1):.1%}"
     off = f"the share of a source differs from its weight {words}"
     if ended.positive:
         repeat = Knob.of(run, "data.mixing.repeat", "true, or more data")

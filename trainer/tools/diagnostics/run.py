@@ -73,7 +73,9 @@ def data_bound(run: RunRecord) -> Outcome:
     if lasted < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
     typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
-    if typical > limits.STEADY_WAIT:
+    if run.setting("data.prefetch") == 0:  # reading and training take turns
+        knob = Knob("data.prefetch", 0, 2)
+    elif typical > limits.STEADY_WAIT:
         words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
         knob = Knob("data.source", None, STAGES["read"][1])
     else:  # which reading ahead can hide

@@ -374,7 +374,7 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
 
 def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Why results may not compare, in words: state, length, other data or other objectives."""
-    states = [(run.name, run.status.get("state") or "unknown") for run in runs]
+    states = [(run.name, run.status.get("state", "done")) for run in runs]
     unfinished = [f"{name} ({state})" for name, state in states if state != "done"]
     if unfinished:
         yield f"not done: {few(unfinished)}"

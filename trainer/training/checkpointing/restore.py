@@ -46,7 +46,7 @@ def restore(
 ) -> Position:
     """Load a checkpoint, with its state.json, into a run. Returns where the run continues.
 
-    A UserError if a file is damaged, or does not fit the model, the data or the config.
+    A UserError if a file is damaged, or does not fit the model or the data.
     """
     # In an order in which a wrong checkpoint is refused before anything large is read.
     num_saved, num_shards = saved["data_shards"], plan.facts.data_shards
