@@ -11,7 +11,7 @@ import torch
 from tests.support import runs
 from tests.support.grouped import train
 from tests.support.ranks import status
-from tests.support.runs import make_corpus, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, make_corpus, read_rows, write_tiny_config
 from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 
 # What follows `[metrics]` of the tiny config.
@@ -87,8 +87,10 @@ def long_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return read_rows(directory / "run" / "metrics.jsonl")
 
 
-def test_every_key_of_the_catalog_is_emitted_and_no_other(rows: Rows, long_rows: Rows) -> None:
-    emitted = {key for row in (*rows.values(), *long_rows.values()) for key in row}
+def test_every_key_of_the_catalog_is_emitted_and_no_other(rows: Rows, long_rows: Rows, tmp_path: Path) -> None:
+    train(write_tiny_config(tmp_path), tmp_path / "run", FULL_ROWS, "train.steps=2")
+    full_rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    emitted = {key for row in (*rows.values(), *long_rows.values(), *full_rows.values()) for key in row}
     assert [key for key in emitted if not is_known(key)] == []
     assert {spec.name for spec in CATALOG} - {family(key)[0] for key in emitted} == ON_CUDA
 
