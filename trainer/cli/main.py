@@ -205,4 +205,5 @@ def _usage_message(error: Exception) -> str:
     given = re.search(r"[('](\S+\.toml)[)']", message)
     if given:  # the config without its flag
         return f"{command}: {message.rstrip('.')}; did you mean --config {given[1]}?"
-    return f"{command}: {message.rstrip('.')}; see {command} --help".replace("?; see", "? See") if message else ""
+    joint = " See" if message.endswith("?") else "; see"
+    return f"{command}: {message.rstrip('.')}{joint} {command} --help" if message else ""

@@ -61,6 +61,10 @@ class StorageError(Exception):
     """A store did not do what it was asked; one line with the URL and the reason."""
 
 
+class CacheError(UserError):
+    """A copy cannot be made where `data.cache_dir` says."""
+
+
 class MissingError(StorageError):
     """There is no such file or bucket."""
 
@@ -270,16 +274,16 @@ class Cache:
         except OSError as error:
             where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
             fix = f"name another data.cache_dir; if it is full, delete copies that no run reads in {self.directory}"
-            raise UserError(where, problem, fix) from None
+            raise CacheError(where, problem, fix) from None
         return is_new
 
     def need(self, url: str, num_bytes: int) -> None:
-        """Refuse what does not fit. Raises UserError."""
+        """Refuse what does not fit. Raises CacheError."""
         free = shutil.disk_usage(self.directory).free
         if free < num_bytes:
             room = f"{free / 1e9:.3g} GB are free in {self.directory}"
             problem = f"takes {num_bytes / 1e9:.3g} GB more as a local copy; {room}"
-            raise UserError(url, problem, "delete copies that no run reads there, or name another data.cache_dir")
+            raise CacheError(url, problem, "delete copies that no run reads there, or name another data.cache_dir")
 
 
 def _try(lock: BinaryIO) -> bool:
@@ -406,9 +410,9 @@ def discover_stored(paths: Sequence[str], *, format: str, cache: Cache) -> Disco
         root = paths[0].rstrip("/")
         try:
             return Discovery("nested", stored_nested(paths[0], None, format=format, cache=cache)[0], root=root)
-        except UserError as error:
-            if "data.cache_dir" in error.fix:  # it is nested, and does not fit
-                raise
+        except CacheError:
+            raise
+        except UserError:  # it is not nested
             paths = [f"{root}/*"]
     return Discovery("direct", stored_direct(paths, format=format, cache=cache)[0], paths=tuple(paths))
 

@@ -283,7 +283,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
                 sizes = {path.name: path.stat().st_size for path in files.glob("[0-9]*")}
                 write_json(place / ENTRY, {"source": source.name, "sizes": sizes})
             except OSError as error:
-                if error.errno in FULL and is_new:  # the run goes on, and may need the room
+                if error.errno in FULL and is_new:  # which the run itself may need
                     shutil.rmtree(place, ignore_errors=True)
                 raise
 

@@ -36,7 +36,7 @@ from trainer.wording import counted
 logger = get_logger(__name__)
 COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted when a run starts, at most
 FORWARDS = 3  # the work of a training step, in forward passes
-LEAST = 8  # documents, or files, drawn besides the certain ones: fewer give no useful error
+LEAST = 8  # documents, or files, that are drawn by chance: the error needs as many
 
 
 class Drawn(NamedTuple):
@@ -263,7 +263,7 @@ def draw_sample(
     # All of a set says which data set has no document.
     is_whole = len(documents.tokens) <= LEAST or num_runs.sum() <= budget or len(covered) < len(datasets)
     if len(documents.tokens) == 0 or (is_counted and is_whole):
-        return _told(plan, documents.describe(), num_runs, trained), None
+        return _warned(plan, documents.describe(), num_runs, trained), None
     num_all, num_whole = len(documents.tokens), documents.num_whole
     file_chances = drawn.chances[documents.of_file]
     represented = documents.tokens / file_chances
@@ -275,7 +275,7 @@ def draw_sample(
     while num < num_all and (missing := LEAST + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
         num = min(num + int(missing), num_all)  # of those that are always drawn there are perhaps more now
     if num == num_all and is_counted:
-        return _told(plan, documents.describe(), num_runs, trained), None
+        return _warned(plan, documents.describe(), num_runs, trained), None
     chosen, chances, spread = draw_by_size(represented, num, generator)
     taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
     parts = counted(num_whole, "document")
@@ -287,11 +287,11 @@ def draw_sample(
     if not is_counted:
         read += f", in {len(drawn.chosen):,} of {len(files):,} files"
         sample = replace(sample, files=taken.of_file, file_chances=file_chances[chosen])
-    return _told(plan, read, num_runs[chosen], trained), (copied, SampledLosses(sample))
+    return _warned(plan, read, num_runs[chosen], trained), (copied, SampledLosses(sample))
 
 
-def _told(plan: Plan, read: str, num_runs: Ints, trained: int) -> str:
-    """`read`; with a warning if so many cells take longer than the training between evaluations."""
+def _warned(plan: Plan, read: str, num_runs: Ints, trained: int) -> str:
+    """`read`; warns first if these cells take longer than the training between evaluations."""
     times = int(num_runs.sum()) / plan.facts.data_shards / (FORWARDS * trained)
     if times > 1 and plan.facts.steps > 1:  # a run's, not that of `train eval`
         text = "eval.every: an evaluation reads %s, %.1f times the work of the steps between; raise it"

@@ -320,6 +320,9 @@ def test_the_soak_looks_as_far_as_its_time_allows_and_says_how_far(token_sec, sc
     report = check_model(made(Gru), vocab_size=VOCAB, rows=16, max_seconds=1e5)
     assert f"soak of {scope}" in report.summary()
     assert f"eval() in {dtype}" in report["soak"].text
+    monkeypatch.setattr(soak, "MOST_LOGITS", 1)
+    report = check_model(made(Gru), vocab_size=VOCAB, rows=16, max_seconds=1e5)
+    assert "16 rows" not in report.summary()
 
 
 def test_raise_if_broken_lists_all_verdicts():

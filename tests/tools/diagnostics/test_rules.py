@@ -466,10 +466,10 @@ def test_a_machine_that_is_busy_for_some_seconds_is_not_called_slow_yet(row_sec:
     assert check("data_bound", make_run({"time/data_sec": [0.5 * row_sec] * 100, **times})).verdict == verdict
 
 
-def data_bound(waits: list[float], sources: str = "", **stages: list[float]) -> Ruling:
+def data_bound(waits: list[float], sources: str = "", prefetch: int = 2, **stages: list[float]) -> Ruling:
     """The ruling on these waits; `stages`: the seconds of all sources in a stage."""
     named = [{"name": name} for name in sources.split()]
-    config = {**CONFIG, "data": {**CONFIG["data"], "prefetch": 2, "source": named}}
+    config = {**CONFIG, "data": {**CONFIG["data"], "prefetch": prefetch, "source": named}}
     rows = {"time/data_sec": waits, "step_time_sec": [0.6 + wait for wait in waits]}
     rows |= {f"time/{stage}/all": seconds for stage, seconds in stages.items()}
     (ruling,) = diagnose(make_run(rows, config=config), [BY_NAME["data_bound"]]).rulings
@@ -488,6 +488,7 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     assert other.outcome.sentence.endswith("data, 33% of a typical step: a batch takes longer to read than to train on")
     assert other.fix == "try data.source = files on a faster disk, or less work for each batch"
     assert data_bound([*[0.0] * 9, 3.0] * 8).fix == "try data.prefetch = 4 (now 2)", "single steps wait"
+    assert data_bound(waits, prefetch=0).fix == "try data.prefetch = 2 (now 0)", "reading and training take turns"
     first = data_bound([9.0, *waits], sources="books", tokenize=[20.0] + [0.0] * 80, read=[0.3] * 81)
     assert "100% of the time of reading went into reading" in first.outcome.sentence, "not what the first rows took"
     opened = data_bound([43.9, *[0.002] * 98]).outcome
