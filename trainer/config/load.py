@@ -30,15 +30,16 @@ _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
-# Keys that are gone -> the value that always applies, which a recorded config may still give.
-REMOVED: Final = {
-    "data.cache_gb": 100.0,
-    "gns.ema": 0.95,
-    "ledger.probe_cells": 8,
-    "metrics.smoothing_alpha": 0.1,
-    "sample.temperature": 1.0,
-    "sample.top_k": 0,
-    "train.max_skips": 10,
+# Keys that are gone -> the values that a recorded config may still give, since they mean what now
+# always applies or that the feature is off; and what to do instead.
+REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+    "data.cache_gb": ((100.0,), "delete copies in data.cache_dir that no run reads"),
+    "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),
+    "ledger.probe_cells": ((8,), "see ledger.probe_every"),
+    "metrics.smoothing_alpha": ((0.1,), "smooth curves where they are drawn"),
+    "sample.temperature": ((1.0,), "use train sample"),
+    "sample.top_k": ((0,), "use train sample"),
+    "train.max_skips": ((10,), "a run ends after more than 10 skipped steps in a row"),
 }
 # Key here -> its names in other trainers; with a table in front, in that table only.
 OTHER_NAMES: Final = {
@@ -92,9 +93,6 @@ EXPLAINED: Final = {
     "use_wandb": _WANDB,
     "entity": _ENTITY,
     "base_url": _BASE_URL,
-    "probe_cells": "remove it: a probe reads 8 cells",
-    "max_skips": "remove it: a run ends after more than 10 skipped steps in a row",
-    "cache_gb": "remove it: delete copies in data.cache_dir that no run reads",
     "enable_tensorboard": "set metrics.tensorboard = true",
     "num_gpus": _LAUNCHER,
     "world_size": _LAUNCHER,
@@ -359,12 +357,18 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without_removed(config: Mapping[str, Any], *, any_value: bool = False) -> dict[str, Any]:
-    """The config without keys that are gone: those with the value that always applies, or all."""
+    """The config without keys that are gone: those with a value that still applies, or all."""
     kept = {**config}
-    for key, value in REMOVED.items():
-        table, _, name = key.partition(".")
-        if isinstance(kept.get(table), dict) and (any_value or kept[table].get(name) == value):
-            kept[table] = {each: kept[table][each] for each in kept[table] if each != name}
+    for key, (values, _) in REMOVED.items():
+        *tables, name = key.split(".")
+        table: Any = kept
+        for each in tables:
+            inner = table.get(each) if isinstance(table, dict) else None
+            if isinstance(inner, dict):
+                table[each] = inner = {**inner}
+            table = inner
+        if isinstance(table, dict) and name in table and (any_value or table[name] in values):
+            del table[name]
     return kept
 
 
@@ -395,6 +399,8 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     is_table = bool(keys_of(model, path))
+    if kind == "extra_forbidden" and (gone := REMOVED.get(".".join(_names(path)))):
+        return "this key is gone", gone[1]
     if kind == "extra_forbidden":
         return "unknown key", hint(path, model)
     if kind == "missing":

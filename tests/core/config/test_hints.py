@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from pydantic import ValidationError
 
 from tests.support.config_fuzz import Path as KeyPath
@@ -59,6 +61,28 @@ def test_the_keys_that_are_named_exist_and_the_unknown_ones_do_not():
     names = [name for names in OTHER_NAMES.values() for name in names.split()]
     assert len({*names, *EXPLAINED}) == len(names) + len(EXPLAINED)
     assert [name for name in (*names, *EXPLAINED, *SAME_KEYS, *REMOVED) if "." in name and exists(name)] == []
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_key_that_is_gone_is_read_where_it_says_nothing_and_explained_elsewhere(key, tmp_path):
+    values, advice = REMOVED[key]
+    config = {"train": {"steps": 1}, "data": {"seq_len": 8, "source": [{"name": "a", "root": "r"}]}}
+    *tables, name = key.split(".")
+
+    def load(value: Any) -> RunConfig:
+        written = copy.deepcopy(config)
+        table = written
+        for each in tables:
+            table = table.setdefault(each, {})
+        table[name] = value
+        path = tmp_path / "x.toml"
+        path.write_text(tomli_w.dumps(written))
+        return load_config(path)
+
+    for value in values:
+        load(value)
+    with pytest.raises(UserError, match=re.escape(f"{key}: this key is gone; {advice}")):
+        load("something else")
 
 
 def test_a_dataset_file_knows_its_own_keys(tmp_path):

@@ -231,4 +231,4 @@ def test_recorded_configs_may_set_what_always_applies(tmp_path):
     assert without_removed(recorded, any_value=True) == {"ledger": {}, "gns": {"enabled": True}, "train": 1}
     assert recorded["ledger"] == {"probe_cells": 8}
     assert load(tmp_path, BASE, "ledger.probe_cells=8", "train.max_skips=10").train.steps == 6
-    assert "ledger.probe_cells: unknown key" in refusal(tmp_path, BASE, "ledger.probe_cells=16")[0]
+    assert "ledger.probe_cells: this key is gone" in refusal(tmp_path, BASE, "ledger.probe_cells=16")[0]
