@@ -17,7 +17,7 @@ RUNS = {
     "head in chunks": ("objective.chunk_tokens=16",),
     "full rows": (FULL_ROWS,),
     "delta rule, cells": ('model.family="gated_delta"', "train.tbptt_cells=2"),
-    "probe, components": ("ledger.probe_every=3", "gns.components_every=3"),
+    "probe": ("ledger.probe_every=3",),
 }
 
 

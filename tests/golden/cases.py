@@ -62,7 +62,7 @@ NAN = '{"what": "nan", "rank": 1, "step": 5}'
 RECALL = 'data.source=[{name="streams",paths=["recall/recall/*"]}]'
 MIXED = 'data.source=[{name="streams",paths=["recall/recall/*", "code/cpp/*"]}]'
 CASES: dict[str, Case] = {
-    "one_rank": Case(("gns.components_every=4", "metrics.per_layer=true", "metrics.per_source=true"), _ranks(1)),
+    "one_rank": Case(("metrics.per_layer=true", "metrics.per_source=true"), _ranks(1)),
     "ddp": Case(("ledger.probe_every=4", "sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
     "fsdp": Case(("distributed.strategy=fsdp", "ledger.probe_every=4")),
     "full_rows": Case(

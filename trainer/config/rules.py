@@ -170,9 +170,6 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "eval.holdout_fraction", problem, fix
     if train.precision == "fp16" and train.device == "cpu":
         yield "train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'
-    if not config.gns.enabled and config.gns.components_every:
-        problem = "needs the noise scale, which gns.enabled = false turns off"
-        yield "gns.components_every", problem, "set it to 0, or gns.enabled to true"
     if not config.gns.enabled and config.micro_batches.auto is not None:
         problem = '"auto" needs the noise scale, which gns.enabled = false turns off'
         yield "train.micro_batches", problem, "set gns.enabled = true, or plan the changes by a schedule"
@@ -225,9 +222,6 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         return
     if config.train.precision == "fp16":
         yield "train.precision", f'"fp16" with {strategy}: loss scaling does not work on shards', 'use "bf16"'
-    if config.gns.components_every:
-        problem = f"does not go with {strategy}, which reduces gradients before they can be compared"
-        yield "gns.components_every", problem, 'set it to 0, or the strategy to "ddp"'
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"

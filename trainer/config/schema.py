@@ -281,8 +281,6 @@ class GnsTable(Table):
 
     enabled: bool = True
     """Measure it in every optimizer step."""
-    components_every: WholeNumber = 0
-    """Logged steps that are multiples of this measure the noise's components; 0: none."""
 
 
 class WandbTable(Table):

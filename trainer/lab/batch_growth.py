@@ -107,12 +107,10 @@ def permits(rule: AutoRule, *, low: float | None, batch: float) -> bool:
 
 
 def evidence_of(noise: NoiseScaleAverage) -> Evidence:
-    """The noise scale of the batch as it is drawn, where it has an upper bound, otherwise B now."""
+    """B now, and the batch."""
     batch = 0.0
     if noise.big_noise > 0.0:
         batch = 1.0 / noise.big_noise
-    if noise.drawn is not None:
-        return Evidence(noise.drawn.low, noise.drawn.value, batch, "gns/b_drawn")
     now, before = (noise.history.current(before=steps, recent_z=AGREEING_Z) for steps in (0, RECENT))
     if now is None:
         return Evidence(None, None, batch, "gns/b_now")  # too few windows so far

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
     from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
-    from trainer.metrics.noise_scale.hooks import Trace
     from trainer.objective.loss import Auxiliary, ObjectiveOutput
     from trainer.training.setup.plan import Plan
     from trainer.training.step.step import TrainStep
@@ -72,7 +71,7 @@ class Graph(NamedTuple):
     end: Tensor | None  # the state after its rows
     result: ObjectiveOutput
     gradients: Sequence[Tensor | None]  # of all parameters, after it
-    trace: Trace | None
+    trace: frozenset[int] | None  # the noise scale's hooks that ran
 
 
 class MicroGraphs:

@@ -57,7 +57,7 @@ class Extension:
             moments from `window_read` to `summed`.
         measure_every: measure only steps that are multiples of this.
         boundary_every: the next step waits for `at_boundary` so often; 0: after logged ones.
-        keeps: values that the noise scale's hooks keep for it: `pairs`, `by_parameter` or nothing.
+        keeps: values that the noise scale's hooks keep for it: `by_parameter` or nothing.
     """
 
     metric_keys: Sequence[str] = ()
@@ -73,8 +73,8 @@ class Extension:
             problem = f"{type(self).__name__} takes no {', '.join(args)}"
             raise UserError("extension.args", problem, "take them out")
 
-    def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch] | None:
-        """Before a step's first forward pass. Returns micro-batches to run instead, or None."""
+    def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
+        """Before a step's first forward pass, with its micro-batches."""
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Before a forward pass, with the states [B, state_width] of its rows."""
@@ -204,16 +204,15 @@ class Extensions:
         for each in self._by_moment[moment]:
             each.call(moment, *args, **kwargs)
 
-    def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> Sequence[MicroBatch]:
-        """Note which extensions measure the step. Returns its micro-batches."""
+    def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> None:
+        """Note which extensions measure the step, and call their first moment."""
         # By shared settings: one that failed here keeps its place in the sums until all ranks know.
         asked = self._all if is_logged else self._always
         if asked or self._measuring:  # else nothing changes
             self._measure([each for each in asked if step % each.extension.measure_every == 0])
         for each in self._measuring:
             if each.has("window_read"):
-                window = each.call("window_read", step, window) or window
-        return window
+                each.call("window_read", step, window)
 
     def _measure(self, measuring: Sequence[_Guarded]) -> None:
         """Note which extensions measure the step, and which values the noise scale's hooks keep."""

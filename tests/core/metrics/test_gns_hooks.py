@@ -260,22 +260,6 @@ def test_the_middle_is_left_out_if_a_used_parameter_was_not_seen_in_it() -> None
     assert (result.between, result.within) == (None, None)
 
 
-def test_pairs_are_unknown_where_the_gradient_is_not_the_running_sum() -> None:
-    model = Switch()
-    gns = GradientNoiseScale(model)
-    for uses_second in ([True, True, True], [True, False, True]):
-        model.zero_grad()
-        gns.begin_window(3, pairs=True)
-        for k, uses in enumerate(uses_second):
-            model.use_second = uses
-            micro(gns, model, rows(k), torch.ones(4), last=k == 2)
-        norms = gns.pair_norms()
-        assert norms is not None
-        assert norms[:, 2].isfinite().tolist() == uses_second
-    gns.begin_window(1)
-    assert gns.pair_norms() is None
-
-
 def test_a_backward_between_micro_batches_does_not_disturb_the_middle() -> None:
     model = Switch()
     gns = GradientNoiseScale(model)

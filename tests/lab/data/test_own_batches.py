@@ -11,7 +11,6 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader
 from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
-from trainer.lab.noise_components import halves
 from trainer.lab.own_batches import OwnBatches
 
 
@@ -154,21 +153,14 @@ def test_the_model_s_own_signature_says_what_it_takes():
     assert accepted_inputs(model) is None
 
 
-def test_halves_have_all_rows_in_order_with_their_groups_and_extras():
+def test_some_rows_come_with_their_groups_and_extras():
     more = {"dataset_labels": ["x", "y"], "token_types": torch.tensor([[1] * 3, [2] * 3])}
     micro = take_apart(batch(**more, temperature=0.5, noise=torch.zeros(5)), None)
-    first, second = halves(micro)
-    assert [half.targets.tolist() for half in (first, second)] == [[row] for row in micro.targets.tolist()]
+    second = micro.rows(slice(1, None))
+    assert second.targets.tolist() == micro.targets.tolist()[1:]
     assert (second.carry.group_ids.tolist(), second.carry.is_last.tolist()) == ([5], [True])
-    assert (first.extras["dataset_labels"], second.extras["dataset_labels"]) == (["x"], ["y"])
+    assert second.extras["dataset_labels"] == ["y"]
     assert second.extras["token_types"].tolist() == [[2] * 3]
     # What has no entry for each row is shared.
     assert second.inputs["temperature"] == 0.5
     assert len(second.inputs["noise"]) == 5
-
-
-def test_a_single_row_is_followed_by_a_masked_one():
-    """Ranks that exchange states must do it equally often."""
-    whole, nothing = halves(take_apart({key: value[:1] for key, value in batch().items()}, None))
-    assert (whole.targets.tolist(), nothing.targets.tolist()) == ([[1, 1, 1]], [[-100] * 3])
-    assert (whole.carry.group_ids.tolist(), nothing.carry.group_ids.tolist()) == ([4], [-1])

@@ -291,9 +291,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "repeated_data: noise between ranks that is not known": of_ranks(same_data(0.0, error=0.05), 2),
         "repeated_data: one rank": of_ranks(same_data(None), 1),
         "batch_size: a wide interval": make_run({**BATCH, "gns/b_now_high": [38.0] * 40}),
-        "batch_size: a batch as drawn": make_run(
-            {**BATCH, "gns/b_drawn": [30.0] * 40, "gns/b_drawn_low": [20.0] * 40, "gns/b_drawn_high": [40.0] * 40}
-        ),
         "non_finite: steps rejected by fp16": make_run(REJECTED, config=FP16),
         "loss_spikes: a blend": losses(*((2.6 if i % 7 == 0 else 1.4) + 0.02 * math.sin(i * i) for i in range(200))),
         # In a short run the first batch of a rare source is no worse than the untrained model was, while a spike may be.

@@ -263,7 +263,6 @@ _AsBSimple = partial(_GnsRow, healthy="As gns/b_simple.", pathological="As gns/b
 _Ratio = partial(_GnsRow, unit="ratio")
 _BATCH_TOO_SMALL = ("Above ten times gns/b_big: batch too small.", "Absent for long: batch far too small.")
 _AS_B_SIMPLE = ("As gns/b_simple_low.", "As gns/b_simple_high.")
-_DEPENDENT = "Far from gns/b_now: rows share streams or documents."
 
 
 def _with_bounds(
@@ -300,16 +299,6 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
             "As gns/b_simple.",
         ),
     ),
-    *_with_bounds(
-        "b_drawn",
-        "Noise scale as drawn",
-        ("Noise of a step's gradient over |G|^2, times its sequences.", "Close to gns/b_now.", _DEPENDENT),
-    ),
-    *_with_bounds(
-        "b_independent",
-        "Noise scale of independent rows",
-        ("Noise scale of sequences drawn independently from all data.", "Close to gns/b_now.", _DEPENDENT),
-    ),
     _Sequences("gns/b_simple_se", "Standard error of B_simple")(
         "Standard error of gns/b_simple on its larger side.",
         "A small fraction of gns/b_simple.",
@@ -319,16 +308,6 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
         "Steps that gns/b_now comes from: half of those without visible curvature.",
         "Grows with the run.",
         "Small late in the run: noise or signal changes quickly.",
-    ),
-    *(
-        _Ratio(f"gns/noise_from_{part}", f"Noise from the {part}")(
-            f"Share of a sequence's gradient noise from its {part}.", healthy, pathological
-        )
-        for part, healthy, pathological in (
-            ("stream", "Near 0.", "Large: use more streams at a time, not more rows."),
-            ("group", "0 to 0.3.", "Large: use rows of more documents."),
-            ("row", "0.6 to 1.", "Far below 1: rows of a step are not independent."),
-        )
     ),
     _AsBSimple("gns/b_simple_tokens", "Noise scale in tokens", unit="tokens")(
         "gns/b_simple times the target tokens per sequence."

@@ -434,8 +434,6 @@ class NoiseScaleAverage:
         self.history = History()
         """Of the same pairs."""
         self._consistency = PairAverage(ema)  # x = between, y = within
-        self.drawn: Ratio | None = None
-        """B of the batch as drawn, for decisions, if it is measured and has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.shards_per_rank = 1
         """Data shards, each of which has a micro-batch of its own at a time."""

@@ -26,12 +26,11 @@ and hook it. Its hooks see the rank's own full micro-gradient, before the reduce
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,17 +154,15 @@ class GradientNoiseScale(NoiseScaleAverage):
                 accumulated = partial(self._hook, owner, type(self)._accumulated)
                 self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
-    def begin_window(self, num_micros: int | None = None, *, pairs: bool = False, by_parameter: bool = False) -> None:
+    def begin_window(self, num_micros: int | None = None, *, by_parameter: bool = False) -> None:
         """Start a window; an unfinished one is discarded.
 
         Args:
             num_micros: micro-batches to come; a single rank needs it for `gns/consistency`.
-            pairs: provide `pair_norms`, by a second pass over each micro-batch's gradients.
             by_parameter: provide `parameter_squares`.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
-        self._pairs: list[Tensor] | None = [] if pairs else None
         self.parameter_squares = None
         if by_parameter:
             if self._squares is None:
@@ -185,7 +182,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         # On several ranks, the middle group is all of this rank's micro-batches.
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
         self._is_first = in_window == 1
-        self._sums_up = self._is_middle or self._pairs is not None
         self._micro_norms: list[Tensor] = []
         # Not measured yet: gradients, or parameters that have them.
         self._held: list[tuple[int, Tensor]] = []
@@ -216,14 +212,14 @@ class GradientNoiseScale(NoiseScaleAverage):
         assert self._is_active, "end_micro without begin_micro"
         self._is_active = False
         self._measure_held()
-        if self._world_size == 1 and self._sums_up and not self._is_first:
+        if self._world_size == 1 and self._is_middle and not self._is_first:
             leaves = [self._leaves.hooked[index] for index in self._fired]
             sums = [leaf.grad for leaf in leaves if leaf.grad is not None]
             self._sum_fires += len(sums)
             self._sum_norms += norms_of(sums)
         nothing = self._sums.new_zeros(1)
         micro_square = square = square_sum([nothing, *self._micro_norms])
-        if self._sums_up and not self._is_first:
+        if self._is_middle and not self._is_first:
             square = square_sum([nothing, *self._sum_norms])
         factor = torch.as_tensor(kappa, dtype=torch.float64, device=self._sums.device)
         zero = tokens = torch.zeros_like(factor)
@@ -247,14 +243,11 @@ class GradientNoiseScale(NoiseScaleAverage):
         squared = factor.square()
         update = [factor, squared, micro_square, factor * noise, squared * noise]
         self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault])
-        # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It
-        # is not if a parameter with an older gradient was not used in this micro-batch, if FSDP2
-        # keeps the sum elsewhere (it reduces in another type than it accumulates in), or if the
-        # loop reduces after every micro-batch. A group of one micro-batch has that one's norm.
+        # The middle needs `.grad` to be the sum over its group for every parameter. It is not if a
+        # parameter with an older gradient was not used in this micro-batch, if FSDP2 keeps the sum
+        # elsewhere (it reduces in another type than it accumulates in), or if the loop reduces
+        # after every micro-batch. A group of one micro-batch has that one's norm.
         is_whole = self._is_first or (not self._is_moved and self._sum_fires >= len(self._window_fires))
-        if self._pairs is not None:
-            known = square if is_whole else square * math.nan
-            self._pairs.append(torch.stack([factor, micro_square, known]))
         if self._is_middle and is_whole:
             own, middle = noise_scale.KAPPA_SQUARE, noise_scale.MIDDLE_OWN_KAPPA
             self._sums[middle : middle + 2] = self._sums[own : own + 2]
@@ -264,19 +257,16 @@ class GradientNoiseScale(NoiseScaleAverage):
     @property
     def kind(self) -> tuple[bool, ...]:
         """The conditions that decide the device's work for the micro-batch that has begun."""
-        return self._is_first, self._is_middle, self._pairs is not None, self.parameter_squares is not None
+        return self._is_first, self._is_middle, self.parameter_squares is not None
 
-    def trace(self) -> Trace:
+    def trace(self) -> frozenset[int]:
         """The host's part of the micro-batch in which a CUDA graph was captured, for `repeat`."""
-        pair = self._pairs.pop() if self._pairs else None
-        return Trace(frozenset(self._fired), pair)
+        return frozenset(self._fired)
 
-    def repeat(self, trace: Trace) -> None:
+    def repeat(self, trace: frozenset[int]) -> None:
         """Replaces backward and `end_micro` if the device replayed the micro-batch of `trace`."""
         self._is_active = False
-        self._window_fires |= trace.fired
-        if self._pairs is not None and trace.pair is not None:
-            self._pairs.append(trace.pair.clone())
+        self._window_fires |= trace
 
     def again(self) -> None:
         self._window_start += 1
@@ -290,12 +280,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         if not self._window_fires:
             sums[noise_scale.FAULTS] += 1.0
         return sums
-
-    def pair_norms(self) -> Tensor | None:
-        """[K, 3] float64 on the device, for each micro-batch of a window with `pairs` (None
-        without): kappa, square norm of the gradient, and that of the running sum of gradients
-        before any reduction; NaN where `.grad` is not that sum."""
-        return torch.stack(self._pairs) if self._pairs else None
 
     def grad_sq(self) -> Tensor:
         """[] float64: square norm of the `.grad` of all parameters, by the micro-batches' kernel.
@@ -349,7 +333,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         if self._fired_in[index] == self._micro:
             self._repeats += 1
         self._fired_in[index] = self._micro
-        if self._sums_up and leaf.grad is None and index in self._window_fires:
+        if self._is_middle and leaf.grad is None and index in self._window_fires:
             self._is_moved = True
         ddp = self._leaves.ddp
         if not self._is_middle and self._world_size > 1 and ddp is not None and ddp.require_backward_grad_sync:
@@ -383,18 +367,10 @@ class GradientNoiseScale(NoiseScaleAverage):
 
     def _accumulated(self, parameter: Tensor) -> None:
         """The hook after accumulation, which measures the running sum."""
-        if not self._sums_up or self._is_first or parameter.grad is None:
+        if not self._is_middle or self._is_first or parameter.grad is None:
             return
         self._sum_fires += 1
         self._sum_norms += norms_of([parameter.grad])
-
-
-class Trace(NamedTuple):
-    """The notes that hooks took on the host in one micro-batch."""
-
-    fired: frozenset[int]
-    pair: Tensor | None
-    """Its row of `pair_norms`, in the graph's memory."""
 
 
 @dataclass(frozen=True)

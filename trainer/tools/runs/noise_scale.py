@@ -10,9 +10,8 @@ from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
 
 B_BIG: Final = "gns/b_big"
-READINGS: Final = ("gns/b_drawn", "gns/b_now", "gns/b_simple")
-"""The most informative first: of the batch as it is drawn, as soon as it has an upper bound; of
-independent micro-batches; the lagging average of the latter."""
+READINGS: Final = ("gns/b_now", "gns/b_simple")
+"""The most informative first: the second is a lagging average."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
     step = max(batches)
     for key in READINGS:
         low, high = (_column(run, f"{key}{end}").get(step) for end in ("_low", "_high"))
-        if low is None or (high is None and key == READINGS[0]):
+        if low is None:
             continue
         value = _column(run, key).get(step)
         if high is None:  # a value without an upper bound says nothing

@@ -320,7 +320,6 @@ def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
     asked: dict[str, tuple[Any, str]] = {
         "mix": (len(run.plan.sources) > 1, ""),
         "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
-        "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),

@@ -62,8 +62,6 @@ class Launched:
     ready_at: float
     """When this rank reached the backward that reduces the gradient over ranks, by the step's
     clock, without the time that it had waited in the ledger's exchanges."""
-    is_window: bool
-    """Whether the step is a window of the noise scale's averages."""
     measured: Measured | None = None
     """The sums of extensions."""
 
@@ -156,15 +154,14 @@ class TrainStep:
         """
         for each in self._ledgers:
             each.begin_step(step)
-        # Before an extension may change the window: kappa must be the same on all ranks.
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
         extensions = self.extensions
-        window = extensions.begin_step(step, window, is_logged=is_logged)
+        extensions.begin_step(step, window, is_logged=is_logged)
         if self.auxiliary.by_rows:
             self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
-            pairs, by_parameter = "pairs" in extensions.kept, "by_parameter" in extensions.kept
-            self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
+            by_parameter = "by_parameter" in extensions.kept
+            self._gns_guard.run(self.gns.begin_window, len(window), by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
         exchanged_before, drawn = sum(map(LEDGER_SEC, self._ledgers)), [0] * len(self.shards)
@@ -289,8 +286,7 @@ class TrainStep:
         # After the update, whose result they may look at, and before the gradients are gone.
         measured = self.extensions.sum_up()
         self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
-        is_window = self.gns is not None and "pairs" not in self.extensions.kept
-        return Launched(numbers, self._kappa, self._ready_at, is_window, measured)
+        return Launched(numbers, self._kappa, self._ready_at, measured)
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order of their launch."""
@@ -303,7 +299,7 @@ class TrainStep:
             if reduced[HEAD + RANKS] != self.world_size:
                 # It failed on a rank: its averages would stand still, and look like measurements.
                 self._gns_guard.enabled = False
-            elif launched.is_window:
+            else:
                 self._gns_guard.run(self.gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
         is_taken = is_finite and tokens > 0
         if launched.measured is not None:
