@@ -136,7 +136,7 @@ $(addprefix bench-,$(BENCHES)): bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
 
 # On one CUDA device, from a bare checkout and with the packages of the interpreter that PYTHON names: nothing is installed.
-# PART=tests|runs|speed|models|ledger|memory|profile runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
+# PART=tests|runs|speed|models|ledger|profile runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
 DEVICE ?= cuda
 PART ?= all
 CHECK ?=

@@ -84,7 +84,6 @@ BENCHES = (
     ),
     Bench("speed", "head", 120, HEAD, "--rows 2 --length 64 --rounds 1 --vocabularies 4096"),
     Bench("ledger", "ledger", 200, ROW_BYTES, FEW_ROWS),
-    Bench("memory", "memory", 400, "", "--steps 20"),
     Bench("profile", "profile", 300, f"{TRACE} --set train.micro_batches=2", TRACE.replace("gpu", "gpu-cpu")),
 )
 

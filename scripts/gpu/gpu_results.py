@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-PARTS = ("tests", "runs", "speed", "models", "ledger", "memory", "profile")
+PARTS = ("tests", "runs", "speed", "models", "ledger", "profile")
 PASSED, MEASURED, REHEARSED, SKIPPED = "passed", "measured", "rehearsed", "skipped"
 MISSED, FAILED, TIMED_OUT, NOT_RUN = "MISSED", "FAILED", "TIMED OUT", "NOT RUN"
 BAD = frozenset({MISSED, FAILED, TIMED_OUT, NOT_RUN})

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.memory import resident_bytes
 from tests.support.on_device import around_steps, train_here
-from trainer.lab.memory import resident_bytes
 from trainer.training.run import Run
 
 pytestmark = pytest.mark.cuda

@@ -126,7 +126,7 @@ def test_a_part_ends_in_time_and_names_what_was_not_run() -> None:
     records = run(
         slow,
         check("next", "pass"),
-        check("other", figures({**FIGURE, **NO_GOAL}), part="memory"),
+        check("other", figures({**FIGURE, **NO_GOAL}), part="ledger"),
         part_sec=enough_sec(),
     )
     assert [each.rows[0].status for each in records] == ["TIMED OUT", "NOT RUN", "measured"]
@@ -250,8 +250,8 @@ def test_the_page_has_figures_goals_tables_and_versions() -> None:
 def two_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """`make gpu` with two parts of one check each, whose code is given."""
 
-    def main(*arguments: str, speed: str, memory: str) -> int:
-        made = [check("a", speed), check("b", memory, part="memory")]
+    def main(*arguments: str, speed: str, ledger: str) -> int:
+        made = [check("a", speed), check("b", ledger, part="ledger")]
         monkeypatch.setattr(harness, "checks", lambda root, device, results: made)
         monkeypatch.setattr(harness, "make_corpus", lambda environ: None)
         return harness.main(["--json", str(tmp_path / "results.json"), *arguments])
@@ -270,22 +270,22 @@ def test_parts_are_merged_and_the_exit_code_is_that_of_what_ran(
         content = json.loads((tmp_path / "results.json").read_text())["checks"]
         return {key: record["rows"][0]["status"] for key, record in content.items()}
 
-    assert two_checks("--part", "memory", speed=GOOD, memory=BAD) == 1
-    assert statuses() == {"memory/b": "MISSED"}
-    assert two_checks("--part", "speed", speed=GOOD, memory=GOOD) == 0
-    assert statuses() == {"speed/a": "measured", "memory/b": "MISSED"}
-    assert two_checks(speed=BAD, memory=GOOD) == 1
-    assert statuses() == {"speed/a": "MISSED", "memory/b": "measured"}
-    assert two_checks("--check", "b", speed=BAD, memory=GOOD) == 0
+    assert two_checks("--part", "ledger", speed=GOOD, ledger=BAD) == 1
+    assert statuses() == {"ledger/b": "MISSED"}
+    assert two_checks("--part", "speed", speed=GOOD, ledger=GOOD) == 0
+    assert statuses() == {"speed/a": "measured", "ledger/b": "MISSED"}
+    assert two_checks(speed=BAD, ledger=GOOD) == 1
+    assert statuses() == {"speed/a": "MISSED", "ledger/b": "measured"}
+    assert two_checks("--check", "b", speed=BAD, ledger=GOOD) == 0
     assert "MISSED: x: 2 2 is not at least 3" in capsys.readouterr().out
     assert (tmp_path / "results.md").read_text().count("## ") == 2
-    assert two_checks("--check", "nothing", speed=GOOD, memory=GOOD) == 2
+    assert two_checks("--check", "nothing", speed=GOOD, ledger=GOOD) == 2
 
 
 def test_a_machine_without_a_device_is_refused(
     two_checks: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(harness, "versions", lambda: {"torch": "2.11", "device": None})
-    assert two_checks(speed=GOOD, memory=GOOD) == 2
+    assert two_checks(speed=GOOD, ledger=GOOD) == 2
     assert "torch 2.11 of" in capsys.readouterr().err
-    assert two_checks("--device", "cpu", "--part", "speed", speed=GOOD, memory=GOOD) == 0
+    assert two_checks("--device", "cpu", "--part", "speed", speed=GOOD, ledger=GOOD) == 0

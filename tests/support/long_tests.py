@@ -72,10 +72,9 @@ LEFT = {
     "tools/preview/test_lanes_forecast": "beyond_what_is_counted:2",
     "lab/training/test_depth": "every_number_is_that:1 two_ranks_report_what",
     "core/training/test_evaluation": "over_seeds_the_loss",
-    "lab/training/test_memory": "what_makes_a_sharded what_makes_a_step",
     "core/training/test_no_waiting": "a_step_reads_nothing:2",
     "core/training/test_one_step_late": "the_numbers_are_those:2",
-    "tools/training/test_plausible": "check_predicts_the_memory",
+    "tools/training/test_plausible": "check_says_the_memory",
     "core/training/test_stops": "a_stop_at_any:1",
     "core/training/test_switches": "a_resumed_run:1 resumed_runs_count switches_that_only:1 switches_train_together:1",
 }

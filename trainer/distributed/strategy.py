@@ -270,13 +270,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return max(found, key=lambda parts: sum(map(num_parameters, parts)), default=[])
 
 
-def compile_blocks(model: nn.Module, **options: Any) -> None:
+def compile_blocks(model: nn.Module) -> None:
     """Have a model compiled block by block: what blocks share is compiled once."""
     whole = [model]
     if layout_of(model.parameters()) is not None:  # a sharded root has hooks of its own
         whole = list(model.children())
     for block in blocks_of(model) or whole:
-        block.compile(**options)
+        block.compile()
 
 
 def _fit(model: nn.Module, units: Sequence[object]) -> bool:

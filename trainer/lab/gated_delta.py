@@ -445,13 +445,6 @@ class GatedDelta(LanguageModel):
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
 
 
-def use_rule(model: nn.Module, rule: Rule) -> None:
-    """Let a rule run in all mixers."""
-    for module in model.modules():
-        if isinstance(module, DeltaMixer):
-            module.rule = rule
-
-
 def build(
     vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:

@@ -136,19 +136,18 @@ def _recomputed(block: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def in_chunks(
-    model: nn.Module, objective: Objective, chunk_tokens: int, *, device: torch.device | None, seq_len: int
+    model: nn.Module, objective: Objective, chunk_tokens: int, *, device: torch.device, seq_len: int
 ) -> tuple[Headless, ChunkedObjective]:
     """The model without its output layer, and the loss that computes the logits.
 
     Args:
-        device: where the model is; None if it has no numbers, which leaves its logits unchecked.
+        device: where the model is.
 
     Raises:
         UserError: the output layer is unknown, or is not the last thing that the model computes.
     """
     head = output_layer(model)
-    if device is not None:
-        refuse_more_than_a_head(model, head, device, seq_len=seq_len)
+    refuse_more_than_a_head(model, head, device, seq_len=seq_len)
     return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=chunk_tokens)
 
 

@@ -35,7 +35,7 @@ Doubt = tuple[str, str, str]
 def doubts(
     config: RunConfig, num_tokens: int, sources: Sequence[Source], eval_sources: Sequence[Source]
 ) -> list[UserError]:
-    """Settings of a run of so many tokens that work, but hardly as meant: warned about, not refused."""
+    """Settings of a run of so many tokens that work, but hardly as meant: warned about."""
     batches = config.micro_batches
     length = num_tokens
     if batches.unit == "steps":
@@ -88,7 +88,7 @@ def _doubted_readers(config: RunConfig, sources: Sequence[Source]) -> Iterator[D
 
 
 def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
-    """Modalities of a root that no source reads, perhaps added since, and files in no modality's directory."""
+    """Modalities of a root that no source reads, and files in no modality's directory."""
     readers: dict[str, list[SourceTable]] = {}
     for source in (*sources, *eval_sources):
         if source.streams and source.table.root is not None and not is_url(source.table.root):
@@ -176,8 +176,8 @@ FIXES = {
 def unmet_needs(plan: Plan, num_parameters: int, state_width: int, device: torch.device) -> list[UserError]:
     """The needs that this machine does not meet: CUDA, a compiler, memory.
 
-    Memory is a lower bound for one rank: parameters and optimizer (only the shards of a sharded model), the ledger, and
-    the logits of one micro-batch.
+    Memory is a lower bound for one rank: parameters and optimizer (only the shards of a sharded
+    model), the ledger, and the logits of one micro-batch.
 
     Raises:
         UserError: the ranks cannot share the model as `[distributed]` has it.
@@ -224,22 +224,29 @@ def _compiles(compiler: str) -> bool:
 
 def _memory_needs(plan: Plan, num_parameters: int, state_width: int) -> dict[str, tuple[int, str]]:
     """Bytes per rank and what takes them, by the key that governs them."""
-    config, layout = plan.config, plan.layout
+    config = plan.config
     tokens = tokens_per_micro(config, [each.table for each in plan.sources], num_shards=1) or config.row_tokens
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
-    numbers = 2  # weight and gradient
-    if config.optimizer.target is None:
-        numbers += MOMENTS[config.optimizer.name]
-    held = num_parameters
-    if layout is not None:
-        held = -(-num_parameters // layout.shards)
     logit_bytes = 4 if config.train.precision == "fp32" else 2
     shards = data_shards(config, plan.facts.world_size) // plan.facts.world_size
+    model = sum(model_bytes(plan, num_parameters).values())
     return {
         "data.seq_len": (tokens * plan.vocab_size * logit_bytes, "the logits that exist together"),
-        "model": (held * numbers * 4, "weights, gradients and optimizer"),
+        "model": (model, "weights, gradients and optimizer"),
         "ledger.capacity": (shards * ledger_bytes(config.ledger, state_width), "the states of the ledger"),
     }
+
+
+def model_bytes(plan: Plan, num_parameters: int) -> dict[str, int]:
+    """Bytes of a rank's weights, gradients and optimizer, which of the user's own is left out; in a
+    sharded model, of its shards alone."""
+    held = num_parameters
+    if plan.layout is not None:
+        held = -(-num_parameters // plan.layout.shards)
+    found = {"weights": 4 * held, "gradients": 4 * held}
+    if plan.config.optimizer.target is None:
+        found["optimizer"] = 4 * held * MOMENTS[plan.config.optimizer.name]
+    return found
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.core.ledger.test_ledger import lookup, store
+from tests.support.memory import resident_bytes
 from trainer.errors import UserError
-from trainer.lab.memory import resident_bytes
 from trainer.ledger import Ledger, LedgerOptions, Owners
 from trainer.ledger import slab as slabs
 from trainer.ledger.slab import Slab

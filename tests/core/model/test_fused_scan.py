@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.core.model.test_recurrence import step_by_step
 from tests.support.kernels import DEVICE
-from trainer.lab.memory import use_kernels
 from trainer.model import encoder, recurrence
 from trainer.model.recurrence import BLOCKS, fused_scan, gated_scan
 
@@ -238,7 +237,7 @@ def test_the_layer_runs_on_the_kernels(how: str) -> None:
     tolerance = 2e-2 if how == "autocast" else 1e-5
     layer.scan = plain_scan
     expected = run(layer)
-    use_kernels(layer, "fp32")
+    layer.scan = fused_scan
     torch.testing.assert_close(run(fused), expected, rtol=tolerance, atol=tolerance)
 
 

@@ -19,6 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.memory import resident_bytes
 from tests.support.streams import WideTokens, epochs_by_hand, options_of, streams_of
 from trainer.data.blend import BlendSource
 from trainer.data.documents import ReadOptions, TokenTable
@@ -29,7 +30,6 @@ from trainer.data.mixing import MixOptions
 from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
-from trainer.lab.memory import resident_bytes
 from trainer.ledger import Ledger, LedgerOptions
 
 Layout = Mapping[str, Sequence[Sequence[int]]]

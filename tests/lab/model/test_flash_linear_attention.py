@@ -16,7 +16,7 @@ from tests.core.model.test_recurrence import rule_by_steps
 from tests.support.kernels import DEVICE, interpreted_fla
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
-from trainer.lab.gated_delta import CHUNK, build, gated_delta_rule, kernel_rule, refusal, refusal_here, use_rule
+from trainer.lab.gated_delta import CHUNK, DeltaMixer, build, gated_delta_rule, kernel_rule, refusal, refusal_here
 from trainer.training.setup.plan import build_model
 
 ROWS, LENGTH, HEADS, WIDTH = 3, 100, 2, 32 if DEVICE == "cpu" else 128
@@ -116,9 +116,12 @@ def test_a_model_on_the_kernels_compiles_in_one_piece_and_equals_the_one_in_torc
     torch.manual_seed(0)
     model = build(37, 2 * WIDTH, 2, heads=2).to(device)
     tokens, marks = torch.randint(37, (ROWS, 70), device=device), MANY[:, :70].to(device)
-    use_rule(model, gated_delta_rule)
+    mixers = [module for module in model.modules() if isinstance(module, DeltaMixer)]
+    for mixer in mixers:
+        mixer.rule = gated_delta_rule
     wanted = model(tokens, resets=marks)
-    use_rule(model, kernel_rule)
+    for mixer in mixers:
+        mixer.rule = kernel_rule
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     with torch.autocast(device.type, PRODUCTS):

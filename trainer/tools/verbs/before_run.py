@@ -75,7 +75,7 @@ def check(
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         for unmet in plan.unmet_needs(device):
             get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
-        facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan, device)}
+        facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan)}
         views, facts["fill"] = _forecast(plan)
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
@@ -189,7 +189,7 @@ def _check_resume(config: RunConfig, resume: str) -> None:
 
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Derived values, without the memory of a step and the model's contract.
+    """Derived values, without memory and the model's contract.
     Raises UserError: the model lacks the state that a setting needs."""
     from trainer.config.rules import why_no_noise_scale
     from trainer.tools.summary import alignment
@@ -223,35 +223,15 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
-    """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
-    from trainer.distributed.strategy import bypassed
-    from trainer.import_path import format_error
-    from trainer.lab.memory import predict_memory, resident_bytes
-    from trainer.metrics.logger import get_logger
-    from trainer.tools.doubts import memory_bytes
+def _megabytes(plan: Plan) -> dict[str, float]:
+    """What a rank's model and its lanes' states take, in MB (1e6 bytes), by formulas."""
+    from trainer.tools.doubts import model_bytes
+    from trainer.training.setup.plan import state_bytes
 
-    try:
-        memory = predict_memory(plan)
-    except TimeoutError:
-        return "not known: it would take long to find out"
-    except Exception as error:
-        # Under a strategy that shards, the same error would end the run.
-        if plan.facts.world_size > 1 and plan.config.distributed.strategy != "ddp":
-            if isinstance(error, UserError):
-                raise
-            found = bypassed(error)
-            if found is not None:
-                raise found from None
-        return f"not known: the step cannot run without numbers ({format_error(error)})"
-    needs = {**memory.parts(), "peak": memory.peak}
-    process = resident_bytes()
-    if device.type == "cpu" and process:
-        needs["process"] = process
-    if needs["peak"] > memory_bytes(device):
-        text = "a step's tensors take %.1f GB per rank at their most; %s has %.1f GB of memory here"
-        get_logger("check").warning(text, needs["peak"] / 1e9, device.type, memory_bytes(device) / 1e9)
-    return {name: round(size / 1e6, 1) for name, size in needs.items()}
+    sizes = model_bytes(plan, plan.num_parameters())
+    lanes = plan.facts.groups_in_flight * plan.facts.shards_per_rank
+    sizes["states"] = lanes * state_bytes(plan.config.ledger, plan.state_width())
+    return {name: round(size / 1e6, 1) for name, size in sizes.items()}
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
@@ -263,9 +243,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         if name in MEANINGS:
             line += f"   ({MEANINGS[name]})"
         echo(line)
-    if isinstance(memory, dict):
-        memory = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items()) + " MB"
-    echo(f"#   memory per rank: {memory}")
+    parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items())
+    echo(f"#   memory per rank, without activations: {parts} MB")
     for kind, named in (("source", sources), ("eval source", evals)):
         for name, found in named.items():
             what = "a data set of your own"

@@ -99,12 +99,12 @@ def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Call
 
 
 def model_and_loss(
-    model: nn.Module, plan: Plan, device: torch.device | None, *, vocab_size: int = 0
+    model: nn.Module, plan: Plan, device: torch.device, *, vocab_size: int = 0
 ) -> tuple[nn.Module, Loss]:
     """The model as it runs a row, and its loss, which computes the logits with `chunk_tokens`.
 
     A UserError if a custom loss cannot be made, or if the model does more to its logits than an
-    output layer: with `chunk_tokens`, this is tried on the `device`, unless it is None.
+    output layer: with `chunk_tokens`, this is tried on the `device`.
     """
     table, own, key = plan.config.objective, None, "objective.target"
     if table.target is not None:

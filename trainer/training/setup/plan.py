@@ -168,7 +168,12 @@ def width_of(model: nn.Module) -> int:
 
 def ledger_bytes(table: LedgerTable, state_width: int) -> int:
     """Memory of the states of one data shard's ledger."""
-    return table.capacity * state_width * (2 if table.dtype == "bfloat16" else 4)
+    return table.capacity * state_bytes(table, state_width)
+
+
+def state_bytes(table: LedgerTable, state_width: int) -> int:
+    """Memory of one state."""
+    return state_width * (2 if table.dtype == "bfloat16" else 4)
 
 
 def _with_capacity(config: RunConfig) -> RunConfig:
