@@ -88,7 +88,7 @@ def test_the_smoke_run_imports_nothing_of_the_lab_on_any_rank(tmp_path):
 def test_verbs_that_need_the_lab_refuse_without_it_and_others_do_not(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "trainer", ignore=shutil.ignore_patterns("lab", "__pycache__"))
     write_tiny_config(tmp_path)
-    others = ["ls .", "report run", "preview --config tiny.toml"]
+    others = ["ls .", "report run"]
     lines = ["--config tiny.toml --run-dir run --set checkpoint.every=3", *WITH_LAB, *others]
     # An installation of this package that can be edited finds the modules that are missing in the copy.
     code = f"""

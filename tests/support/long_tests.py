@@ -69,7 +69,6 @@ LEFT = {
     "core/model/test_fused_scan": "states_and_gradients_equal:2 the_layer_runs_on:1",
     "lab/model/test_hugging_face": "the_reopened_model_computes:3",
     "lab/objective/test_chunked": "under_bf16_gradients_are:1",
-    "tools/preview/test_lanes_forecast": "beyond_what_is_counted:2",
     "lab/training/test_depth": "every_number_is_that:1 two_ranks_report_what",
     "core/training/test_evaluation": "over_seeds_the_loss",
     "core/training/test_no_waiting": "a_step_reads_nothing:2",

@@ -16,7 +16,7 @@ TOOLS = ROOT / "trainer" / "tools"
 TABLE = TOOLS / "limits.py"
 JUDGING = (  # files that compare what was measured or forecast with a threshold
     "diagnostics/*.py",
-    "preview/*.py",
+    "content.py",
     "report/run_summary.py",
     "runs/noise_scale.py",
     "verbs/before_run.py",
@@ -25,7 +25,7 @@ JUDGING = (  # files that compare what was measured or forecast with a threshold
 NOT_A_JUDGEMENT = {
     "MAX_EVIDENCE", "_MOST_ROWS", "_MOST_TEXT",  # shown
     "DIAGNOSIS_VERSION", "EXIT_BREACH",  # of an output
-    "COUNTED", "MAX_COUNTED", "MOST_BYTES", "MOST_POSITIONS", "SAMPLED",  # how much is read before a run
+    "OPENED_BYTES",  # how much is read before a run
 }  # fmt: skip
 
 

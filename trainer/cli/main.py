@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Options of `train` that stand for settings; `check` and `preview` take them, too.
+# Options of `train` that stand for settings; `check` takes them, too.
 SETTINGS = {
     "steps": "train.steps",
     "resume": "checkpoint.resume",
@@ -160,7 +160,7 @@ def _with_settings(arguments: list[str]) -> list[str]:
     """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`."""
     found: list[str] = []
     given = iter(arguments)
-    short = SETTINGS if arguments[:1] in (["check"], ["preview"]) else {}
+    short = SETTINGS if arguments[:1] == ["check"] else {}
     for argument in given:
         key, is_whole, value = argument.removeprefix("--").partition("=")
         key = short.get(key, key)

@@ -15,7 +15,6 @@ LAB = "trainer.lab"
 VERBS = {
     "init": "trainer.tools.verbs.before_run:init",
     "check": "trainer.tools.verbs.before_run:check",
-    "preview": "trainer.tools.verbs.before_run:preview",
     "ls": "trainer.tools.verbs.records:ls",
     "mix": "trainer.tools.verbs.data:mix",
     "doctor": "trainer.tools.verbs.models:doctor",

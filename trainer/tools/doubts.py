@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,44 +30,23 @@ Doubt = tuple[str, str, str]
 """Key, problem and fix."""
 
 
-def doubts(
-    config: RunConfig, num_tokens: int, sources: Sequence[Source], eval_sources: Sequence[Source]
-) -> list[UserError]:
-    """Settings of a run of so many tokens that work, but hardly as meant: warned about."""
-    batches = config.micro_batches
-    length = num_tokens
-    if batches.unit == "steps":
-        length = config.train.steps
-    found = [*trained_on(sources, eval_sources), *_doubted_settings(config, eval_sources)]
+def doubts(config: RunConfig, sources: Sequence[Source], eval_sources: Sequence[Source]) -> list[UserError]:
+    """Settings of a run that work, but hardly as meant: warned about, not refused."""
+    found = [*trained_on(sources, eval_sources), *_doubted_settings(config)]
     found += _doubted_readers(config, sources)
-    found += never_reached("train.micro_batches", [x for x, _ in batches.points], length, batches.unit)
     found += _unread(sources, eval_sources)
     if config.eval.holdout_fraction > 0:
         found += _leaks(sources)
     return [UserError(*each) for each in found]
 
 
-def never_reached(key: str, points: Iterable[int], length: int, unit: str) -> Iterator[Doubt]:
-    """A point of a schedule beyond the end of the run."""
-    beyond = [x for x in points if x > length > 0]
-    if beyond:
-        problem = f"has a point at {beyond[0]:,}, but the run has {length:,} {unit} and never reaches it"
-        yield f"{key}.points", problem, f"move the last point to at most {length}"
-
-
-def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iterator[Doubt]:
-    train, evaluation, optimizer = config.train, config.eval, config.optimizer
-    if evaluation.has_data and not evaluation.every and (eval_sources or evaluation.target is not None):
-        problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
-        yield "eval.every", problem, "set it to the number of steps between evaluations"
-    if evaluation.holdout_fraction > limits.LARGEST_HOLDOUT:
-        problem = f"{evaluation.holdout_fraction:g}: the run trains on the smaller part of its documents"
-        yield "eval.holdout_fraction", problem, "set it to 0.02"
+def _doubted_settings(config: RunConfig) -> Iterator[Doubt]:
+    optimizer = config.optimizer
     if optimizer.lr > limits.LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
     for unit in ("steps", "tokens"):
-        warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(train, unit)
+        warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(config.train, unit)
         if length and warmup > limits.LONG_WARMUP * length:
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the configured learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
@@ -164,7 +141,6 @@ def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position
 
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
-COMPILER_SEC = 60.0
 FIXES = {
     "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
     "model": "lower dim or num_layers",
@@ -174,7 +150,7 @@ FIXES = {
 
 
 def unmet_needs(plan: Plan, num_parameters: int, state_width: int, device: torch.device) -> list[UserError]:
-    """The needs that this machine does not meet: CUDA, a compiler, memory.
+    """The needs that this machine does not meet: CUDA and memory.
 
     Memory is a lower bound for one rank: parameters and optimizer (only the shards of a sharded
     model), the ledger, and the logits of one micro-batch.
@@ -205,21 +181,6 @@ def _needs_of_cuda(train: TrainTable) -> Iterator[UserError]:
         if value == wanted:
             problem = f'"{str(value).lower()}" needs a CUDA device, and torch finds none here'
             yield UserError(key, problem, f"use a machine with one{other}")
-    compiler = os.environ.get("CXX", "g++")
-    if train.compile and not _compiles(compiler):
-        problem = f"needs a C++ compiler on a CPU, and {compiler} (CXX) is none that works"
-        yield UserError("train.compile", problem, "install g++, or set it to false")
-
-
-@cache
-def _compiles(compiler: str) -> bool:
-    """Whether a program makes assembly of C++."""
-    line = [compiler, "-x", "c++", "-S", "-o", "-", "-"]
-    try:
-        done = subprocess.run(line, input=b"#include <cmath>\n", capture_output=True, timeout=COMPILER_SEC, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and bool(done.stdout)
 
 
 def _memory_needs(plan: Plan, num_parameters: int, state_width: int) -> dict[str, tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""The thresholds of every judgement on a run, before it (`preview`, `check`) and after it
+"""The thresholds of every judgement on a run, before it (`check`) and after it
 (`diagnose`, `report`), in one table.
 
 Above each threshold stand its unit and its reason. Those that follow from no formula were set by
@@ -10,7 +10,6 @@ than a number is a function below, which also says what to set instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,8 +21,6 @@ ALPHA: Final = 1e-3
 LEAST_JUDGED: Final = 0.5
 # learning rate: AdamW moves every weight by about this much per step; `check` warns above it, so no rule suggests more.
 LARGEST_LR: Final = 0.1
-# share of the documents: a run that holds out more trains on the smaller part.
-LARGEST_HOLDOUT: Final = 0.5
 # share of the run: a longer warm-up leaves most steps below the configured learning rate.
 LONG_WARMUP: Final = 0.5
 # share of the learning rate: a smaller jump at a resume is not worth a warning.
@@ -43,8 +40,6 @@ OVERSIZE_BYTES: Final = 1e9
 OVERSIZE_DEVICE_SHARE: Final = 0.05
 # steps: of logged fill; before that, documents are still being opened.
 OVERSIZE_STEPS: Final = 100
-# probability: that a single reader waits longer than its bound, negligible over any run.
-RARE_WAIT: Final = 1e-9
 # probes: in the second half of a run; the scatter of fewer is no estimate of their error.
 MIN_PROBES: Final = 4
 # standard errors: a gain of carrying within them may be zero.
@@ -70,8 +65,6 @@ LOW_FILL: Final = 0.9
 WHOLE_FILL: Final = 0.999
 # logged rows: the fill of fewer is that of the first batches.
 FILL_ROWS: Final = 5
-# share of the positions that a shorter row may pad and still be a remedy: below 1 - LOW_FILL, with room for error.
-GOOD_PADDING: Final = 0.08
 # ratio of the picks of two slices: the reader with fewer waits about so many times longer.
 UNEVEN_RATIO: Final = 16.0
 # share of the logged rows: single uneven rows are slices about to end.
@@ -84,12 +77,6 @@ EVEN_BATCHES: Final = 2
 CHURN_PICKS: Final = 4.0
 # exhausted readers per rank: fewer are the end of an epoch.
 CHURN_EVENTS: Final = 20
-# epochs: repeated tokens are nearly as good as new ones for about four (Muennighoff et al. 2023, arXiv 2305.16264).
-MAX_EPOCHS: Final = 4.0
-# ratio of the share that is drawn to that of the corpus, or its inverse: more is worth a mention, since few mean it.
-SKEW: Final = 2.0
-# share of the tokens: a modality below it cannot be skewed in a way that matters.
-SEEN_SHARE: Final = 0.01
 
 # The gradient and its noise
 
@@ -194,24 +181,3 @@ def surprise_bound(picks: float) -> float:
     exceeds ln(picks / ALPHA) in one of 1 / ALPHA runs.
     """
     return math.log(max(picks, 2) / ALPHA)
-
-
-def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:
-    """Upper bound on the wait of a group for its next cell, in optimizer steps.
-
-    With weighted picks, a reader with one pick left waits for about the remaining picks of the
-    whole pool, at most K n; waits beyond 2 K n are negligible (docs/ledger.md; counted in
-    docs/preview.md). This holds from about 20 picks per slice; below that, use the counted waits. A
-    single reader waits only for its source, whose draws are independent: longer than w
-    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K longest
-    slices. A source with a share of the m micro-batches per step needs 1 / (share m) steps per
-    pick. `picks_per_slice`: n of every slice; `num_mixed`: K; `micro_batches`: the smallest m.
-    """
-    if share <= 0:
-        return 0
-    if num_mixed > 1 and picks_per_slice:
-        longest = sorted(picks_per_slice)[-num_mixed:]
-        return math.ceil(2 * sum(longest) / (share * micro_batches))
-    if share >= 1:
-        return 1
-    return math.ceil(max(math.log(RARE_WAIT) / math.log1p(-share), 1) / micro_batches)

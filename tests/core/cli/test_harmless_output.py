@@ -145,7 +145,6 @@ def test_a_run_whose_names_are_not_utf8_can_be_looked_at(odd, tmp_path, capsys):
         ["ls", directory],
         ["checkpoint", "list", run_dir],
         ["check", "--config", config],
-        ["preview", "--config", config],
     ]
     for verb in verbs:
         done = program(verb, capsys)

@@ -23,7 +23,7 @@ def test_install_completion_writes_what_bash_can_source(tmp_path):
     assert result.returncode == 0, result.stderr
     assert str(tmp_path / ".bash_completions" / "train.sh") in (tmp_path / ".bashrc").read_text()
     script = f"PATH={tmp_path}:$PATH; source {tmp_path}/.bash_completions/train.sh; "
-    for words, position in (("train prev", 1), ("train export r --format saf", 4)):
+    for words, position in (("train diag", 1), ("train export r --format saf", 4)):
         script += f'COMP_WORDS=({words}) COMP_CWORD={position}; _train_completion train; echo "${{COMPREPLY[@]}}"; '
     wrapper = tmp_path / "train"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {PROGRAM} "$@"\n')
@@ -31,7 +31,7 @@ def test_install_completion_writes_what_bash_can_source(tmp_path):
     shell = subprocess.run(
         ["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
     )
-    assert shell.stdout.split() == ["preview", "safetensors"], shell.stderr
+    assert shell.stdout.split() == ["diagnose", "safetensors"], shell.stderr
 
 
 EACH_IN_TURN = """

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -208,3 +209,36 @@ def test_shards_take_turns_in_the_slices_of_streams(num_streams, num_shards, see
             owners[shard] = sum(len(batch["group_ids"]) for batch in batches)
         assert sum(owners.values()) == num_streams
         assert set(owners.values()) <= {num_streams // num_shards, math.ceil(num_streams / num_shards)}
+
+
+def waits(num_mixed: int, picks: int, seed: int) -> Iterator[int]:
+    """Waits of a pool of K readers with n picks per slice, refilled from 4 K streams, over 10 K n picks."""
+    pool, draw, unread = ActivePool(["m"], "weighted"), np.random.Generator(np.random.Philox(seed)), 0
+
+    def new() -> SimpleNamespace:
+        stream = SimpleNamespace(modality="m")
+        return SimpleNamespace(stream=stream, remaining_picks=picks, remaining_fraction=1.0, last=None)
+
+    for at in range(10 * num_mixed * picks):
+        if not pool.readers:
+            unread = 3 * num_mixed
+            for _ in range(num_mixed):
+                pool.add(new())
+        slot = pool.pick(draw.random())
+        reader = pool.readers[slot]
+        if reader.last is not None:
+            yield at - reader.last
+        reader.last, reader.remaining_picks = at, reader.remaining_picks - 1
+        if reader.remaining_picks:
+            pool.note(slot)
+        else:
+            pool.replace(slot, new() if unread else None)
+            unread -= unread > 0
+
+
+@pytest.mark.parametrize("num_mixed", [4, 8])
+@pytest.mark.parametrize("picks", [20, 50, 100])
+def test_no_wait_is_longer_than_2_k_n(num_mixed: int, picks: int) -> None:
+    longest = max(max(waits(num_mixed, picks, seed)) for seed in range(3))
+    assert longest <= 2 * num_mixed * picks
+    assert longest > 0.4 * num_mixed * picks  # the bound is tight: a threshold far below is not safe

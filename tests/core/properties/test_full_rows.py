@@ -429,3 +429,16 @@ def test_states_of_other_rows_are_refused_by_name():
         reader = blend(streams)
         with pytest.raises(UserError, match="not one of full rows"):
             reader.load_state_dict({key: value for key, value in reader.state_dict().items() if key != "lanes"})
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), max_cells=st.integers(1, 4), every=st.integers(1, 2)
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_token_of_the_documents_belongs_to_one_group(lengths: list[int], max_cells: int, every: int) -> None:
+    sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
+    groups = build_groups(sizes, kept, "s", CutOptions("", 6, max_cells))
+    tokens = OpenStream(Stream(0, "s", "m", "s"), TokenTable(sizes, sizes, sizes), groups, 6, 0).num_tokens()
+    assert tokens.sum() == sizes[kept].sum()
+    assert (tokens > 0).all()
+    assert (tokens <= groups.num_cells * 6).all()

@@ -1,4 +1,4 @@
-"""`train check` and `train preview`: what is not measured, what is never reached, and where a mistake is written."""
+"""`train check`: what it derives, what is not measured, and where a mistake is written."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_terminal_shows_the_keys_that_are_set_and_a_pipe_all_of_them(config, c
         patched.setattr(sys.stdout, "isatty", lambda: True)
         shown = program((*arguments, "--set", "optimizer.betas=[0.8, 0.9]"), capsys).stdout
     assert tomllib.loads(piped)["train"]["precision"] == "auto"
-    assert "\n#   precision = fp32   (on this machine)\n" in piped
+    assert "\n#   precision = fp32\n" in piped
     given = tomllib.loads(shown)
     assert given["optimizer"] == {"betas": [0.8, 0.9]}
     assert given["train"] == tomllib.loads(config.read_text())["train"]
@@ -103,20 +103,17 @@ def test_what_cannot_be_a_directory_or_a_url_is_refused_in_one_line(config, caps
     assert line.startswith(f"--set {key}={value}: ")
 
 
-def test_full_rows_are_checked_by_their_fill_their_shares_and_their_alignment(config, capsys):
-    assert "#   fill = forecast of full rows only" in checked(config, capsys).stdout
-    full = checked(config, capsys, *FULL_ROWS)
+def test_shares_epochs_and_alignment_of_the_sources(config, capsys):
+    full = checked(config, capsys, *FULL_ROWS, BY_BATCH, "data.source.second.weight=3")
     assert "#   align = stream: documents begin within rows" in full.stdout
-    assert "#   fill = 1.0 " in full.stdout
-    shares = re.findall(r"^#     \w+: ([\d.]+)% of the corpus, ([\d.]+)% of what is drawn$", full.stdout, re.MULTILINE)
-    assert [sum(map(float, column)) for column in zip(*shares, strict=True)] == pytest.approx([100, 100], abs=0.2)
-    assert "without rows" not in full.stdout
-    assert "of the corpus and" not in full.stderr
-    skewed = checked(config, capsys, *FULL_ROWS, BY_BATCH, "data.source.second.weight=9", "train.steps=60")
-    assert "of the corpus and" in skewed.stderr
-    cut = checked(config, capsys, *FULL_ROWS, "data.max_group_cells=3").stdout
-    assert "follow a cut of their document: their state reaches back to the cut, at most 48 tokens (data.max" in cut
-    own = ("model.target=tests.support.models:dropout", "data.seq_len=128", "model.contract=false")
+    named = re.findall(
+        r"source (\w+): .*; ([\d.]+)% of what is read, an epoch takes ([\d,]+) steps$", full.stdout, re.M
+    )
+    assert [(name, share) for name, share, _ in named] == [("first", "25.0"), ("second", "75.0")]
+    for name, share, steps in named:
+        files = (config.parent / "corpus" / {"first": "a", "second": "b"}[name]).glob("*.jsonl")
+        tokens = sum(len(json.loads(line)["text"]) for path in files for line in path.read_text().splitlines())
+        assert float(steps.replace(",", "")) == pytest.approx(tokens / (float(share) / 100 * 128), abs=0.6)
+    own = ("model.target=tests.support.models:dropout", "model.contract=false")
     padded = checked(config, capsys, *FULL_ROWS, *own)
     assert "document: each begins a row, since DropoutModel does not declare resets_in_one_pass" in padded.stdout
-    assert "data.seq_len: 128 pads documents, each of which begins a row, by 33%" in padded.stderr

@@ -13,7 +13,6 @@ from tests.core.data.megatron_writer import write_megatron
 from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus
-from tests.tools.preview.test_lanes_forecast import read
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.data.layout import discover_nested
@@ -221,57 +220,14 @@ def written(corpus, monkeypatch, capsys) -> None:
     capsys.readouterr()
 
 
-def drawn(config: Path) -> dict[str, float]:
-    """Share of each source in the target tokens that the real pipeline draws."""
-    plan = make_plan(load_config(config, ["train.steps=1500", "train.micro_batches=2"]), config, 1)
-    _, tokens, _ = read(plan)
-    return {name: count / tokens.total() for (name, _), count in tokens.items()}
-
-
 @pytest.mark.usefixtures("written")
-def test_the_tokens_that_are_drawn_have_the_shares_of_the_training_tokens():
+def test_weights_are_the_shares_of_the_training_tokens():
     weights = {source.name: source.weight for source in load_config("x.toml").data.source}
     found = discover_nested(Path("data"))
     lengths = [np.array(LENGTHS[stream.modality]) for stream in found]
     parts = parts_of(found, lengths, choose_sizes(found, lengths))
     tokens = {part.modality: part.tokens for part in parts}
     assert weights == pytest.approx({name: count / sum(tokens.values()) for name, count in tokens.items()}, rel=0.001)
-    for name, share in drawn(Path("x.toml")).items():
-        # One of the few long documents is on at most two rows, of as many epochs.
-        assert share == pytest.approx(weights[name], rel=0.1, abs=0.01)
-
-
-@pytest.mark.usefixtures("written")
-def test_equal_weights_draw_another_mix_which_preview_shows_and_warns_about(capsys):
-    ones = [part for name in LENGTHS for part in ("--set", f"data.source.{name}.weight=1.0")]
-    good = program(["preview", "--config", "x.toml"], capsys)
-    assert "of what is drawn;" not in " ".join(good.stdout.split())
-    said = " ".join(program(["preview", "--config", "x.toml", *ones], capsys).stdout.split())
-    assert re.search(r"data\.source\.weight: .*few is \d+\.\d% of the corpus and .* of what is drawn", said)
-    suggested = dict(re.findall(r"(few|long|short) = ([\d.]+)", said.partition("come from the weights")[2]))
-    assert suggested.keys() == LENGTHS.keys()
-    asked = {source.name: source.weight for source in load_config("x.toml").data.source}
-    assert {name: float(weight) for name, weight in suggested.items()} == pytest.approx(asked, rel=0.01)
-
-
-@pytest.mark.usefixtures("written")
-def test_an_underdrawn_modality_alone_is_warned_about(capsys):
-    weights = {source.name: source.weight for source in load_config("x.toml").data.source}
-    few = ["--set", f"data.source.few.weight={weights['few'] / 5}"]
-    shown = json.loads(
-        program(["preview", "--config", "x.toml", "--json", *few], capsys).stdout.partition("\nwrote")[0]
-    )
-    (found,) = [each for each in shown["warnings"] if each["key"] == "data.source.weight"]
-    assert found["problem"].startswith("few is ")
-    assert "long is" not in found["problem"]
-
-
-@pytest.mark.usefixtures("written")
-def test_a_blend_that_is_meant_to_change_gives_no_warning(capsys):
-    fading = 'data.source.few.weight={schedule="linear",points={0=1.0,50=0.0}}'
-    assert "of what is drawn;" not in " ".join(
-        program(["preview", "--config", "x.toml", "--set", fading], capsys).stdout.split()
-    )
 
 
 def test_paths_that_name_one_modality_each_become_sources_and_others_stay_one(corpus, monkeypatch):

@@ -269,7 +269,7 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob | None:
         fewer = max(int(mean * rows), 1)
     if fewer == rows:
         return None
-    return Knob("data.mixing.batch_size", rows, fewer, "or what train preview suggests")
+    return Knob("data.mixing.batch_size", rows, fewer, "or cut documents: data.max_group_cells")
 
 
 @rule("warning", needs=[SHARE_ERROR])

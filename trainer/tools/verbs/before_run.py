@@ -1,12 +1,9 @@
-"""The verbs before a run: `train init`, `train check` and `train preview`."""
+"""The verbs before a run: `train init` and `train check`."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,36 +14,18 @@ from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.errors import UserError
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import JsonOption, output, print_json, put_text
+from trainer.tools.verbs.shared import JsonOption, print_json, put_text
 from trainer.wording import counted
 
 if TYPE_CHECKING:
     import torch
 
     from trainer.config.schema import RunConfig
-    from trainer.tools.preview.summary import SourceView
     from trainer.training.setup.plan import Plan
     from trainer.training.setup.sources import Source
 
 WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, help="World size to assume.")]
-MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
-COUNTED = 20_000  # rows over all data shards
 SCHEMA_NAME = "config.schema.json"
-MEANINGS = {
-    "precision": "on this machine",
-    "data_shards": "parts that the data are read in",
-    "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
-    "tokens_per_step": "at most, over all ranks",
-    "tokens_in_run": "train.tokens, or at most, with full batches; train preview forecasts them",
-    "tokens_per_micro": "tokens of a micro-batch over all ranks",
-    "fill": "share of tokens_per_step that the run will have, as forecast",
-    "groups_in_flight": "documents whose states a data shard keeps at once, at most",
-    "capacity_to_change_ranks": "the same after a resume with another number of data shards",
-    "ledger_capacity": "states that a data shard has room for",
-    "ledger_mode": "which states are dropped",
-    "ownership": "which rank keeps a document's state",
-    "state_width": "numbers of a document's state",
-}
 
 
 def check(
@@ -57,8 +36,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Validate a config; print it (in a pipe, with all defaults), and the values derived from it.
-    Takes train's --steps, --resume, --stdout, --profile, --strategy and --replicas too, as preview
-    does."""
+    Takes train's --steps, --resume, --stdout, --profile, --strategy and --replicas too."""
     config_path = require_config(config, "train check")
     with uncollected():
         import torch
@@ -76,7 +54,7 @@ def check(
         for unmet in plan.unmet_needs(device):
             get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
         facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan)}
-        views, facts["fill"] = _forecast(plan)
+        sources = _read(plan)
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -89,9 +67,7 @@ def check(
         if report["forward"].status == "held":
             facts["forward_pass"] = "ran"
         facts["contract"] = report.to_json() if as_json else report.summary()
-    facts["sources"] = {source.name: _source(source) for source in plan.sources}
-    for view in views:
-        facts["sources"][view.name].update(_drawn(plan, view))
+    facts["sources"] = sources
     facts["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
@@ -112,28 +88,24 @@ def _source(source: Source) -> dict[str, Any]:
     return {"streams": len(source.streams), "modalities": modalities, "bytes": size}
 
 
-def _forecast(plan: Plan) -> tuple[Sequence[SourceView], float | str]:
-    """The forecast of sources and of the rows' fill, or why it is not known. Logs warnings."""
+def _read(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The sources, with their shares at the beginning and the steps that an epoch of each takes."""
     from trainer.metrics.logger import get_logger
-    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings
-    from trainer.tools.preview.summary import make_preview
+    from trainer.tools.content import contents, lane_doubts
 
-    size = sum(os.path.getsize(stream.path) for source in plan.sources for stream in source.streams)
-    if plan.facts.data_shards == 1 and size > MOST_BYTES:  # which opening may tokenize
-        return (), "not forecast of so much data; train preview does"
-    preview = make_preview(plan, most=COUNTED)
-    for warning in (*mix_warnings(plan, preview), *fill_warnings(plan, preview)):
-        get_logger("check").warning("%s", warning.message)
-    if preview.fill is None:
-        return preview.sources, 'forecast of full rows only (data.mixing.batching_mode = "per_row"), of files'
-    return preview.sources, round(preview.fill.mean, 4)
-
-
-def _drawn(plan: Plan, view: SourceView) -> dict[str, Any]:
-    """Shares of a source's modalities, and how much of it is read behind a cut."""
-    shares = {each.name: {"corpus": each.corpus_share, "drawn": each.drawn_share} for each in view.modalities}
-    reach = plan.config.max_group_rows * plan.config.row_tokens
-    return {"shares": shares, "behind_cuts_share": view.behind_cuts_share, "state_reach_tokens": reach}
+    found, facts = contents(plan), {}
+    for doubt in lane_doubts(plan, found):
+        get_logger("check").warning("%s", doubt.message)
+    total = sum(source.weight.evaluate(0) for source in plan.sources)
+    for source in plan.sources:
+        facts[source.name] = _source(source)
+        share = facts[source.name]["share"] = source.weight.evaluate(0) / total if total else 0.0
+        if source.name in found:
+            tokens, documents = found[source.name].tokens, found[source.name].documents
+            facts[source.name] |= {"tokens": tokens, "documents": documents}
+            if share:
+                facts[source.name]["steps_per_epoch"] = tokens / (share * plan.facts.tokens_per_step)
+    return facts
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
@@ -237,12 +209,7 @@ def _megabytes(plan: Plan) -> dict[str, float]:
 def _print_facts(facts: dict[str, Any]) -> None:
     memory, sources, evals = (facts.pop(name) for name in ("memory_megabytes", "sources", "eval_sources"))
     for name, value in facts.items():
-        line = f"#   {name} = {value}"
-        if isinstance(value, int):
-            line = f"#   {name} = {value:,}"
-        if name in MEANINGS:
-            line += f"   ({MEANINGS[name]})"
-        echo(line)
+        echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
     parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items())
     echo(f"#   memory per rank, without activations: {parts} MB")
     for kind, named in (("source", sources), ("eval source", evals)):
@@ -251,62 +218,12 @@ def _print_facts(facts: dict[str, Any]) -> None:
             if found["streams"]:
                 what = f"{counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB"
                 what += f", modalities {', '.join(found['modalities'])}"
+            if "share" in found:
+                what += f"; {found['share']:.1%} of what is read"
+            if "steps_per_epoch" in found:
+                about = "" if found["documents"] else "at most "
+                what += f", an epoch takes {about}{found['steps_per_epoch']:,.0f} steps"
             echo(f"#   {kind} {name}: {what}")
-            _print_drawn(found)
-
-
-def _print_drawn(found: dict[str, Any]) -> None:
-    for modality, share in found.get("shares", {}).items():
-        said = f"{share['corpus']:.1%} of the corpus"
-        if share["drawn"] is not None:
-            said += f", {share['drawn']:.1%} of what is drawn"
-        echo(f"#     {modality}: {said}")
-    if found.get("behind_cuts_share"):
-        reach = f"at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
-        what = f"{found['behind_cuts_share']:.1%} of the tokens follow a cut of their document"
-        echo(f"#     {what}: their state reaches back to the cut, {reach}")
-
-
-def preview(
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    world_size: WorldSizeOption = 1,
-    as_json: JsonOption = False,
-) -> None:
-    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
-    config_path = require_config(config, "train preview")
-    from trainer.config.load import load_config, located
-    from trainer.tools.preview.config_warnings import find_warnings
-    from trainer.tools.preview.show import print_preview
-    from trainer.tools.preview.summary import make_preview
-    from trainer.training.setup.plan import make_plan
-
-    resolved = load_config(config_path, overrides or [])
-    with _collected_warnings() as logged, located(config_path, overrides or []):
-        plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS, logs_doubts=False)
-        forecast = make_preview(plan)
-    warnings = find_warnings(plan, forecast)
-    if as_json:
-        found = [{**asdict(each), "message": each.message} for each in warnings]
-        print_json({"schema_version": 2, "config": config_path, **asdict(forecast), "warnings": found})
-        return
-    print_preview(forecast, warnings, output(), num_logged=len(logged))
-
-
-@contextmanager
-def _collected_warnings() -> Iterator[list[logging.LogRecord]]:
-    """The warnings that are logged within the block."""
-    from logging.handlers import BufferingHandler  # which imports sockets and more
-
-    from trainer.metrics.logger import ROOT
-
-    handler = BufferingHandler(sys.maxsize)
-    handler.setLevel(logging.WARNING)
-    logging.getLogger(ROOT).addHandler(handler)
-    try:
-        yield handler.buffer
-    finally:
-        logging.getLogger(ROOT).removeHandler(handler)
 
 
 def init(

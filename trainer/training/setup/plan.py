@@ -45,8 +45,6 @@ class Plan:
     facts: Facts
     eval_sources: Sequence[Source] = ()
     """The validation sets of `[[eval.source]]`."""
-    doubts: Sequence[UserError] = ()
-    """Settings that cannot be meant."""
     here: Path = field(default_factory=Path.cwd)
     """The working directory before any user code was imported, which may leave it."""
     parts: Parts = NO_PARTS
@@ -204,7 +202,7 @@ def make_plan(
     doubted: list[UserError] = []
     find_doubts = parts.find("doubts")
     if find_doubts is not None:
-        doubted = find_doubts(config, facts.tokens_in_run, sources, eval_sources)
+        doubted = find_doubts(config, sources, eval_sources)
     # User code is imported from here on, and may change the directory: hence `here`.
     check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
@@ -217,7 +215,7 @@ def make_plan(
     if logs_doubts:
         for doubt in doubted:
             logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts, eval_sources, doubted, here, parts)
+    return Plan(config, sources, tokenizer, facts, eval_sources, here, parts)
 
 
 def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
