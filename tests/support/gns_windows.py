@@ -31,11 +31,9 @@ def micro(gns: GradientNoiseScale, model: nn.Module, x: Tensor, weights: Tensor,
     gns.end_micro(0.1 * float(weights.sum()), weights)
 
 
-def window(
-    gns: GradientNoiseScale, model: nn.Module, num_micros: int, first_seed: int = 0, *, by_parameter: bool = False
-) -> None:
+def window(gns: GradientNoiseScale, model: nn.Module, num_micros: int, first_seed: int = 0) -> None:
     model.zero_grad()
-    gns.begin_window(num_micros, by_parameter=by_parameter)
+    gns.begin_window(num_micros)
     for k in range(num_micros):
         x = rows(first_seed + k)
         micro(gns, model, x, torch.tensor([1.0, 2.0, 0.0, 5.0 + k]), last=k == num_micros - 1)

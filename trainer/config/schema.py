@@ -308,7 +308,7 @@ class MetricsTable(Table, TrackerOptions):
     digests: Literal["off", "compare", "write"] = "compare"
     """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False
-    """Also report gradient norm, update over weight and noise scale per layer and group."""
+    """Also report gradient norm and update over weight per layer."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps that torch's profiler records on rank 0; 0: none. Also --profile."""
     wandb: WandbTable = WandbTable()

@@ -57,12 +57,10 @@ class Extension:
             moments from `window_read` to `summed`.
         measure_every: measure only steps that are multiples of this.
         boundary_every: the next step waits for `at_boundary` so often; 0: after logged ones.
-        keeps: values that the noise scale's hooks keep for it: `by_parameter` or nothing.
     """
 
     metric_keys: Sequence[str] = ()
     num_sums: int = 0
-    keeps: str = ""
     every_step: bool = False
     measure_every: int = 1
     boundary_every: int = 0
@@ -215,7 +213,7 @@ class Extensions:
                 each.call("window_read", step, window)
 
     def _measure(self, measuring: Sequence[_Guarded]) -> None:
-        """Note which extensions measure the step, and which values the noise scale's hooks keep."""
+        """Note which extensions measure the step."""
 
         def calls(moment: str) -> list[Callable[..., Any]]:
             return [partial(each.call, moment) for each in measuring if each.has(moment)]
@@ -223,7 +221,6 @@ class Extensions:
         self._measuring = measuring
         self.on_state, self.on_micro = calls("state_found"), calls("micro_done")
         self.on_gradient = calls("gradient_ready")
-        self.kept = {each.extension.keeps for each in measuring}
 
     def sum_up(self) -> Measured | None:
         """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""

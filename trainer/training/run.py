@@ -109,11 +109,6 @@ class Run:
         """None if the noise scale is off."""
         return self.state.gns
 
-    @property
-    def measures_noise(self) -> bool:
-        """Whether the noise scale is on and has not failed."""
-        return self.gns is not None and self.diagnostics.best_effort("gns").enabled
-
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.
 

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trainer.config.schema import GnsTable, OptimizerTable
 from trainer.data.loader import Loader
-from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.lab.per_layer import LayerNumbers
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import Diagnostics
@@ -80,10 +79,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     model = build(VOCABULARY, dim=8, num_layers=2).to(META)
     optimizer, gns = GuardedSgd(model.parameters()), GradientNoiseScale(model)
     sizes = {"capacity": ROWS if wipe_mode == "lru" else 64, "stale_threshold": 2, "wipe_every": 2}
-    config = SimpleNamespace(gns=GnsTable(), optimizer=OptimizerTable())
-    state = SimpleNamespace(optimizer=optimizer)
-    parts = {"model": model, "state": state, "gns": gns, "config": config, "info": RankInfo()}
-    run: Any = SimpleNamespace(measures_noise=True, logs=lambda step: True, **parts)
+    run: Any = SimpleNamespace(model=model, strategy=Strategy())
     diagnostics = Diagnostics()
     diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
     return TrainStep(

@@ -47,8 +47,8 @@ ABSENT = {
     "trainer.lab.carry_probe.CarryProbe.measure": (*PROBED, "time/probe"),
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
-    "trainer.lab.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
-    "trainer.lab.per_layer.PerLayer.finish": ("layer/", "param_group/"),
+    "trainer.lab.per_layer.LayerNumbers.gradient_ready": "layer/",
+    "trainer.lab.per_layer.LayerNumbers.summed": "layer/",
     "trainer.training.step.core_extensions.StepDetails.drain_metrics": (
         *("accuracy", "objective/", "token_type/", "source/", "modality/"),
     ),
@@ -126,7 +126,7 @@ def test_all_may_fail_at_once_and_one_that_fails_alone_leaves_its_own_metrics_ab
 def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path):
     prefixes = {
         "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
-        "trainer.lab.per_layer.PerLayer.after_update": "layer/",
+        "trainer.lab.per_layer.LayerNumbers.updated": "layer/",
     }
     outcomes = train(tmp_path, {ALL: list(find_diagnostics()), **{name: [name] for name in prefixes}}, 2, [1])
     assert ALL in outcomes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +35,9 @@ CPU = torch.device("cpu")
 class Keeps(Extension):
     """Keeps results of logged steps."""
 
-    def __init__(self, keeps: str, found: list[Tensor]) -> None:
+    def __init__(self, found: list[Tensor]) -> None:
         super().__init__(SimpleNamespace())  # type: ignore[arg-type]
-        self.keeps, self.found = keeps, found
+        self.found = found
 
     def micro_done(self, micro: MicroBatch, result: Any) -> None:
         """Keeps what the next replay writes again."""
@@ -58,14 +57,12 @@ def window(step: int, micros: int, more: dict[str, Any]) -> list[MicroBatch]:
     return made
 
 
-def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: int = 7, **more: Any) -> dict[str, Any]:
+def run(graphs: MicroGraphs | None, *, micros: int = 3, steps: int = 7, **more: Any) -> dict[str, Any]:
     """Some steps, of which every third is logged; all that they compute."""
     torch.manual_seed(0)
     model, seen, found = StatefulDropout(VOCABULARY, WIDTH), [], list[Tensor]()
     gns = GradientNoiseScale(model)
-    extensions = Extensions(
-        {"keeps": Keeps(keeps, found)}, SimpleNamespace(best_effort=_guard), device=CPU, world_size=1
-    )  # type: ignore[arg-type]
+    extensions = Extensions({"keeps": Keeps(found)}, SimpleNamespace(best_effort=_guard), device=CPU, world_size=1)  # type: ignore[arg-type]
     step = make_step(
         model,
         Strategy(),
@@ -82,8 +79,6 @@ def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: 
         step.accumulate(number, window(number, micros, more), is_logged=number % 3 == 0)
         launched = step.launch(lr=0.05, stop=False, saved=False)
         seen.append(torch.tensor(launched.numbers.read()))
-        if gns.parameter_squares is not None:
-            seen.append(gns.parameter_squares.clone())
         step.finish(launched)
     return {"numbers": seen, "kept": found, "model": model.state_dict()}
 
@@ -137,13 +132,13 @@ def test_a_capture_that_fails_costs_no_step(monkeypatch, words):
         run(MicroGraphs(CPU, is_asked=True), **more)
 
 
-@pytest.mark.parametrize(("keeps", "micros"), [*itertools.product(["", "by_parameter"], [1, 2, 4])])
-def test_replayed_steps_equal_the_same_steps_without_graphs(monkeypatch, keeps, micros):
-    plain = run(None, keeps=keeps, micros=micros)
+@pytest.mark.parametrize("micros", [1, 2, 4])
+def test_replayed_steps_equal_the_same_steps_without_graphs(monkeypatch, micros):
+    plain = run(None, micros=micros)
     use_recorded_graphs(monkeypatch)
     graphs = MicroGraphs(CPU, is_asked=True)
-    replayed = run(graphs, keeps=keeps, micros=micros)
+    replayed = run(graphs, micros=micros)
     assert sum(each.graph.num_replays for each in graphs._graphs.values()) == 6 * micros
-    assert len(graphs._graphs) <= 4 if not keeps else 8
+    assert len(graphs._graphs) <= 4
     torch.testing.assert_close(replayed, plain, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(replayed["model"]["unused"], torch.ones(3)), "a parameter without a gradient is not decayed"

@@ -358,24 +358,15 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
 
 _LayerRow = partial(row_of, group="Layers", window="last")
 
-LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
-    row
-    for prefix, of in (("layer/<name>/", "layer"), ("param_group/<name>/", "parameter group"))
-    for row in (
-        _LayerRow(f"{prefix}grad_norm", f"Gradient norm by {of}")(
-            "L2 norm of its gradient before clipping.",
-            "Within a factor of a hundred.",
-            "0: no gradient reaches it. Nearly all of grad_norm: clipping shrinks the others.",
-        ),
-        _LayerRow(f"{prefix}update_ratio", f"Update over weight by {of}", unit="ratio")(
-            "L2 norm of its weight update over that of its weights.",
-            "1e-4 to 1e-2 at the peak learning rate; follows the schedule.",
-            "Far below the others: it stands still. Above 0.1: too fast.",
-        ),
-        _LayerRow(f"{prefix}b_simple", f"Noise scale by {of}", unit="sequences")(
-            "Its B_simple, over logged steps.",
-            "Within a factor of ten of gns/b_simple.",
-            "Far above the batch: mostly noise.",
-        ),
-    )
+LAYER_ROWS: tuple[MetricSpec, ...] = (
+    _LayerRow("layer/<name>/grad_norm", "Gradient norm by layer")(
+        "L2 norm of its gradient before clipping.",
+        "Within a factor of a hundred.",
+        "0: no gradient reaches it. Nearly all of grad_norm: clipping shrinks the others.",
+    ),
+    _LayerRow("layer/<name>/update_ratio", "Update over weight by layer", unit="ratio")(
+        "L2 norm of its weight update over that of its weights.",
+        "1e-4 to 1e-2 at the peak learning rate; follows the schedule.",
+        "Far below the others: it stands still. Above 0.1: too fast.",
+    ),
 )

@@ -124,8 +124,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         super().__init__(ema)
         self.metric_keys = tuple(spec.name for spec in GNS_ROWS)
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
-        self.parameter_squares: Tensor | None = None
-        """[P] float64: this rank's `SMALL_SQUARE` of each parameter, with `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
         self.group = self._leaves.group
@@ -140,7 +138,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._failure: Exception | None = None  # of a hook
         # Made once: the CUDA graphs of `repeat` add to these very tensors.
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=self._parameters[0].device)
-        self._squares: Tensor | None = None
         self.begin_window()
         self._handles: list[Any] = []
         # torch stores hooks where the garbage collector does not look. A strong reference to the
@@ -154,20 +151,13 @@ class GradientNoiseScale(NoiseScaleAverage):
                 accumulated = partial(self._hook, owner, type(self)._accumulated)
                 self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
-    def begin_window(self, num_micros: int | None = None, *, by_parameter: bool = False) -> None:
+    def begin_window(self, num_micros: int | None = None) -> None:
         """Start a window; an unfinished one is discarded.
 
-        Args:
-            num_micros: micro-batches to come; a single rank needs it for `gns/consistency`.
-            by_parameter: provide `parameter_squares`.
+        `num_micros`: micro-batches to come; a single rank needs it for `gns/consistency`.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
-        self.parameter_squares = None
-        if by_parameter:
-            if self._squares is None:
-                self._squares = self._sums.new_zeros(len(self._parameters))
-            self.parameter_squares = self._squares.zero_()
         self._middle_at: int | None = None
         if num_micros is not None and self._world_size == 1:
             self._middle_at = (num_micros + 1) // 2
@@ -257,7 +247,7 @@ class GradientNoiseScale(NoiseScaleAverage):
     @property
     def kind(self) -> tuple[bool, ...]:
         """The conditions that decide the device's work for the micro-batch that has begun."""
-        return self._is_first, self._is_middle, self.parameter_squares is not None
+        return self._is_first, self._is_middle
 
     def trace(self) -> frozenset[int]:
         """The host's part of the micro-batch in which a CUDA graph was captured, for `repeat`."""
@@ -357,13 +347,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             if gradient is None:
                 raise RuntimeError("a gradient was taken away before its micro-batch ended")
             gradients.append(gradient)
-        if self.parameter_squares is None:
-            self._micro_norms += norms_of(gradients)
-            return
-        for (index, _), gradient in zip(held, gradients, strict=True):
-            norms = norms_of([gradient])
-            self._micro_norms += norms
-            self.parameter_squares[index] += square_sum(norms)
+        self._micro_norms += norms_of(gradients)
 
     def _accumulated(self, parameter: Tensor) -> None:
         """The hook after accumulation, which measures the running sum."""

@@ -160,8 +160,7 @@ class TrainStep:
         if self.auxiliary.by_rows:
             self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
-            by_parameter = "by_parameter" in extensions.kept
-            self._gns_guard.run(self.gns.begin_window, len(window), by_parameter=by_parameter)
+            self._gns_guard.run(self.gns.begin_window, len(window))
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
         exchanged_before, drawn = sum(map(LEDGER_SEC, self._ledgers)), [0] * len(self.shards)
