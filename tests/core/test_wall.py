@@ -34,7 +34,7 @@ class Listed(Extension):
         with open(f"modules.{self.run.info.rank}", "w") as file:
             file.write("\\n".join(sys.modules))
 """
-WITH_LAB = ("check --config tiny.toml", "doctor --model a.b:c", "init corpus", "replay run --step 2", "bisect run run")
+WITH_LAB = ("check --config tiny.toml", "doctor --model a.b:c", "replay run --step 2", "bisect run run")
 WITH_LAB += ("sample run", "data tokenize corpus --out o --tokenizer bytes")
 
 
@@ -88,7 +88,7 @@ def test_the_smoke_run_imports_nothing_of_the_lab_on_any_rank(tmp_path):
 def test_verbs_that_need_the_lab_refuse_without_it_and_others_do_not(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "trainer", ignore=shutil.ignore_patterns("lab", "__pycache__"))
     write_tiny_config(tmp_path)
-    others = ["ls .", "report run"]
+    others = ["ls .", "report run", "init corpus"]
     lines = ["--config tiny.toml --run-dir run --set checkpoint.every=3", *WITH_LAB, *others]
     # An installation of this package that can be edited finds the modules that are missing in the copy.
     code = f"""

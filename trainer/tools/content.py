@@ -1,4 +1,4 @@
-"""What an epoch of the sources holds, for `train check`: counted in small data, by bytes in large."""
+"""What an epoch of the sources holds, for `train check`: counted, or by bytes if it is large."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _by_bytes(plan: Plan, source: Source) -> Content:
 
 
 def lane_doubts(plan: Plan, found: Mapping[str, Content]) -> Iterator[UserError]:
-    """Why full rows would have gaps: more lanes than documents, or one longer than a lane's share."""
+    """Why full rows would have gaps: more lanes than documents, or too long a document."""
     rows, shards = plan.config.data.mixing.batch_size, plan.facts.data_shards
     documents = sum(each.documents for each in found.values())
     if not reads_lanes(plan.config) or not documents:
@@ -70,9 +70,9 @@ def lane_doubts(plan: Plan, found: Mapping[str, Content]) -> Iterator[UserError]
     longest = max(each.longest for each in found.values())
     share = tokens // (rows * shards)
     if documents < rows * shards:
-        why = f"{counted(documents, 'document')} for {counted(rows * shards, 'lane')}, some of which have none to read"
+        why = f"{counted(documents, 'document')} for {counted(rows * shards, 'lane')}, some of which stay empty"
     elif share < limits.LOW_FILL * longest and tokens <= plan.facts.tokens_in_run:
-        why = f"the longest document has {longest:,} tokens, and an epoch {share:,} for each lane: others wait for it"
+        why = f"the longest document has {longest:,} tokens, and an epoch {share:,} for each lane"
     else:
         return
     cells = max(share // plan.config.data.seq_len, plan.config.train.tbptt_cells)

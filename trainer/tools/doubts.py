@@ -48,7 +48,7 @@ def _doubted_settings(config: RunConfig) -> Iterator[Doubt]:
     for unit in ("steps", "tokens"):
         warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(config.train, unit)
         if length and warmup > limits.LONG_WARMUP * length:
-            problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the configured learning rate"
+            problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
 
 
@@ -78,7 +78,7 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
         modalities, files = unread_parts(Path(root), read, tables[0].format)
         if modalities:
             problem = f"has modalities that no source reads: {few(modalities)}"
-            yield f"root {root}", problem, "add them to modalities of a source, or give them sources of their own"
+            yield f"root {root}", problem, "add them to modalities of a source, or a source of their own"
         if files:
             has = counted(len(files), "file")
             problem = f"has {has} in no modality's directory, which no source reads: {few(files)}"
@@ -93,7 +93,8 @@ def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:
             names.setdefault(_identity(stream.path), {}).setdefault(stream.relative_path, source.name)
     twice = [found for found in names.values() if len(found) > 1]
     if twice:
-        first = " and ".join(f"{printable(name)} (source {source})" for name, source in list(twice[0].items())[:2])
+        named = list(twice[0].items())[:2]
+        first = " and ".join(f"{printable(name)} (source {source})" for name, source in named)
         files = f"{counted(len(twice), 'file')} under several names, such as {first}"
         fix = "read a file once, or in each source below the same root"
         yield "eval.holdout_fraction", f"{files}: each trains on what the other holds out", fix
@@ -165,7 +166,7 @@ def unmet_needs(plan: Plan, num_parameters: int, state_width: int, device: torch
     memory, total = memory_bytes(device), sum(size for size, _ in needs.values())
     if total > memory:
         key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
-        problem = f"{what} take {size / 1e9:,.1f} GB per rank; {device.type} has {memory / 1e9:,.1f} GB of memory here"
+        problem = f"{what} take {size / 1e9:,.1f} GB per rank; {device.type} has {memory / 1e9:,.1f} GB"
         found.append(UserError(key, problem, FIXES[key]))
     return found
 

@@ -86,7 +86,7 @@ LOADS = {
     "ls {run}": "pydantic",
     "data verify {data}": "numpy pydantic",
     "data build text --out {new} --modality prose={data}/*.txt": "numpy pydantic",
-    "init {data} --out {new} --minutes 0": "numpy pydantic",
+    "init {data} --out {new}": "numpy pydantic",
     "eval {run} --source x={near}": "numpy pydantic",
 }
 LOADED = """

@@ -94,7 +94,7 @@ def test_the_column_of_the_documents_may_have_any_name(tmp_path, capsys, name, w
     with pytest.raises(UserError, match="body"):
         texts(path, column="body")
     config = tmp_path / "x.toml"
-    found = program(["init", tmp_path, "--column", "ids", "--out", config, "--minutes", "0"], capsys)
+    found = program(["init", tmp_path, "--column", "ids", "--out", config], capsys)
     assert found.returncode == 0, found.stderr
     lines = {line.partition(" #")[0].strip() for line in config.read_text().split("\n")}
     assert {'column = "ids"', 'tokenizer = "ids"', "vocab_size = 4"} <= lines
@@ -292,7 +292,7 @@ def test_a_row_of_the_table_is_all_that_a_new_format_needs(tmp_path, monkeypatch
     reading = ["--tokenizer", "ids", "--vocab-size", "200", "--eod", "0"]
     assert "4 streams, 324 documents, 16,000 tokens" in program(["data", "verify", corpus, *reading], capsys).stdout
     config = tmp_path / "x.toml"
-    program(["init", corpus, "--out", config, "--eod", "0", "--minutes", "0"], capsys)
+    program(["init", corpus, "--out", config, "--eod", "0"], capsys)
     lines = {line.partition(" #")[0].strip() for line in config.read_text().split("\n")}
     assert {'tokenizer = "ids"', "vocab_size = 200"} <= lines
 

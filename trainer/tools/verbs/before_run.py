@@ -104,7 +104,8 @@ def _read(plan: Plan) -> dict[str, dict[str, Any]]:
             tokens, documents = found[source.name].tokens, found[source.name].documents
             facts[source.name] |= {"tokens": tokens, "documents": documents}
             if share:
-                facts[source.name]["steps_per_epoch"] = tokens / (share * plan.facts.tokens_per_step)
+                steps = tokens / (share * plan.facts.tokens_per_step)
+                facts[source.name]["steps_per_epoch"] = steps
     return facts
 
 
@@ -139,7 +140,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
         recompute_blocks(model)
     if plan.layout is not None:
         shard_units(model)
-    refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
+    sources = (*plan.sources, *plan.eval_sources)
+    refuse_empty([stream for source in sources for stream in source.streams])
     _check_resume(config, plan.resume)
     for key, url in (("checkpoint.remote", config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
         if url is not None and is_url(url):
@@ -227,34 +229,30 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def init(
-    paths: Annotated[list[str], Argument(help="Your data: a directory, files or globs.", metavar="PATH_TO_DATA...")],
+    paths: Annotated[list[str], Argument(help="A directory, files or globs.", metavar="PATH_TO_DATA...")],
     out: Annotated[str | None, Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     tokenizer: Annotated[
         str | None,
-        Option(help="As data.tokenizer; default: a tokenizer.json of the data, bytes, or ids.", metavar="NAME"),
+        Option(help="As data.tokenizer; default: that of the data, bytes, or ids.", metavar="NAME"),
     ] = None,
     format: shared.FormatOption = "auto",
     dtype: Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")] = None,
     eod: shared.EodOption = None,
     column: shared.ColumnOption = None,
-    minutes: Annotated[
-        float, Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
-    ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
-    from trainer.tools.init import make_starter, render_starter, timed
+    from trainer.tools.init import starter
     from trainer.tools.reference_docs import render_config_schema
 
     if out is not None:
         shared.refuse_existing(out, force=force)
-    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
-    if minutes:
-        starter = timed(starter, minutes)
-    put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
-    if out is not None:
-        put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
-        for note in starter.notes:
-            echo(f"note: {note}", err=True)
-        echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
-        echo(f"next: train check --config {out}, then: train --config {out}", err=True)
+    text, notes = starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
+    if out is None:
+        put_text(text, None)
+        return
+    put_text(f"#:schema {SCHEMA_NAME}\n{text}", out)
+    put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
+    for note in notes:
+        echo(f"note: {note}", err=True)
+    echo(f"next: train check --config {out}, then: train --config {out}", err=True)
