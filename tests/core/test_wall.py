@@ -15,7 +15,7 @@ NAMED = re.compile(r"trainer[./](lab|tools)\b|(from|import) (trainer|\.+)(.* imp
 # The program's verbs, whose options it has to know, and what they import; a run takes none of them.
 OF_THE_PROGRAM = re.compile(r"trainer\.tools(\.verbs(\.\w+)?|\.fitted_table)?")
 # The tools that every run is given.
-GIVEN = {f"trainer.tools.{name}" for name in ("doubts", "evaluation_sample", "limits", "mix_weights", "summary")}
+GIVEN = {f"trainer.tools.{name}" for name in ("doubts", "evaluation_sample", "limits", "summary")}
 EVALUATED = ("eval.every=2", "eval.holdout_fraction=0.2", "train.steps=4")
 # What each asks for that only the lab has, and the name of it.
 ASKED = {

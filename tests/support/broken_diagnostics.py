@@ -71,7 +71,6 @@ SHOWN = (
     "trainer.training.run_dir.RunDir.keep_status",
     "trainer.training.step.core_extensions",
     "trainer.training.step.core_extensions",
-    "trainer.tools.mix_weights.MixWeights",
     "trainer.data.pool.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")

@@ -16,7 +16,7 @@ from trainer.data.collate import Batch
 from trainer.data.groups import EpochCount
 from trainer.data.pool import STAGES
 from trainer.data.shard_source import StreamSource
-from trainer.data.weights import ConstantWeight, WeightSpec, positions
+from trainer.data.weights import WeightSpec, positions
 from trainer.errors import UserError
 from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
@@ -30,11 +30,11 @@ ALL_RANKS: Final = "states of all ranks"
 MAX_SHARE_ERROR = "blend/max_share_error"
 LONGEST_SHARE = "blend/longest_share"
 ENDED_SOURCES = "blend/ended_sources"
-SHARE_PREFIX = "blend/share/"
+SHARE_PREFIX, WEIGHT_PREFIX = "blend/share/", "blend/weight/"
 VERSION = 1
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
 _POOL_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
-SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, LONGEST_SHARE, ENDED_SOURCES, SHARE_PREFIX)
+SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, LONGEST_SHARE, ENDED_SOURCES, SHARE_PREFIX, WEIGHT_PREFIX)
 Drained = Mapping[str, float | None]  # None: a value that could not be measured
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
@@ -88,14 +88,11 @@ class BlendDataset:
     `drain_step_metrics` and `metric_keys`, all that it can return (those not in the catalog are
     gauges). If they fail, they are absent from then on, with one warning.
 
-    `changes` are, by ascending batch, constant weights of sources from there on; they may be
-    replaced ahead of a reading thread.
-
     Args:
         sources: names must be unique.
         seed: of the choices.
         micro_batches: per optimizer step.
-        per_source: also report `blend/share/<name>`, and times by source.
+        per_source: also report `blend/share/<name>`, `blend/weight/<name>` and times by source.
         times: also report `time/<stage>/all`, the time of reading since the last drain.
         history_every, history_tokens: batches of steps that are a multiple of `history_every` (all,
             if steps are not known ahead) have `history_tokens` tokens before each cell, if the
@@ -122,7 +119,6 @@ class BlendDataset:
             if names.count(name) > 1:
                 raise UserError("data.source", f"two sources are called {name!r}", "give each a name of its own")
         self.sources = list(sources)
-        self.changes: Mapping[int, Mapping[str, float]] = {}
         self._micro_batches, self._is_known_ahead = micro_batches, micro_batches.is_known_ahead
         self._history_every, self._history_tokens = history_every, history_tokens
         self._begin()
@@ -142,10 +138,8 @@ class BlendDataset:
         self._total = self._longest = 0  # the longest document, where shares are of tokens
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
-        self._share_keys: list[str] = []
         self._time_names: list[str] = []  # of each source, in `time/<stage>/<name>`
-        if per_source:
-            self._share_keys = [SHARE_PREFIX + name for name in names]
+        self._has_shares = per_source
         if times:
             self._time_names = names if per_source else ["all"] * len(names)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
@@ -161,15 +155,18 @@ class BlendDataset:
             if isinstance(source.dataset, StreamSource | UnreadSource):
                 self._epochs[EPOCHS + source.name] = source.dataset.epochs
         keys += self._epochs
+        own = []
+        if self._has_shares:
+            own = [prefix + name for prefix in (SHARE_PREFIX, WEIGHT_PREFIX) for name in self._names]
         # Of the sources that report metrics: all of them as unknown.
         self._reporters: dict[int, tuple[Drained, BestEffort]] = {}
         for index, source in enumerate(self.sources):
             guard = BestEffort(f"metrics of the source {source.name}")
-            own_keys = guard.run(_keys_of, source.dataset, frozenset(self._share_keys), guard)
+            own_keys = guard.run(_keys_of, source.dataset, frozenset(own), guard)
             if own_keys is not None:
                 self._reporters[index] = (dict.fromkeys(own_keys), guard)
                 keys += own_keys
-        self.metric_keys = tuple(dict.fromkeys([*keys, *self._share_keys]))
+        self.metric_keys = tuple(dict.fromkeys([*keys, *own]))
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
@@ -197,7 +194,7 @@ class BlendDataset:
         batch = None
         while batch is None:
             at = self._batch_index - self._first
-            if at >= len(self._choices) or self._batch_index in self.changes:
+            if at >= len(self._choices):
                 self._choose()
                 at = 0
             chosen = self._choices[at]
@@ -246,20 +243,11 @@ class BlendDataset:
         file = f": {where}" if isinstance(where, str) and where else ""
         return f"source {source.name}{file}"
 
-    def shares_at(self, step: int, batch: int) -> list[float]:
-        """The share of each source in a step that begins with this batch; 0 if all weights are."""
-        at = self.weights_at(step, batch)
-        return [weight / (sum(at) or 1.0) for weight in at]
-
-    def weights_at(self, step: int, batch: int) -> list[float]:
-        """The weight of each source in an optimizer step that begins with this batch."""
-        at, specs = {"step": step, "batch": batch}, [self._weight_at(source, batch) for source in self.sources]
-        return [spec.evaluate(at[spec.unit]) for spec in specs]
-
-    def _weight_at(self, source: BlendSource, batch: int) -> WeightSpec:
-        """The weight of a source at a batch: its last change, or else that of the beginning."""
-        changes = [weights for first, weights in self.changes.items() if first <= batch and source.name in weights]
-        return ConstantWeight(changes[-1][source.name]) if changes else source.weight
+    def shares_at(self, batch: int) -> list[float]:
+        """The share of each source at a batch; 0 if all weights are."""
+        specs = [source.weight for source in self.sources]
+        weights = [spec.evaluate(positions(spec.unit, batch, self._micro_batches)) for spec in specs]
+        return [weight / (sum(weights) or 1.0) for weight in weights]
 
     def _choose(self) -> None:
         """Compute the choices from the next batch to the end of its block, -1: all weights are 0."""
@@ -270,9 +258,6 @@ class BlendDataset:
         for i, source in enumerate(self.sources):
             x = positions(source.weight.unit, batches, self._micro_batches)
             weights[:, i] = source.weight.evaluate_many(x)
-            for first, changed in self.changes.items():
-                if source.name in changed:
-                    weights[batches >= first, i] = changed[source.name]
         sums = weights.sum(axis=1, keepdims=True)
         shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
         alive = np.where(self._ended, 0.0, weights)
@@ -289,7 +274,7 @@ class BlendDataset:
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
         alive = [each for each, ended in zip(self.sources, self._ended, strict=True) if not ended]
-        weights = [self._weight_at(source, index) for source in alive]
+        weights = [source.weight for source in alive]
         places = [(positions(each.unit, index, self._micro_batches), each.zero_from()) for each in weights]
         if len(alive) < len(self.sources) and all(zero is not None and x >= zero for x, zero in places):
             raise StopIteration
@@ -330,8 +315,10 @@ class BlendDataset:
         if self._longest:
             metrics[LONGEST_SHARE] = self._longest / self._total
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
-        for key, count in zip(self._share_keys, self._counts, strict=False):
-            metrics[key] = count / self._total
+        if self._has_shares:
+            shares = self.shares_at(self._batch_index - 1)
+            for name, count, share in zip(self._names, self._counts, shares, strict=True):
+                metrics |= {SHARE_PREFIX + name: count / self._total, WEIGHT_PREFIX + name: share}
         metrics.update(self._seconds)
         self._seconds.clear()
         metrics.update(read)

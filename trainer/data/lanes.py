@@ -103,11 +103,8 @@ class LaneBlend(BlendDataset):
         Raises StopIteration, or UserError where all weights are zero, once the lanes are dry.
         """
         began = time.perf_counter()
-        if not self._shares or not self._is_constant or self.changes:
-            step = 0  # weights by step are refused where steps are not known ahead
-            if self._is_known_ahead:
-                step = self._micro_batches.step_of(self._batch_index)
-            self._shares = self.shares_at(step, self._batch_index)
+        if not self._shares or not self._is_constant:
+            self._shares = self.shares_at(self._batch_index)
             self._note_open()
         batch = None
         if self._batched:

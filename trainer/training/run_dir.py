@@ -27,13 +27,13 @@ from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refus
 
 logger = get_logger(__name__)
 METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
-DIGESTS, REQUESTS = "digests.jsonl", "mix.jsonl"
+DIGESTS = "digests.jsonl"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
 ID_FILE = "remote.json"
 """The run's id in its store."""
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
-OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, DIGESTS, REQUESTS)
+OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, DIGESTS)
 
 
 class RunDir:

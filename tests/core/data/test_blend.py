@@ -90,32 +90,24 @@ def test_what_stays_at_zero_for_ever_does_not_keep_a_finite_blend_going():
     assert Counter(batch["dataset_labels"][0] for batch in blend)["a"] == 20
 
 
-def test_changes_are_as_if_they_had_been_a_schedule_whenever_they_are_told():
-    fading = ScheduledWeight("linear", {0: 4.0, 2000: 0.0})
-    changes = {700: {"a": 3.0, "b": 0.0}, 1500: {"b": 2.0}, 1501: {"b": 6.0}}
-    planned = {
-        "a": ScheduledWeight("step", {0: 1, 700: 3}),
-        "b": ScheduledWeight("step", {0: 1, 700: 0, 1500: 2, 1501: 6}),
-    }
-    expected, blend = (
-        plain({**planned, "c": fading}),
-        plain({"a": ConstantWeight(1), "b": ConstantWeight(1), "c": fading}),
-    )
-    for batch, weights in changes.items():
-        assert names(blend, batch - blend.state_dict()["batch_index"]) == names(
-            expected, batch - expected.state_dict()["batch_index"]
-        )
-        blend.changes = {**blend.changes, batch: weights}
-    assert names(blend, 2000) == names(expected, 2000)
-    assert blend.drain_step_metrics() == expected.drain_step_metrics()
-    for at in (0, 699, 700, 1499, 1500, 1501):
-        assert blend.shares_at(1, at) == expected.shares_at(1, at)
+@pytest.mark.parametrize("at", [700, 1100])
+def test_weights_that_change_at_a_resume_are_as_if_they_had_been_a_schedule(write_streams, mixing, at):
+    streams = write_streams(LAYOUT)
 
+    def weighted(x, y):
+        sources = [BlendSource(name, mixing(streams, name=name), weight) for name, weight in (("x", x), ("y", y))]
+        return BlendDataset(sources, seed=0, per_source=True)
 
-def test_a_finite_blend_ends_when_what_is_left_has_been_turned_off():
-    blend = plain({"a": ConstantWeight(1), "b": ConstantWeight(1)}, sizes={"a": 5})
-    blend.changes = {20: {"b": 0.0}}
-    assert len(list(blend)) == 20
+    planned = weighted(ScheduledWeight("step", {0: 1, at: 0}), ScheduledWeight("step", {0: 3, at: 2}))
+    before, after = weighted(ConstantWeight(1), ConstantWeight(3)), weighted(ConstantWeight(0), ConstantWeight(2))
+    assert names(before, at) == names(planned, at)
+    assert before.drain_step_metrics()["blend/weight/x"] == 0.25
+    after.load_state_dict(before.state_dict())
+    assert names(after, 500) == names(planned, 500)
+    assert after.state_dict() == planned.state_dict()
+    for blend in (after, planned):
+        metrics = blend.drain_step_metrics()
+        assert (metrics["blend/weight/x"], metrics["blend/weight/y"]) == (0.0, 1.0)
 
 
 def test_a_blend_without_or_with_equal_names_is_refused():

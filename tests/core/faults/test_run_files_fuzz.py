@@ -46,7 +46,6 @@ checkpoint list {0}
 checkpoint verify {0}
 config diff {0} {1}
 payload validate {0}/metrics.jsonl
-mix {0} --set data.source.first.weight=2
 check --config {0}/config.resolved.toml
 replay {0} --step 10
 cbs {0} --at 3""".splitlines()
@@ -58,14 +57,8 @@ def whole(tmp_path_factory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("files")
     config, run_dir = write_tiny_config(directory), directory / "run"
     for steps in (4, 6):
-        sets = [*EVERY_FILE, f"train.steps={steps}", "checkpoint.resume=auto"]
+        sets = [*EVERY_FILE, f"train.steps={steps}", f"data.source.first.weight={steps}", "checkpoint.resume=auto"]
         assert train(load_config(config, sets), Launch(config_path=config, parts=PARTS, run_dir=str(run_dir))) == 0
-    changed = {"data.source.first.weight": {"before": 3.0, "after": 2.0}}
-    with (run_dir / "events.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"event": "mix", "global_step": 5, "batch": 10, "request": "1", "changed": changed}) + "\n"
-        )
-    (run_dir / "mix.jsonl").write_text('{"id": "1", "set": ["data.source.first.weight=2"]}\n')
     (run_dir / "profile").mkdir()
     (run_dir / "profile" / "summary.json").write_text('{"steps": 1, "kernels": [{"name": "a", "share": 0.5}]}')
     return config, run_dir
@@ -130,7 +123,6 @@ def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_
     victim = tmp_path / "victim"
     victim.write_text("precious\n")
     monkeypatch.setenv("VICTIM", str(victim))
-    monkeypatch.setattr("trainer.tools.verbs.data.MOST_WAIT_SEC", 0.1)
     chance, found = random.Random(SEED), []
     names = sorted(
         str(path.relative_to(original)) for path in original.rglob("*") if path.is_file() and not path.is_symlink()

@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.runs import make_corpus, write_tiny_config
+from tests.support.runs import make_corpus
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.content import contents
-from trainer.training.setup.open_run import _restore_mix
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Source, make_dataset, resolve_sources
 
@@ -152,9 +151,3 @@ def test_a_check_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_in(
         "source t: eod = 7 does not occur in 2 of 3 files, tokens/b.npy (2 tokens), tokens/c.npy (3 tokens): "
         "such a file is one document; check the id"
     ]
-
-
-def test_changed_weights_need_the_part_that_restores_them(tmp_path):
-    plan = make_plan(load_config(write_tiny_config(tmp_path)), Path("x.toml"), 1)
-    with pytest.raises(UserError, match="mixing weights"):
-        _restore_mix(plan, RankInfo(), None, None, (Path(), {"extensions": {"mix": {"3": {}}}}))

@@ -395,9 +395,10 @@ def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, kno
 def test_a_spike_or_a_divergence_right_after_the_mix_changed_is_blamed_on_it(levels) -> None:
     rows, rise = [value for level in levels for value in noisy(*level)], 81
     for step, is_blamed in ((rise, True), (rise - 40, True), (rise + 20, False), (rise - 60, False)):
-        changed = {"data.source.a.weight": {"before": 1.0, "after": 9.0}}
-        events = [{"event": "mix", "global_step": step, "changed": changed}, {"event": "mix", "problem": "refused"}]
-        outcome = check("loss_spikes", make_run({"loss": rows}, events=events))
+        pair = {"before": 1.0, "after": 9.0}
+        changed = {"data.source.a.weight": pair, "data.source.b.weight": {**pair, "before": None}}
+        restarts = [Restart(step - 1, {"changed": changed}), Restart(rise - 1, {"changed": {"optimizer.lr": pair}})]
+        outcome = check("loss_spikes", make_run({"loss": rows}, restarts=restarts))
         assert (f"; the mix changed at step {step}" in outcome.sentence) == is_blamed
         mix = "data.source.a.weight = 1.0 (now 9.0), if the new mix should not have a higher loss"
         assert str(outcome.knob) == (mix if is_blamed else "optimizer.lr = 0.0005 (now 0.001)")

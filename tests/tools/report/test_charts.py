@@ -134,7 +134,7 @@ def test_one_value_that_is_not_zero_is_drawn(make_run, odd):
 def test_a_page_is_bounded_in_keys_and_marks(tmp_path):
     run_dir = write_record(tmp_path, {"loss": [2.0, 1.0], **{f"own/{number}": [1.0, 2.0] for number in range(20_000)}})
     pair = {"data.source.a.weight": {"before": 1, "after": 2}}
-    event = {"event": "mix", "batch": 2, "changed": pair, "note": "x" * 50_000}
+    event = {"event": "restart", "changed": pair, "note": "x" * 50_000}
     (run_dir / "events.jsonl").write_text("".join(json.dumps({**event, "global_step": n}) + "\n" for n in range(1000)))
     (run_dir / "env.json").write_text(json.dumps({f"key{n}": n for n in range(100_000)}))
     began = time.process_time()

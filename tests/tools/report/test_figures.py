@@ -60,10 +60,8 @@ def test_the_first_step_of_times_does_not_set_their_range(make_run):
 
 def test_words_of_close_marks_do_not_overlap_even_in_a_chart_of_few_steps(make_run):
     run = make_run("a", {"loss": [1.0] * 49 + [2.0], "time/open/all": [1.0, 2.0]})
-    restarts = [SimpleNamespace(global_step=step) for step in (22, 49)]
-    mix = {"event": "mix", "global_step": 20, "changed": {"data.source.a.weight": {"before": 1, "after": 2}}}
-    events = [mix, {"event": "mix", "global_step": 9, "problem": "refused"}]
-    for figure in figures(replace(run, restarts=restarts, events=events)).values():
+    restarts = [SimpleNamespace(global_step=step) for step in (20, 22, 49)]
+    for figure in figures(replace(run, restarts=restarts)).values():
         shapes = [(shape["x0"], shape["label"]) for shape in figure["layout"]["shapes"]]
         words = [(step, label["text"], label.get("xanchor")) for step, label in shapes]
         assert words == [(49, "restart", "right"), (22, "restart", "left"), (20, "", None)]

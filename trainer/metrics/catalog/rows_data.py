@@ -105,7 +105,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _BlendRow("blend/weight/<source>", "Weight of source", unit="fraction")(
         "Weight of one source now, over the sum of all (metrics.per_source).",
-        "As configured, or as train mix has set it.",
+        "As configured.",
         "Not what you meant.",
     ),
     *(

@@ -32,14 +32,13 @@ from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.options import MOST_MICRO_BATCHES
 from trainer.tools.branching.study import BranchFailed, config_path_of, run_program, with_tables
-from trainer.tools.mix_weights import changes_of, mix_events
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.extension import Extension
-from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
+from trainer.training.run_dir import DIGESTS, RunDir
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import make_blend
 from trainer.wording import counted
@@ -125,9 +124,6 @@ class Origin:
                 for number, blend in enumerate(blends):
                     # Data of fewer or more shards is dealt anew.
                     blend.load_state_dict(states[number] if len(states) == len(blends) else states)
-        names = [source.name for source in self.plan.sources if not source.is_off]
-        for blend in blends:
-            blend.changes = changes_of(self.state, mix_events(self.run.path / EVENTS), names)
         return blends
 
 
@@ -345,8 +341,6 @@ def replay(
     config = with_tables(origin.config, changed)
     config = config.model_copy(update={"extension": [*origin.config.extension, rides]})
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
-        # Changes of the mix are read from events.jsonl, which begins with those of the run.
-        write_file(Path(name) / EVENTS, b"".join(mix_events(origin.run.path / EVENTS)), sync=False)
         try:
             run_program(num_ranks, config, Path(name), should_stop, threads=threads)
         except BranchFailed as error:

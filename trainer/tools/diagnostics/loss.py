@@ -9,7 +9,7 @@ from statistics import median
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import Knob, Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
-from trainer.tools.runs.load import RunRecord, mix_changes
+from trainer.tools.runs.load import RunRecord, changes_of
 from trainer.wording import counted, number_text
 
 LOSS = "loss"
@@ -66,14 +66,16 @@ def loss_spikes(run: RunRecord) -> Outcome:
 
 
 def _cause(run: RunRecord, loss: Series, row: int) -> tuple[str, Knob]:
-    """A change of the mix right before a rise in words, or "", and the setting to change."""
+    """A weight that a resume changed right before a rise in words, or "", and the setting to change."""
     since = min(loss.steps[max(row - limits.SPIKE_CENTER, 0)], loss.steps[row] - limits.MIX_STEPS)
-    changes = [change for change in mix_changes(run) if since < change[0] <= loss.steps[row]]
-    if not changes:
-        return "", lower_lr(run)
-    step, key, pair = changes[-1]
-    condition = "if the new mix should not have a higher loss"
-    return f"; the mix changed at step {step}", Knob(key, pair["after"], pair["before"], condition)
+    for restart in reversed(run.restarts):
+        step = restart.global_step + 1
+        for key, pair in changes_of(restart):
+            is_weight = key.startswith("data.source.") and key.endswith(".weight")
+            if is_weight and isinstance(pair["before"], int | float) and since < step <= loss.steps[row]:
+                condition = "if the new mix should not have a higher loss"
+                return f"; the mix changed at step {step}", Knob(key, pair["after"], pair["before"], condition)
+    return "", lower_lr(run)
 
 
 def _divergence(run: RunRecord, loss: Series) -> Outcome | None:

@@ -15,7 +15,7 @@ import numpy as np
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
 from trainer.tools.report.charts import Chart, Curve, Line
 from trainer.tools.runs.depth_curve import DepthCurve, Number, in_words, last_curves
-from trainer.tools.runs.load import RunRecord, mix_changes
+from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG
 from trainer.wording import number_text
 
@@ -25,12 +25,12 @@ DASHES: Final = ("solid", "dot", "dash", "dashdot")
 _LEAST_SMOOTHED: Final = 12  # points
 _FEW_POINTS: Final = 25  # drawn with markers
 _MOST_BAD_STEPS: Final = 200  # that are marked; the chart states their number
-_MARK_BUDGET: Final = 10_000  # of restarts and changed weights, over all charts
+_MARK_BUDGET: Final = 10_000  # of restarts, over all charts
 _MOST_WORDS: Final = 6  # more would overlap; the lines are still drawn
 _WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
 Json = dict[str, Any]
-Mark = tuple[int, int, str]  # run, step, word
+Mark = tuple[int, int]  # run, step
 
 
 class _Columns:
@@ -85,11 +85,8 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: S
 
 
 def _marks(runs: Sequence[RunRecord], num_charts: int) -> list[Mark]:
-    """Restarts and changes of the mix, the latest first; of too many, those alone."""
-    found = set[Mark]()
-    for number, run in enumerate(runs):
-        found |= {(number, each.global_step, "restart") for each in run.restarts}
-        found |= {(number, step, "mix") for step, *_ in mix_changes(run)}
+    """Restarts, the latest first; of too many, those alone."""
+    found = {(number, each.global_step) for number, run in enumerate(runs) for each in run.restarts}
     most = max(_MARK_BUDGET // max(num_charts, 1), 1)
     return sorted(found, key=lambda each: -each[1])[:most]
 
@@ -209,12 +206,12 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[Mark]) -> l
     apart = (last - min(ends, default=0)) * _WORD
     free = math.inf  # up to where the next word has room
     shown = {line.run for line in chart.lines}
-    for run, step, word in marks:
+    for run, step in marks:
         if run in shown:
             color = f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"
             label = look("label")
             if len(marks) <= _MOST_WORDS and step + apart <= free:
-                label |= {"text": word, "xanchor": "left"}
+                label |= {"text": "restart", "xanchor": "left"}
                 free = step
                 if step + apart > last:  # no room behind the line
                     label["xanchor"], free = "right", step - apart

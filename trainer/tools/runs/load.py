@@ -11,7 +11,6 @@ import textwrap
 import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from trainer.errors import UserError
-from trainer.files import did_you_mean, is_count, parse_json, read_bytes, read_json, read_lines, within_bounds
+from trainer.files import did_you_mean, parse_json, read_bytes, read_json, read_lines, within_bounds
 from trainer.metrics.payload_contract import (
     MODES,
     RESTART,
@@ -400,17 +399,18 @@ def _json_or_none(line: bytes) -> Any:
         return None
 
 
-def mix_changes(run: RunRecord) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    """The changes by `train mix`: the first step, the key, and its values `before` and `after`."""
-    for event in run.events:
-        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
-            if event["event"] == "mix" and is_count(event["global_step"]):
-                for key, pair in event["changed"].items():
-                    yield event["global_step"], key, {name: pair[name] for name in ("before", "after")}
+def changes_of(restart: Restart) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The settings that a restart changed, each with its values `before` and `after`."""
+    changed = restart.details.get("changed")
+    if not isinstance(changed, Mapping):
+        return
+    for key, pair in changed.items():
+        if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
+            yield key, pair
 
 
 def settings_by_step(run: RunRecord) -> dict[str, Any]:
-    """For each setting that a restart or `train mix` changed, its value for the rows that count.
+    """For each setting that a restart changed, its value for the rows that count.
 
     A mapping from the first step of each value to it, or the value itself where these rows have
     only one: a launch that trained no step changed nothing.
@@ -424,14 +424,8 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
             # A branch that was given up.
             for step in [step for step in values if step > restart.global_step]:
                 del values[step]
-        changed = restart.details.get("changed")
-        if not isinstance(changed, Mapping):
-            continue
-        for key, pair in changed.items():
-            if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
-                found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
-    for step, key, pair in mix_changes(run):  # which hold on every branch
-        found.setdefault(key, {1: pair["before"]})[step] = pair["after"]
+        for key, pair in changes_of(restart):
+            found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
     settings: dict[str, Any] = {}
     for key, values in sorted(found.items()):
         counting = {step: value for step, value in values.items() if step <= max(reached, 1)}

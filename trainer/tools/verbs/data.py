@@ -1,8 +1,7 @@
-"""`train data`: build corpora and verify them, tokenize text, and show what a step read; `train mix`."""
+"""`train data`: build corpora and verify them, tokenize text, and show what a step read."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -14,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from trainer.cli.terminal import echo, uncollected
+from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
-from trainer.files import open_plain, parse_json
 from trainer.metrics.logger import get_logger, now_and_then, progress_bar
-from trainer.metrics.run_status import run_state
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import print_json, require_run, writing
 from trainer.wording import counted, few
@@ -40,9 +37,6 @@ VocabOption = Annotated[int, Option(min=0, help="Vocabulary size, for tokenizer 
 TextSplitOption = Annotated[
     str, Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
 ]
-SET_HELP, WEIGHT = "A source's weight; repeatable.", "data.source.NAME.weight=NUMBER"
-MOST_WAIT_SEC, POLL_SEC = 600.0, 0.2
-ALIVE = ("running", "unknown")  # which is on another machine
 DtypeOption = Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")]
 
 
@@ -197,49 +191,3 @@ def at_step(
         print_json({"run": run_dir, "step": step, "from_step": origin.step, "note": origin.note, "rows": rows})
     else:
         print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.note)
-
-
-def mix(
-    run_dir: shared.RunDirArgument, settings: Annotated[list[str], Option("--set", help=SET_HELP, metavar=WEIGHT)]
-) -> None:
-    """Change mixing weights of a run that is training, from a step on that it announces at its next logged one."""
-    run = require_run(run_dir)
-    state = run_state(run).get("state", "no run")
-    if state not in ALIVE:
-        raise UserError(run_dir, f"is not training ({state})", "resume it first")
-    with uncollected():
-        from trainer.config.load import load_config
-        from trainer.tools.mix_weights import parse
-    sources = load_config(run / "config.resolved.toml").data.source
-    # Included files have sources of their own, which the run knows.
-    is_known = all(source.include is None for source in sources)
-    answer: dict[str, Any] = {"problem": "has one source, whose weight changes nothing"}
-    if len(sources) > 1 or not is_known:
-        parse(settings, [source.name for source in sources] if is_known else None)
-        answer = _ask(run, settings)
-    if "problem" in answer:
-        raise UserError(run_dir, answer["problem"], "nothing was changed")
-    for key, pair in answer["changed"].items():
-        echo(f"{key}: {pair['before']:g} -> {pair['after']:g}")
-    echo("from step {global_step} on (micro-batch {batch} of each data shard)".format(**answer))
-
-
-def _ask(run: Path, settings: list[str]) -> dict[str, Any]:
-    """Ask the run. Returns the event that answers, or the `problem`."""
-    from trainer.training.run_dir import EVENTS, REQUESTS
-
-    number, text, end = str(time.time_ns()), b"", time.monotonic() + MOST_WAIT_SEC
-    with writing(str(run)), open_plain(run / EVENTS) as events:
-        events.seek(0, 2)  # before asking: the answer cannot be missed
-        with open_plain(run / REQUESTS, "ab") as file:
-            file.write(json.dumps({"id": number, "set": settings}).encode() + b"\n")
-        while time.monotonic() < end:
-            is_over = run_state(run).get("state", "no run") not in ALIVE  # before the last look
-            text += events.read()
-            for line in text.splitlines(keepends=True):
-                if number.encode() in line and line.endswith(b"\n"):
-                    return dict(parse_json(line))
-            if is_over:
-                return {"problem": "ended before it took this up"}
-            time.sleep(POLL_SEC)
-    return {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in {EVENTS}; until then"}

@@ -44,7 +44,7 @@ from trainer.training.setup.parts import (
     model_and_loss,
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import Found, begin_record, open_record, place_run
+from trainer.training.setup.record import begin_record, open_record, place_run
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.core_extensions import ModelMetrics, Replicas
 from trainer.training.step.optimizer import Length, make_schedule
@@ -119,7 +119,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     )
     if info.is_main:
         plan.call("first messages", plan, state, device, run_dir)
-    _restore_mix(plan, info, state, run_dir, found)
     cell_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
@@ -318,7 +317,6 @@ def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
     config, is_main, probe_every = run.config, run.info.is_main, run.config.ledger.probe_every
     is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
     asked: dict[str, tuple[Any, str]] = {
-        "mix": (len(run.plan.sources) > 1, ""),
         "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "digests": (config.metrics.digests == "write", "metrics.digests"),
@@ -333,15 +331,6 @@ def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
     for name, (is_on, key) in asked.items():
         if is_on:
             yield name, key
-
-
-def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir, found: Found | None) -> None:
-    """Continue with changed mixing weights; refused where the part for it is missing."""
-    restore = plan.part("mixing weights")
-    if restore is not None:
-        restore(plan, info, state, run_dir, found)
-    elif found is not None and found[1].get("extensions", {}).get("mix"):
-        plan.parts.need("mixing weights", "checkpoint.resume")
 
 
 def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
@@ -362,9 +351,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
                 found[name] = make(run)
             except UserError:
                 raise
-            except Exception as error:  # such as a profile that cannot be written
-                if name == "mix":  # no diagnostic: all ranks must change their weights
-                    raise
+            except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
                 run.diagnostics.best_effort(name).fail(error)
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
