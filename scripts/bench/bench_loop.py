@@ -50,7 +50,7 @@ class Windows(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(Loader(make_blend(self._plan, ALONE), device=self._device, prefetch=0))
         while True:
-            window = [next(batches) for _ in range(self._plan.config.micro_batches.first)]
+            window = [next(batches) for _ in range(self._plan.config.micro_batches.most)]
             num_tokens = sum((micro.targets != IGNORED).sum() for micro in window)
             for micro in window:
                 yield {"micro": micro, "num_tokens": num_tokens}
@@ -109,7 +109,7 @@ def bare(plan: Plan, device: torch.device, turn: Turn) -> None:
     config, batches, model = plan.config, iter(Windows(plan, device)), Stateful(plan, device)
     optimizer, rates = optimizer_of(plan, model)
     for step in range(1, config.train.steps + 1):
-        for _ in range(config.micro_batches.first):
+        for _ in range(config.micro_batches.most):
             model(**next(batches)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad_norm)
         optimizer.step()
@@ -135,7 +135,7 @@ def with_transformers(plan: Plan, device: torch.device, turn: Turn) -> None:
             return {"loss": self.stateful(micro, num_tokens) * window}
 
     config, model = plan.config, Stateful(plan, device)
-    window = config.micro_batches.first  # by which the Trainer divides each loss
+    window = config.micro_batches.most  # by which the Trainer divides each loss
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
             output_dir=output,
@@ -183,7 +183,7 @@ def with_lightning(plan: Plan, device: torch.device, turn: Turn) -> None:
             turn.update(self.global_step + 1, model.take_loss())  # which is counted after this
 
     config, model = plan.config, Stateful(plan, device)
-    window = config.micro_batches.first  # by which Lightning divides each loss
+    window = config.micro_batches.most  # by which Lightning divides each loss
     trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,

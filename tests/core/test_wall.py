@@ -23,7 +23,6 @@ ASKED = {
     "ledger.probe_every=2": "carry probe",
     "model.family=gated_delta": "gated_delta",
     'checkpoint.remote="memory://run"': "checkpoints in a store",
-    'train.micro_batches={schedule="step",points={0=1,2=2}}': "batch growth",
 }
 LISTED = """
 import sys

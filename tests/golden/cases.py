@@ -79,9 +79,7 @@ CASES: dict[str, Case] = {
     "exchange": Case(("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=3")),
     "resumed_on_fewer_ranks": Case((), _resumed(2, 1)),
     "skipped_steps": Case((*FAULTY, "train.on_non_finite=skip"), fault=NAN),
-    "growing_batch": Case(
-        ('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}, lr="sqrt"}', "optimizer.name=muon")
-    ),
+    "growing_batch": Case(('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}}', "optimizer.name=muon")),
     "gated_delta": Case(("model.family=gated_delta", "optimizer.name=sgd"), _ranks(1)),
     "diag_healthy": Case((MIXED,), config="healthy"),
     "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),

@@ -55,7 +55,6 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.contract_check": "refuses a model",
     "trainer.lab.contracts": "is what refuses it",
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
-    "trainer.lab.batch_growth": "decides on the batch",
     "trainer.lab.optimizers": "optimizers",
     "trainer.lab.changed_data": "what a resume reads",
     "trainer.lab.own_batches.OwnTask.run": "a collective, and holds a guard",

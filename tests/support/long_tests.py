@@ -22,7 +22,6 @@ LEFT = {
     "cuda/test_compiled": "a_compiled_run_is",
     "cuda/test_cuda_graph": "a_replayed_run_is:1",
     "cuda/test_ledger": "states_and_counts_are:3",
-    "lab/distributed/test_batch_growth": "a_run_has_the:2 a_run_resumed_before:1 after_a_resume_with what_is_read_early:1",
     "lab/distributed/test_broken_diagnostics": "all_may_fail_at",
     "core/distributed/test_cut_data": "a_file_that_is:1",
     "lab/distributed/test_data_change": "a_source_of_weight files_are_the_same",

@@ -60,7 +60,6 @@ _LAB = {
     "torch_rnn": f"{LAB}.nested_state:TorchRnn",
     "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
-    "batch growth": f"{LAB}.batch_growth:BatchGrowth",
     "cells of a row": f"{LAB}.pieces:Cellwise",
     "changed data": f"{LAB}.changed_data:restart_changed",
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
@@ -80,6 +79,7 @@ _LAB = {
     "own optimizer": f"{LAB}.optimizers:build_custom",
     "recomputed blocks": f"{LAB}.pieces:recompute_blocks",
     "shard check": f"{LAB}.contract_check:refuse_bypassed_units",
+    "sources in a store": f"{LAB}.storage:streams_of",
     "tensorboard": f"{LAB}.tensorboard:TensorboardSink",
     "tokenized text": f"{LAB}.tokenized",
 }

@@ -23,10 +23,8 @@ from pydantic_core import CoreSchema
 
 from trainer.options import (
     NO_NUL,
-    AutoRule,
     BatchingMode,
     Limits,
-    LrRule,
     MicroBatchCount,
     MicroBatches,
     MixingOptions,
@@ -44,8 +42,7 @@ from trainer.wording import short_repr
 # `load` removes them; the angle brackets keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
-AUTO_TAG = "<auto>"
-TAGS = (NUMBER_TAG, SCHEDULE_TAG, AUTO_TAG)
+TAGS = (NUMBER_TAG, SCHEDULE_TAG)
 # String patterns, and how error messages describe them.
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
@@ -168,83 +165,45 @@ class ScheduleTable(Table):
 
 
 class BatchScheduleTable(Table):
-    """A planned m: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
+    """A planned m: `{ schedule = "step", points = { 0 = 1, 1000 = 2 } }`."""
 
     schedule: Literal["step"]
     """step: take the last point reached, or the first one."""
-    unit: Literal["steps", "tokens"] = "steps"
-    """Unit of the points: optimizer steps, from 1, or target tokens over all ranks."""
     points: BatchPoints
-    """Position in the run -> micro-batches."""
-    lr: LrRule = "none"
-    """With "auto", too: learning rate times 1 (none), sqrt(m / m_start) or m / m_start."""
+    """Optimizer step, from 1 -> micro-batches."""
 
 
-class AutoBatchTable(Table, AutoRule):
-    """An m that doubles with the noise scale (gns.enabled): `{ schedule = "auto", max = 16 }`."""
-
-    schedule: Literal["auto"]
-    start: MicroBatchCount = 1
-    """Micro-batches of the first steps; one rank needs 2."""
-    lr: LrRule = "none"
-
-    def check(self) -> None:
-        """Refuse a rule by which m can never double."""
-        super().check()
-        if self.max < 2 * self.start:
-            problem = f"max = {self.max} is less than twice start = {self.start}"
-            raise ValueError(f"{problem}: set max to {2 * self.start}")
-
-
-def _table_of_word(value: Any) -> Any:
-    """Read `"auto"` as short for a table."""
-    if value == "auto":
-        return {"schedule": "auto"}
+def _no_other_form(value: Any) -> Any:
     form = value
     if isinstance(value, Mapping):
         form = value.get("schedule", "step")
-    if isinstance(form, str) and form not in ("auto", "step"):
-        expected = 'an integer, "auto" or a table with schedule = "step" or "auto"'
-        raise ValueError(f"must be {expected}; got {short_repr(form)}")
+    if isinstance(form, str) and form != "step":
+        raise ValueError(f'must be an integer or a table with schedule = "step"; got {short_repr(form)}')
     return value
 
 
-def _weight_kind(value: Any) -> str:
+def _kind(value: Any) -> str:
     return SCHEDULE_TAG if isinstance(value, Mapping | Table) else NUMBER_TAG
-
-
-def _batch_kind(value: Any) -> str:
-    form = getattr(value, "schedule", None)
-    if isinstance(value, Mapping):
-        form = value.get("schedule")
-    return AUTO_TAG if form == "auto" else _weight_kind(value)
 
 
 Weight = Annotated[
     Annotated[Share, Tag(NUMBER_TAG)] | Annotated[ScheduleTable, Tag(SCHEDULE_TAG)],
-    Discriminator(_weight_kind),
+    Discriminator(_kind),
 ]
 BatchSize = Annotated[
-    Annotated[MicroBatchCount, Tag(NUMBER_TAG)]
-    | Annotated[BatchScheduleTable, Tag(SCHEDULE_TAG)]
-    | Annotated[AutoBatchTable, Tag(AUTO_TAG)],
-    Discriminator(_batch_kind),
-    BeforeValidator(
-        _table_of_word,
-        json_schema_input_type=MicroBatchCount | Literal["auto"] | BatchScheduleTable | AutoBatchTable,
-    ),
+    Annotated[MicroBatchCount, Tag(NUMBER_TAG)] | Annotated[BatchScheduleTable, Tag(SCHEDULE_TAG)],
+    Discriminator(_kind),
+    BeforeValidator(_no_other_form, json_schema_input_type=MicroBatchCount | BatchScheduleTable),
 ]
 
 
-def plan_of(setting: int | BatchScheduleTable | AutoBatchTable) -> MicroBatches:
+def plan_of(setting: int | BatchScheduleTable) -> MicroBatches:
     """The plan of `train.micro_batches`, whichever form it has."""
     if isinstance(setting, int):
         return MicroBatches.constant(setting)
-    if isinstance(setting, AutoBatchTable):
-        return MicroBatches(((0, setting.start),), lr=setting.lr, auto=AutoRule.of(setting))
     points = dict(sorted(setting.points.items()))
     points = {0: next(iter(points.values())), **points}  # the first point holds before it, too
-    return MicroBatches(tuple(points.items()), unit=setting.unit, lr=setting.lr)
+    return MicroBatches(tuple(points.items()))
 
 
 class MixingTable(Table, MixingOptions):
@@ -345,7 +304,7 @@ class DataTable(Table):
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None
-    """Where each node keeps tokens of text, until you delete them; absent: the user's cache."""
+    """Where each node copies URLs, until you delete them; absent: the user's cache."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 

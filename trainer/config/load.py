@@ -33,13 +33,15 @@ _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count",
 # Keys that are gone -> the values that a recorded config may still give, since they mean what now
 # always applies or that the feature is off; and what to do instead.
 REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
-    "data.cache_gb": ((100.0,), "delete what no run reads in data.cache_dir"),
+    "data.cache_gb": ((100.0,), "delete copies in data.cache_dir that no run reads"),
     "gns.components_every": ((0,), "gns/consistency below 1 shows rows that share a stream"),
     "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),
     "ledger.probe_cells": ((8,), "see ledger.probe_every"),
     "metrics.smoothing_alpha": ((0.1,), "smooth curves where they are drawn"),
     "sample.temperature": ((1.0,), "use train sample"),
     "sample.top_k": ((0,), "use train sample"),
+    "train.micro_batches.lr": (("none",), "scale optimizer.lr yourself where m changes (docs/gns.md)"),
+    "train.micro_batches.unit": (("steps",), "give the points in optimizer steps"),
     "train.max_skips": ((10,), "a run ends after more than 10 skipped steps in a row"),
 }
 # Key here -> its names in other trainers; with a table in front, in that table only.

@@ -94,8 +94,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         cells_per_step=tokens // config.row_tokens,
         tokens_per_step=tokens,
         tokens_per_micro=micro_tokens,
-        tokens_in_run=config.train.tokens
-        or micro_tokens * config.micro_batches.by_steps(micro_tokens).batches_before(steps + 1),
+        tokens_in_run=config.train.tokens or micro_tokens * config.micro_batches.batches_before(steps + 1),
         groups_in_flight=in_flight,
         capacity_to_change_ranks=in_flight * (num_shards + 1),
         ledger_capacity=config.ledger.capacity,
@@ -112,11 +111,11 @@ def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: 
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
-    """Steps of the run; with `train.tokens` if all batches are full and m never grows."""
+    """Steps of the run; with `train.tokens` if all batches are full."""
     if not config.train.tokens:
         return config.train.steps
     batches = -(-config.train.tokens // max(tokens_per_micro, 1))  # rounded up
-    return config.micro_batches.by_steps(tokens_per_micro).step_of(batches - 1)
+    return config.micro_batches.step_of(batches - 1)
 
 
 def _broken_rules(
@@ -126,10 +125,7 @@ def _broken_rules(
     yield from _broken_pairs(config)
     yield from _broken_lanes(config, sources)
     yield from _broken_sharding(config, world_size)
-    batches, ledger, num_shards = config.micro_batches, config.ledger, data_shards(config, world_size)
-    if batches.auto is not None and num_shards * batches.first == 1:
-        problem = f'"auto" with start = 1: {ONE_BATCH_SIZE}'
-        yield "train.micro_batches", problem, 'write { schedule = "auto", start = 2 }'
+    ledger, num_shards = config.ledger, data_shards(config, world_size)
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
@@ -170,9 +166,6 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "eval.holdout_fraction", problem, fix
     if train.precision == "fp16" and train.device == "cpu":
         yield "train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'
-    if not config.gns.enabled and config.micro_batches.auto is not None:
-        problem = '"auto" needs the noise scale, which gns.enabled = false turns off'
-        yield "train.micro_batches", problem, "set gns.enabled = true, or plan the changes by a schedule"
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters: the output layer would seem unused"
         yield "objective.chunk_tokens", problem, "set one of them off"

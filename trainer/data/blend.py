@@ -94,9 +94,9 @@ class BlendDataset:
         micro_batches: per optimizer step.
         per_source: also report `blend/share/<name>`, `blend/weight/<name>` and times by source.
         times: also report `time/<stage>/all`, the time of reading since the last drain.
-        history_every, history_tokens: batches of steps that are a multiple of `history_every` (all,
-            if steps are not known ahead) have `history_tokens` tokens before each cell, if the
-            source has `next_with_tokens_before`; 0: none have.
+        history_every, history_tokens: batches of steps that are a multiple of `history_every` have
+            `history_tokens` tokens before each cell, if the source has `next_with_tokens_before`;
+            0: none have.
 
     Raises UserError without sources, for a name twice, and at a batch at which all weights are zero.
     """
@@ -119,7 +119,7 @@ class BlendDataset:
             if names.count(name) > 1:
                 raise UserError("data.source", f"two sources are called {name!r}", "give each a name of its own")
         self.sources = list(sources)
-        self._micro_batches, self._is_known_ahead = micro_batches, micro_batches.is_known_ahead
+        self._micro_batches = micro_batches
         self._history_every, self._history_tokens = history_every, history_tokens
         self._begin()
         self._names = names
@@ -183,9 +183,8 @@ class BlendDataset:
 
     def __next__(self) -> Batch:
         """The next micro-batch, with its source's name as `dataset_labels` if it has none."""
-        every, plan = self._history_every, self._micro_batches
-        # Without knowing a batch's step: tokens that nobody needs do no harm.
-        if every > 0 and (not self._is_known_ahead or plan.step_of(self._batch_index) % every == 0):
+        every = self._history_every
+        if every > 0 and self._micro_batches.step_of(self._batch_index) % every == 0:
             return self.next_with_tokens_before(self._history_tokens)
         return self.next_with_tokens_before(0)
 

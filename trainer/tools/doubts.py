@@ -14,6 +14,7 @@ from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
 from trainer.config.schema import RunConfig, TrainTable
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
+from trainer.files import is_url
 from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.setup.plan import Plan, ledger_bytes
@@ -31,7 +32,7 @@ Doubt = tuple[str, str, str]
 
 def doubts(config: RunConfig, sources: Sequence[Source], eval_sources: Sequence[Source]) -> list[UserError]:
     """Settings of a run that work, but hardly as meant: warned about, not refused."""
-    found = [*trained_on(sources, eval_sources), *_doubted_settings(config, eval_sources)]
+    found = [*trained_on(sources, eval_sources), *_doubted_settings(config)]
     found += _doubted_readers(config, sources)
     found += _unread(sources, eval_sources)
     if config.eval.holdout_fraction > 0:
@@ -39,11 +40,8 @@ def doubts(config: RunConfig, sources: Sequence[Source], eval_sources: Sequence[
     return [UserError(*each) for each in found]
 
 
-def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iterator[Doubt]:
-    evaluation, optimizer = config.eval, config.optimizer
-    if (eval_sources or evaluation.target is not None) and not evaluation.every:
-        problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
-        yield "eval.every", problem, "set it to the number of steps between evaluations"
+def _doubted_settings(config: RunConfig) -> Iterator[Doubt]:
+    optimizer = config.optimizer
     if optimizer.lr > limits.LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
@@ -70,7 +68,7 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
     """Modalities of a root that no source reads, and files in no modality's directory."""
     readers: dict[str, list[SourceTable]] = {}
     for source in (*sources, *eval_sources):
-        if source.streams and source.table.root is not None:
+        if source.streams and source.table.root is not None and not is_url(source.table.root):
             readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
     for tables in readers.values():
         root = str(tables[0].root)

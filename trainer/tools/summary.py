@@ -41,8 +41,6 @@ SLOW_START_SEC = 10.0
 def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     """Log the outcome, where the record is, and what to look at next."""
     position, of = run.position, f" of {run.config.train.steps}"
-    if run.length.is_in_tokens and run.config.micro_batches.auto is not None:
-        of = ""  # how many steps such a run has depends on its batches
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     if isinstance(sys.exc_info()[1], UserError):  # which is printed last of all
         run.watchdog.write(lines[0])

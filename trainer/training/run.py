@@ -26,6 +26,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
 from trainer.objective.loss import Loss
+from trainer.options import MicroBatches
 from trainer.training.checkpointing.train_state import HOST_KEYS, SHOWN_LOSSES, Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
@@ -75,12 +76,10 @@ class Run:
     train_step: TrainStep
     schedule: Schedule
     evaluator: Evaluator | None
-    num_micros: int
-    """Micro-batches of each data shard in every step, without `growth`."""
-    growth: Any
-    """Decides on a step's micro-batches; None: all steps have equally many."""
+    micro_batches: MicroBatches
+    """Of each data shard in a step."""
     periods: Set[int]
-    """Multiples of these are read before the next step: evaluations, saves, decisions."""
+    """Multiples of these are read before the next step: evaluations, saves."""
     extensions: Extensions
     saver: Saver
     watchdog: Watchdog
@@ -160,40 +159,30 @@ class NextStep(NamedTuple):
     """Micro-batches of each data shard."""
     reached: int  # see `Length`
     lr: float
-    change: Mapping[str, Any] | None
-    """The event of a change of `num_micros`."""
 
 
 def next_step(run: Run, step: int, previous: StepInFlight | None) -> NextStep:
     """Size and learning rate of a step. Notes the last one in `run.position`."""
-    position, length, growth = run.position, run.length, run.growth
-    before, tokens_before = position.micro_batches, position.tokens_before
-    if previous is not None:  # the tokens of `previous` are not known: those through step - 2
-        before, tokens_before = len(previous.window) // len(run.reading.loaders), position.tokens
-    num_micros, lr_factor, change = run.num_micros, 1.0, None
-    if growth is None:
-        before = num_micros
-    else:
-        since = position.micro_batches_since
-        num_micros, change = growth.of_step(step, before=before, changed_at=since, tokens_before=tokens_before)
-        # Before the first step nothing is known: as if it had the same size.
-        lr_factor, before = growth.lr_factor(num_micros), before or num_micros
+    position, length, num_micros = run.position, run.length, run.micro_batches.at(step)
     reached = step
     if length.micro_tokens:
+        # The tokens of `previous` are not known: those through step - 2.
+        tokens_before = position.tokens_before if previous is None else position.tokens
         num_full = num_micros
         if step > 1:
-            num_full += before
+            num_full += run.micro_batches.at(step - 1)
         reached = min(tokens_before + num_full * length.micro_tokens, length.total)
     if reached >= length.total:
         position.last_step = step
-    return NextStep(num_micros, reached, run.schedule(reached) * lr_factor, change)
+    return NextStep(num_micros, reached, run.schedule(reached))
 
 
-def log_change(run: Run, step: int, change: Mapping[str, Any]) -> None:
-    """Record that the batch of a step has another size."""
-    text = "step %d: %d micro-batches instead of %d: %s"
-    logger.info(text, step, change["to"], change["from"], change["reason"])
-    run.event(change)
+def log_change(run: Run, step: int) -> None:
+    """Record that a step has another number of micro-batches than the one before, if it has."""
+    before, now = run.micro_batches.at(step - 1), run.micro_batches.at(step)
+    if step > 1 and now != before:
+        logger.info("step %d: %d micro-batches instead of %d", step, now, before)
+        run.event({"event": "micro_batches", "global_step": step, "from": before, "to": now})
 
 
 def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str | None:
@@ -209,9 +198,6 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
     position.step, position.reached, position.data_states = step, taken.reached, data_states
     position.tokens_before = position.tokens
     position.tokens += outcome.tokens_trained
-    num_micros = len(taken.window) // num_shards
-    if num_micros != position.micro_batches:
-        position.micro_batches, position.micro_batches_since = num_micros, step
     # By shard, since a checkpoint keeps the counts of each.
     for micro in taken.window:
         position.unlogged[micro.shard].add(micro.metrics)
@@ -312,8 +298,8 @@ def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, dr
     """The metrics recorded since the last logged step, over all ranks."""
     guard, world_size = run.diagnostics.best_effort, run.info.world_size
     run.record("non_finite_steps", 0.0)  # reported as 0, not left out
-    if run.growth is not None:
-        run.record("train/micro_batches", float(run.position.micro_batches))
+    if not run.micro_batches.is_constant:
+        run.record("train/micro_batches", float(run.micro_batches.at(taken.step)))
     grad_scale = run.train_step.grad_scale
     if grad_scale is not None:
         run.record("grad_scale", grad_scale)

@@ -66,7 +66,11 @@ def test_the_keys_that_are_named_exist_and_the_unknown_ones_do_not():
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_key_that_is_gone_is_read_where_it_says_nothing_and_explained_elsewhere(key, tmp_path):
     values, advice = REMOVED[key]
-    config = {"train": {"steps": 1}, "data": {"seq_len": 8, "source": [{"name": "a", "root": "r"}]}}
+    plan = {"schedule": "step", "points": {"0": 1}}
+    config = {
+        "train": {"steps": 1, "micro_batches": plan},
+        "data": {"seq_len": 8, "source": [{"name": "a", "root": "r"}]},
+    }
     *tables, name = key.split(".")
 
     def load(value: Any) -> RunConfig:

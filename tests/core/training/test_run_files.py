@@ -42,7 +42,6 @@ STATE = {
     "model_files": [0],
     "reached": 1,
     "tokens": [1, 1],
-    "micro_batches": [1, 1],
     "evaluation_is_due": False,
     "tracker": {"tokens_seen": 1, "smoothed": {}},
     "gns": None,

@@ -547,7 +547,7 @@ def test_rules_of_depth_are_calibrated_on_noisy_gains(rule: str, end: float) -> 
 
 
 def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:
-    config = {**CONFIG, "train": {"micro_batches": {"schedule": "auto", "start": 1}}}
+    config = {**CONFIG, "train": {"micro_batches": {"schedule": "step", "points": {"0": 1, "20": 2}}}}
     run = make_run({"train/micro_batches": {1: 1.0, 10: 1.0, 20: 2.0, 30: 4.0}}, config=config)
     assert [batches_through(run, step) for step in (1, 10, 15, 20, 30, 40)] == [1, 10, 20, 30, 70, 110]
     assert [micro_batches(run, since=step) for step in (0, 11, 30)] == [1, 2, 4]

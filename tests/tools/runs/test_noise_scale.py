@@ -45,7 +45,7 @@ def test_a_lower_bound_of_0_alone_is_no_number_and_with_an_upper_one_it_is(row, 
         (False, 2, 2, "not measured: gns.enabled = false"),
         (True, 1, 1, "not measured: one micro-batch per step on one rank has a single batch size"),
         (True, 1, 2, "not known yet: no row has it"),
-        (True, {"schedule": "auto", "start": 1}, 1, "not known yet: no row has it"),
+        (True, {"schedule": "step", "points": {"0": 1, "9": 2}}, 1, "not known yet: no row has it"),
         (None, None, None, ""),
     ],
 )

@@ -259,14 +259,9 @@ class History:
             block = (x0 + x1, y0 + y1)
         self._levels.append([block])
 
-    def current(self, *, before: int = 0, recent_z: float = LOW_QUANTILE) -> Current | None:
-        """x / y at the last step with its bounds; None before `MIN_WINDOWS` pairs.
-
-        Args:
-            before: leave out so many of the latest steps, at most `RECENT`.
-            recent_z: normal quantile of the recent steps' bounds.
-        """
-        fits = list(self._fits(before))
+    def current(self) -> Current | None:
+        """x / y at the last step with its bounds; None before `MIN_WINDOWS` pairs."""
+        fits = list(self._fits())
         if not fits:
             return None
         longest = longest_straight(fits)
@@ -274,7 +269,7 @@ class History:
         # standard error. It grows with the square of the window.
         enough = max(SHORTENED * longest.steps, min(MIN_WINDOWS, longest.steps))
         used = max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
-        ratio, recent = used.ratio(), fits[0].ratio((recent_z, recent_z))
+        ratio, recent = used.ratio(), fits[0].ratio((LOW_QUANTILE, LOW_QUANTILE))
         low, high = ratio.low, ratio.high
         if low is not None:
             low = min(low, max(recent.low or 0.0, low / LARGEST_JUMP))
@@ -283,8 +278,8 @@ class History:
             high = max(high, min(recent.high or math.inf, likely * LARGEST_JUMP))
         return Current(ratio._replace(low=low, high=high), used, longest)
 
-    def _fits(self, before: int) -> Iterator[Fit]:
-        """Fits over growing windows, `before` steps before the last: `_recent_mean`, then lines."""
+    def _fits(self) -> Iterator[Fit]:
+        """Fits over growing windows: `_recent_mean`, then lines."""
         # Weighted least squares with the heteroscedasticity-consistent covariance HC3 (MacKinnon and
         # White 1985): the noise of both series changes with their size. Degrees of freedom are
         # Satterthwaite's, for equal noise in every step.
@@ -292,9 +287,9 @@ class History:
         for level, sums in enumerate(self._levels):
             for x, y in reversed(sums):
                 blocks.append((1 << level, x, y))
-        if len(blocks) < MIN_WINDOWS + before:
+        if len(blocks) < MIN_WINDOWS:
             return
-        size, *totals = np.array(blocks[before:], dtype=np.float64).T  # newest first
+        size, *totals = np.array(blocks, dtype=np.float64).T  # newest first
         ends = np.cumsum(size)
         age = ends - 0.5 * (size + 1.0)  # of a block's middle; the last step's is 0
         means = np.stack(totals, axis=1) / size[:, None]  # [blocks, 2]

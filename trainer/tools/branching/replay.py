@@ -279,12 +279,8 @@ def _tokens(targets: Any) -> list[int]:
 
 
 def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
-    """The micro-batches of a step, as `rows_of` takes them, by reading on from the data cursors.
-    Raises UserError: how many they are is not known ahead."""
+    """The micro-batches of a step, as `rows_of` takes them, by reading on from the data cursors."""
     plan, micros = origin.plan.config.micro_batches, []
-    if not plan.is_known_ahead:
-        problem = "depends on what the run measures"
-        raise UserError("train.micro_batches", problem, f"use train replay --step {step}")
     first, start, stop = map(plan.batches_before, (origin.step + 1, step, step + 1))
     # The blends are read on from the checkpoint: batches before the step are drawn and dropped.
     for number in range(first, stop):

@@ -125,9 +125,8 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     refuse_code(config, path, trusted=trust_code)
     config_path = config_path_of(saved.get("environment", {}), run_dir)
     plan = make_plan(config, config_path, world_size, parts=PARTS)
-    micro_batches = saved["micro_batches"][0] or config.micro_batches.first
+    micro_batches = config.micro_batches.at(saved["step"])
     lr = make_schedule(config, plan.length)(saved.get("reached", step))
-    lr *= config.micro_batches.lr_factor(micro_batches)
     # Branches keep this rate throughout: the end of a schedule would compare nothing.
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"

@@ -180,7 +180,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     if each > 1:
         passes = f"{batches.most * each} forward passes a step instead of {batches.most} of {each} times the rows"
         facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
-    facts["micro_batches"] = batches.first
+    facts["micro_batches"] = batches.most
     if not batches.is_constant:
         steps = f"cells_per_step and tokens_per_step are those of {batches.most}"
         facts["micro_batches"] = f"{batches.least} to {batches.most}; {steps}"

@@ -295,7 +295,6 @@ class _SavedState(_Part):
     model_files: Annotated[list[Count], Field(min_length=1)]
     reached: Count
     tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]
-    micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)]
     evaluation_is_due: bool
     tracker: _Tracker
     gns: dict[str, Any] | None

@@ -84,12 +84,6 @@ def restore(
         _restore_ledgers(state, saved, parts, room=0 if is_same else plan.facts.groups_in_flight)
     position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
     position.tokens_before, position.tokens = saved["tokens"]
-    before = saved["config"]["train"]["micro_batches"]
-    was_auto = isinstance(before, Mapping) and before["schedule"] == "auto"
-    if plan.config.micro_batches.auto is None or was_auto:
-        position.micro_batches, position.micro_batches_since = saved["micro_batches"]
-    else:  # `auto` begins here
-        position.micro_batches_since = position.step + 1
     with loading(path, "counts"):
         if is_same:
             for index, shard in enumerate(state.shards):
@@ -169,6 +163,16 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
             logger.warning("resuming with another config: %s: %r -> %r", key, before, after)
 
 
+def refuse_grown_batch(saved: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a batch that `"auto"` has grown: no plan by steps says when it did."""
+    before = saved["config"]["train"]["micro_batches"]
+    if isinstance(before, Mapping) and before["schedule"] == "auto" and saved["micro_batches"][0] > before["start"]:
+        grown = saved["micro_batches"][0]
+        problem = f'the batch had grown to train.micro_batches = {grown} by "auto", which is gone'
+        fix = f"begin a run with its weights ([model] weights) and train.micro_batches = {grown}"
+        raise UserError("--resume", problem, fix)
+
+
 class Change(NamedTuple):
     """A setting before and after a resume; None: the key is not set there."""
 
@@ -223,8 +227,14 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     world_size = info.world_size
     sources = {source.name: source for source in plan.sources}
     sources |= {EVAL + each.name: each for each in plan.eval_sources}
+    # Each node has its own copies of the objects of URLs.
+    keys = [copy.key for source in sources.values() for copy in source.copies]
+    copies = gather_from_ranks(keys, world_size=world_size)
     before = None
     with raise_on_all_ranks(world_size=world_size):
+        if any(each != keys for each in copies):
+            problem = "the objects of a source that is a URL changed while the ranks started"
+            raise UserError("data.source", problem, "start again, once nobody writes there")
         if saved is not None:
             with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
                 before = Fingerprint.from_state(saved.get(FINGERPRINT_KEY))

@@ -143,10 +143,6 @@ class Position:
     """Target tokens over all ranks through the last finished step, without skipped steps."""
     tokens_before: int = 0
     """The same without the last finished step."""
-    micro_batches: int = 0
-    """Of the last finished step; 0: not known."""
-    micro_batches_since: int = 1
-    """The first step with so many."""
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
@@ -328,7 +324,6 @@ class Saver:
             "step": step,
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
-            "micro_batches": [position.micro_batches, position.micro_batches_since],
             "world_size": self.info.world_size,
             "data_shards": self.info.world_size * len(self.state.shards),
             "model_files": saving_ranks(self.state.model),

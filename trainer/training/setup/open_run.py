@@ -147,9 +147,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     if state.gns is not None:
         # At the end, when the averages hold all steps.
         stack.callback(diagnostics.best_effort("gns outlook").run, plan.call, "noise outlook", state.gns)
-    periods = {config.eval.every, config.checkpoint.every}
-    if config.micro_batches.auto is not None:
-        periods.add(config.micro_batches.auto.every)
     run = Run(
         plan=plan,
         config=config,
@@ -171,9 +168,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
         schedule=make_schedule(config, plan.length),
         evaluator=evaluator,
-        num_micros=config.micro_batches.first,
-        growth=_make_growth(plan, info, state),
-        periods=periods - {0},
+        micro_batches=config.micro_batches,
+        periods={config.eval.every, config.checkpoint.every} - {0},
         extensions=extensions,
         saver=Saver(
             directory=run_dir.checkpoints,
@@ -285,19 +281,6 @@ def _make_train_step(
         extensions=extensions,
         diagnostics=state.tracker.diagnostics,
         graphs=_make_graphs(plan, info, device, strategy, auxiliary),
-    )
-
-
-def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
-    table = plan.config.micro_batches
-    if table.is_constant:  # all steps have equally many micro-batches
-        return None
-    return plan.parts.need("batch growth", "train.micro_batches")(
-        table,
-        micro_tokens=plan.facts.tokens_per_micro,
-        noise=state.gns,
-        guard=state.tracker.diagnostics.best_effort("gns"),
-        world_size=info.world_size,
     )
 
 

@@ -25,7 +25,6 @@ from trainer.metrics.logger import get_logger
 from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.recurrence import HAS_TRITON
 from trainer.objective.loss import Auxiliary
-from trainer.options import MicroBatches
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import Length, make_schedule
 
@@ -87,14 +86,9 @@ class Plan:
         return Length.of(self.config, self.facts.tokens_per_micro)
 
     @property
-    def batches_by_steps(self) -> MicroBatches:
-        """m by steps for forecasts, which assume full batches and that `auto` never grows."""
-        return self.config.micro_batches.by_steps(self.facts.tokens_per_micro)
-
-    @property
     def num_batches(self) -> int:
-        """Micro-batches of a rank in the run, likewise."""
-        return self.batches_by_steps.batches_before(self.config.train.steps + 1)
+        """Micro-batches of a rank in the run."""
+        return self.config.micro_batches.batches_before(self.config.train.steps + 1)
 
     @property
     def has_built_in_model(self) -> bool:
@@ -192,12 +186,12 @@ def make_plan(
     # First of all, so that every rank and every check sees the same settings.
     config = _with_capacity(_for_this_device(config))
     num_shards = data_shards(config, world_size)
-    sources = resolve_sources(config, config_path, num_shards)
+    sources = resolve_sources(config, config_path, num_shards, parts)
     facts = check_rules(config, leaf_tables(sources), world_size)
     if config.train.tokens:  # forecasts use the number of full steps
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
-    eval_sources = resolve_eval_sources(config)
+    eval_sources = resolve_eval_sources(config, parts)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     doubted: list[UserError] = []
     find_doubts = parts.find("doubts")

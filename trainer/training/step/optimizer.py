@@ -37,7 +37,7 @@ class Length:
     Args:
         total: steps, or tokens.
         micro_tokens: most tokens of a micro-batch over all ranks; 0: the length is in steps.
-        micro_batches: by steps, for forecasts.
+        micro_batches: of the steps.
     """
 
     total: int
@@ -49,7 +49,7 @@ class Length:
         """As `[train]` sets it."""
         if not config.train.tokens:
             return cls(config.train.steps, 0)
-        return cls(config.train.tokens, micro_tokens, config.micro_batches.by_steps(micro_tokens))
+        return cls(config.train.tokens, micro_tokens, config.micro_batches)
 
     @property
     def is_in_tokens(self) -> bool:
