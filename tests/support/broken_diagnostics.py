@@ -56,7 +56,6 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.contracts": "is what refuses it",
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
     "trainer.lab.optimizers": "optimizers",
-    "trainer.lab.changed_data": "what a resume reads",
     "trainer.lab.own_batches.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
         (f"trainer.lab.carry_probe.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),

@@ -40,8 +40,6 @@ def run_training(
     *,
     run_dir: str | None,
     nproc: int | None,
-    verify_data: bool,
-    accept_data_change: bool,
 ) -> int:
     """Train in this process, or in `nproc` new ones; returns the run's exit code.
 
@@ -72,7 +70,6 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=timeout, end=stop.end)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        from trainer.training.checkpointing.restore import DataPolicy
         from trainer.training.main import train
         from trainer.training.setup.open_run import Launch
 
@@ -82,7 +79,6 @@ def run_training(
         config_path=Path(config_path).absolute(),
         run_dir=run_dir and os.path.abspath(run_dir),
         parts=PARTS,
-        data_policy=DataPolicy(verify_whole=verify_data, accept_change=accept_data_change),
         on_run_dir=lambda path: report_to_launcher(RUN_DIR, str(path)),
         moments={"": began, "imports": time.monotonic()},
     )

@@ -46,8 +46,6 @@ RESUME_HELP = "off, auto, or a checkpoint's path or URL (checkpoint.resume)."
 STRATEGY_HELP = "How ranks share the model (distributed.strategy)."
 STDOUT_HELP = "Format of stdout: json, line or off (metrics.stdout)."
 PROFILE_HELP = "Record N steps from the 11th on with torch's profiler (metrics.profile)."
-VERIFY_HELP = "Hash the whole content of the data, and compare it on a resume."
-ACCEPT_HELP = "Resume on changed data: changed sources begin their next epoch."
 
 _verbs = Parts(VERBS)
 for _name in VERBS:
@@ -71,8 +69,6 @@ def train(
     replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")] = None,
     stdout: Annotated[str | None, typer.Option(help=STDOUT_HELP, metavar="json|line|off")] = None,
     profile: Annotated[int | None, typer.Option(min=1, help=PROFILE_HELP, metavar="N")] = None,
-    verify_data: Annotated[bool, typer.Option("--verify-data", help=VERIFY_HELP)] = False,
-    accept_data_change: Annotated[bool, typer.Option("--accept-data-change", help=ACCEPT_HELP)] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Train recurrent-state sequence models on mixed data streams, from a TOML config."""
@@ -98,8 +94,6 @@ def train(
         [*(overrides or []), *given],
         run_dir=run_dir,
         nproc=nproc,
-        verify_data=verify_data,
-        accept_data_change=accept_data_change,
     )
     raise typer.Exit(code)
 

@@ -61,7 +61,6 @@ _LAB = {
     "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
     "cells of a row": f"{LAB}.pieces:Cellwise",
-    "changed data": f"{LAB}.changed_data:restart_changed",
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
@@ -70,7 +69,6 @@ _LAB = {
     "losses by depth": f"{LAB}.carry_probe:Depth",
     "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
     "mirror": f"{LAB}.mirror",
-    "moved files": f"{LAB}.changed_data:with_former_names",
     "muon": f"{LAB}.optimizers:build_muon",
     "nested states": f"{LAB}.nested_state:carry_flat",
     "out of memory": f"{LAB}.memory:explain",

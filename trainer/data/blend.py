@@ -376,7 +376,7 @@ class BlendDataset:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a run stopped; weights may have changed, and sources may be new.
+        """Continue where a run stopped; weights may have changed, and sources may be new or gone.
 
         `state` is this rank's state, or those of all ranks in rank order. Raises UserError for
         another seed, or a source that is missing now, or gave batches and cannot be resumed.
@@ -389,10 +389,6 @@ class BlendDataset:
         if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
             raise UserError("run.seed", problem, f"set it to {own['seed']}")
-        for name in own["names"]:
-            if name not in self._names:
-                problem = f"the saved state has a source {name!r}, which is missing now"
-                raise UserError("data.source", problem, "put it back")
         self._batch_index = self._first = self._total = own["batch_index"]
         self._choices = []
         self._latest.clear()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ FEWEST_BLOCKS, MOST_BLOCKS, TOTAL_BLOCKS = 2, 16, 100_000
 # A cold or remote disk answers several requests at once; handing a single file to a thread takes
 # longer than reading its blocks.
 THREADS, CHUNK = 8, 64
+_SAMPLED = re.compile(r"(\w+:\w+):\w+")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ class Fingerprint:
             is_whole = False
         if not is_whole:
             raise ValueError("the fingerprint of the data is damaged")
-        return cls(blocks, tokenizer, sources)
+        # Earlier versions could add a hash of the whole content.
+        sampled = {
+            name: {path: _SAMPLED.sub(r"\1", mark) for path, mark in files.items()} for name, files in sources.items()
+        }
+        return cls(blocks, _SAMPLED.sub(r"\1", tokenizer), sampled)
 
 
 def blocks_per_file(num_files: int) -> int:
@@ -64,9 +70,9 @@ def blocks_per_file(num_files: int) -> int:
     return min(max(TOTAL_BLOCKS // max(num_files, 1), FEWEST_BLOCKS), MOST_BLOCKS)
 
 
-def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int, whole: bool) -> list[str]:
-    """The marks of streams: `SIZE:SAMPLES`, with `whole` also `:CONTENT`, of each file, joined by `+`."""
-    mark = partial(_mark, blocks=blocks, whole=whole)
+def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int) -> list[str]:
+    """The marks of streams: `SIZE:SAMPLES` of each file, joined by `+`."""
+    mark = partial(_mark, blocks=blocks)
     chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
     with ThreadPoolExecutor(THREADS) as pool:
         done = pool.map(lambda chunk: ["+".join(map(mark, files)) for files in chunk], chunks)
@@ -78,11 +84,11 @@ def stream_files(streams: Iterable[Stream], format: str) -> list[list[Path]]:
     return [files_of(Path(stream.path), format) for stream in streams]
 
 
-def _mark(path: Path, *, blocks: int, whole: bool) -> str:
+def _mark(path: Path, *, blocks: int) -> str:
     samples = hashlib.blake2b(digest_size=8)
     try:
         descriptor = os.open(path, os.O_RDONLY)
-        with open(descriptor, "rb", buffering=0) as file:
+        with open(descriptor, "rb", buffering=0):
             size = os.fstat(descriptor).st_size
             if size <= blocks * BLOCK_BYTES:
                 samples.update(os.pread(descriptor, size, 0))
@@ -90,91 +96,27 @@ def _mark(path: Path, *, blocks: int, whole: bool) -> str:
                 for block in range(blocks):
                     place = (size - BLOCK_BYTES) * block // (blocks - 1)
                     samples.update(os.pread(descriptor, BLOCK_BYTES, place))
-            mark = f"{size}:{samples.hexdigest()}"
-            if whole:
-                content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-                mark += ":" + content.hexdigest()
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
         raise UserError(str(path), problem, "check the path and its mode") from None
-    return mark
+    return f"{size}:{samples.hexdigest()}"
 
 
-@dataclass(frozen=True)
-class SourceChange:
-    """Streams of a source (relative paths) that differ from those of the checkpoint."""
-
-    changed: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        kinds = asdict(self).items()
-        return ", ".join(f"{len(paths):,} {kind} ({few(paths)})" for kind, paths in kinds if paths)
-
-
-@dataclass(frozen=True)
-class DataChange:
-    """How the data differ from a checkpoint's. A new source is no change: blends may grow."""
-
-    tokenizer: bool = False
-    sources: Mapping[str, SourceChange] = field(default_factory=dict)
-    removed: Sequence[str] = ()
-
-    def __bool__(self) -> bool:
-        return self.tokenizer or bool(self.sources or self.removed)
-
-    def __str__(self) -> str:
-        parts = []
-        if self.tokenizer:
-            parts.append("the tokenizer.json changed")
-        parts += [f"source {name}: {change}" for name, change in self.sources.items()]
-        return "; ".join([*parts, *(f"source {name}: not in the config" for name in self.removed)])
-
-
-def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
-    """The differences. Contents are compared where both sides have hashed them."""
-    sources = {}
+def compare(saved: Fingerprint, now: Fingerprint) -> list[str]:
+    """How the data differ, in words. A source that is new, gone, or off is no difference."""
+    found = []
+    if saved.tokenizer != now.tokenizer:
+        found.append("the tokenizer.json changed")
     for name in sorted(saved.sources.keys() & now.sources.keys()):
         before, after = saved.sources[name], now.sources[name]
         if not before or not after:  # not files, or never read
             continue
-        common = [path for path in after if path in before]
-        change = SourceChange(
-            changed=[path for path in common if not agree(before[path], after[path])],
-            missing=[path for path in before if path not in after],
-            new=[path for path in after if path not in before],
-        )
-        if change != SourceChange():
-            sources[name] = change
-    gone = saved.sources.keys() - now.sources.keys()
-    removed = sorted(name for name in gone if not name.startswith(EVAL))
-    return DataChange(not agree(saved.tokenizer, now.tokenizer), sources, removed)
-
-
-def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:
-    """`now`, with the hashes of contents that only `saved` has, for later verifications."""
-
-    def kept(before: str, after: str) -> str:
-        return before if len(before) > len(after) and agree(before, after) else after
-
-    sources = {}
-    for name, files in now.sources.items():
-        before = saved.sources.get(name, {})
-        sources[name] = {path: kept(before.get(path, ""), mark) for path, mark in files.items()}
-    return Fingerprint(now.blocks, kept(saved.tokenizer, now.tokenizer), sources)
-
-
-def has_contents(fingerprint: Fingerprint) -> bool:
-    marks = [mark for files in fingerprint.sources.values() for mark in files.values()]
-    files = "+".join(filter(None, [*marks, fingerprint.tokenizer])).split("+")
-    return all(file.count(":") == 2 for file in files if file)
-
-
-def agree(one: str, other: str) -> bool:
-    """Whether two marks may be of the same content: as far as both go, they are equal."""
-    first, second = one.split("+"), other.split("+")
-    if len(first) != len(second):
-        return False
-    pairs = [(a.split(":"), b.split(":")) for a, b in zip(first, second, strict=True)]
-    return all(a[: len(b)] == b[: len(a)] for a, b in pairs)
+        kinds = {
+            "changed": [path for path in after if before.get(path, after[path]) != after[path]],
+            "missing": [path for path in before if path not in after],
+            "new": [path for path in after if path not in before],
+        }
+        listed = [f"{len(paths):,} {kind} ({few(paths)})" for kind, paths in kinds.items() if paths]
+        if listed:
+            found.append(f"source {name}: {', '.join(listed)}")
+    return found

@@ -259,6 +259,10 @@ class LaneBlend(BlendDataset):
             places = list(filter(None, places))[shard::num_shards]
         elif states[0]["rows"] != num_lanes:
             places = list(filter(None, places))
+        gone = {place.source for place in filter(None, places)} - self._by_name.keys()
+        if gone:
+            problem = f"lacks {', '.join(sorted(gone))}, of which documents are being read"
+            raise UserError("data.source", problem, "put it back, with weight = 0 until they end")
         self._lanes = [Lane() for _ in self._lanes]
         for lane, place in zip(self._lanes, places, strict=False):
             if place is not None:

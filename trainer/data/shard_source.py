@@ -365,12 +365,6 @@ class StreamSource(ABC):
             "points": [[epoch, points] for epoch, points in self._points.items()],
         }
 
-    def restarted(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The states of all saving shards for files that changed since: the next epoch begins."""
-        fresh, epoch = self.state_dict(), max(state["epoch"] for state in states) + 1
-        kept = {"rank", "world_size", "num_picks", *self.layout}
-        return [{**fresh, "epoch": epoch, **{key: state[key] for key in kept}} for state in states]
-
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a run stopped: within the epoch nothing is read twice and nothing is lost.
 

@@ -19,7 +19,6 @@ from tests.support.ranks import checkpoint_differences
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.setup.parts import make_model
 from trainer.training.setup.plan import make_plan
 
@@ -140,25 +139,6 @@ def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config
         rest = math.fsum(row["loss"] * row["tokens_in_step"] for row in rows if row["tokens_in_step"])
         assert (done + rest) / num_tokens == pytest.approx(expected / num_tokens, rel=1e-6)
         assert sum(row["ledger/cold_starts"] for row in rows) == 0
-
-
-def test_documents_of_files_that_did_not_change_go_on(tmp_path):
-    make_corpus(tmp_path / "corpus", documents=5)
-    config, sets = write_tiny_config(tmp_path, EXTRA), (*PER_ROW, "train.steps=5")
-
-    def lanes(run: str, step: int) -> dict[int, Any]:
-        state = read_rank(tmp_path / run / "checkpoints" / f"step_{step:08d}", 0)["data"]
-        return {place[4]: place for place in state["lanes"] if place}
-
-    train(config, tmp_path / "run", *sets)
-    before = {id: lanes("run", 4)[id] for id in lanes("run", 4).keys() & lanes("run", 5).keys()}
-    source, _, stream, *_ = min(before.values())
-    with (tmp_path / "corpus" / {"first": "a", "second": "b"}[source] / f"stream{stream}.jsonl").open("a") as file:
-        file.write('{"text": "more"}\n')
-    more = ("--accept-data-change", "--resume", tmp_path / "run" / "checkpoints" / "step_00000004")
-    train(config, tmp_path / "again", *sets, more=more)
-    kept = {id for id, place in before.items() if place[:3:2] != [source, stream]}
-    assert lanes("again", 5).keys() & before.keys() == kept != set()
 
 
 def test_a_step_is_repeated_and_its_rows_shown(config, ran, verb):

@@ -22,7 +22,7 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.lab.weights import read_weights
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.restore import check_data, restore
 from trainer.training.checkpointing.train_state import model_part
 from trainer.training.setup.parts import make_state, make_strategy
 from trainer.training.setup.plan import make_plan
@@ -137,8 +137,8 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
         for name, path in saved.items():
             state = make_state(plan, info, CPU, ranks)
             _, state_json = checkpoint.find(Path(path).parent, path)
-            data = check_data(plan, state_json, info, DataPolicy())
-            restore(Path(path), state_json, plan, state, info, data)
+            check_data(plan, state_json, info)
+            restore(Path(path), state_json, plan, state, info)
             part = model_part(state.model, state.optimizer, state.scaler, rank=rank)
             whole = model_content(Path(path))
             rows = {} if part is None else part.rows

@@ -186,6 +186,22 @@ def test_weights_that_change_at_a_resume_are_as_if_they_had_been_a_schedule(runs
         assert resumed.state_dict() == whole.state_dict()
 
 
+def test_a_source_is_removed_once_no_lane_reads_it():
+    weights = {"one": ConstantWeight(1.0), "two": ConstantWeight(1.0)}
+    with corpus({"one": [[9, 30, 2]] * 3, "two": [[5, 14]] * 3}) as streams:
+        reader = blend(streams, repeat=True)
+        next(reader)
+        left = blend({"one": streams["one"]}, repeat=True)
+        with pytest.raises(UserError, match="lacks two, of which documents are being read"):
+            left.load_state_dict(reader.state_dict())
+        off = blend(streams, weights={**weights, "two": ConstantWeight(0.0)}, repeat=True)
+        off.load_state_dict(reader.state_dict())
+        while any(place is not None and place.source == "two" for place in off.places):
+            next(off)
+        left.load_state_dict(json.loads(json.dumps(off.state_dict())))
+        assert [same(next(left)) for _ in range(40)] == [same(next(off)) for _ in range(40)]
+
+
 @settings(max_examples=60)
 @given(LENGTHS, st.booleans(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), max_size=4))
 @example([[30] * 6], True, [(1, 4, 2), (1, 2, 3)])

@@ -24,7 +24,7 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.restore import check_data, restore
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
@@ -79,8 +79,8 @@ def resume(config_path: Path, path: Path) -> str:
     try:
         _, state_json = files.find(path.parent, str(path)) or (None, {})
         plan = make_plan(config, config_path, 1, parts=PARTS)
-        data = check_data(plan, state_json, ALONE, DataPolicy())
-        restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE, data)
+        check_data(plan, state_json, ALONE)
+        restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE)
     except UserError as error:
         return error.message
     return "restored"

@@ -109,12 +109,12 @@ def test_runs_that_do_not_compare_are_named(make_run):
         return replace(record, status={"state": state})
 
     assert list(reservations([made("a"), made("b")])) == []
-    changed = Restart(1, {"changed": {"data files": {"before": "as saved", "after": "source a: 1 changed"}}})
+    changed = Restart(1, {"changed": {"data.tokenizer": {"before": "ids", "after": "bytes"}}})
     runs = [made("a"), made("b", 2, "running", batches=4), replace(made("c"), restarts=[changed])]
     runs[0].config["objective"] = {"target": "mine:Focal", "token_types": True}
     assert list(reservations(runs)) == [
         "not done: b (running)",
         "not equally long: the longest ended at step 4, earlier b (2)",
-        "held-out losses may be of different data: eval.batches, data files differ",
+        "held-out losses may be of different data: eval.batches, data.tokenizer differ",
         "losses are of different objectives: objective.target differ",
     ]

@@ -35,7 +35,7 @@ from trainer.tools.branching.study import BranchFailed, config_path_of, run_prog
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import DataPolicy, check_data
+from trainer.training.checkpointing.restore import check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.extension import Extension
 from trainer.training.run_dir import DIGESTS, RunDir
@@ -140,7 +140,6 @@ def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mappin
         if isinstance(changed, Mapping):
             # The newest is first, so of a key the pair of the first launch stays.
             before |= {key: pair.get("before") for key, pair in changed.items() if isinstance(pair, Mapping)}
-    before.pop("data files", None)
     sets, environment = [], dict(run.environment)
     for key, value in before.items():
         if key.startswith("env."):
@@ -201,9 +200,9 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     # A run's beginning has no record of its data: that of its first checkpoint says what they were.
     witness = state or (_state(kept[min(kept)]) if kept else None)
     try:
-        plan = check_data(plan, witness, RankInfo(), DataPolicy()).plan
+        plan, _ = check_data(plan, witness, RankInfo())
     except UserError as error:
-        error.key, error.fix = str(run_dir), error.fix.partition(", or add")[0]
+        error.key, error.fix = str(run_dir), "put the data back"
         raise
     return Origin(run, config, environment, plan, kept.get(start), state, note)
 

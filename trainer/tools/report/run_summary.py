@@ -25,10 +25,7 @@ _MOST_ROWS, _MOST_TEXT = 20, 4_000
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/", EPOCHS)
 # Settings that decide which documents are held out. A weight only says how often a source is drawn.
-_HELD_OUT_SETTINGS: Final = (
-    *("data files", "eval.", "data.source", "data.tokenizer"),
-    *("data.seq_len", "data.max_group_cells"),
-)
+_HELD_OUT_SETTINGS: Final = (*("eval.", "data.source", "data.tokenizer", "data.seq_len", "data.max_group_cells"),)
 _SAME_LOSS: Final = ("objective.token_types", "objective.chunk_tokens")
 
 

@@ -22,7 +22,7 @@ from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import trained_on
 from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import DataPolicy, check_data
+from trainer.training.checkpointing.restore import check_data
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
@@ -89,7 +89,7 @@ def evaluate_checkpoint(
     if not sets and (directory / checkpoint.CHECKPOINTS).is_dir():
         # Which documents are held out follows from the names that the run had for its files.
         state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
-        plan = check_data(plan, state, info, DataPolicy(compares=False)).plan
+        plan, _ = check_data(plan, state, info, compares=False)
     cell_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
     auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +15,9 @@ from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import (
     EVAL,
     FINGERPRINT_KEY,
-    DataChange,
     Fingerprint,
     blocks_per_file,
     compare,
-    has_contents,
-    keep_contents,
     mark_files,
     stream_files,
 )
@@ -36,14 +33,12 @@ from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
-from trainer.wording import counted
+from trainer.wording import counted, few, printable
 
 logger = get_logger(__name__)
 
 
-def restore(
-    path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState, info: RankInfo, data: DataCheck
-) -> Position:
+def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState, info: RankInfo) -> Position:
     """Load a checkpoint, with its state.json, into a run. Returns where the run continues.
 
     A UserError if a file is damaged, or does not fit the model or the data.
@@ -53,7 +48,7 @@ def restore(
     is_same = num_saved == num_shards
     with loading(path, "files"):
         tensors = open_model(path, saved, rank=info.rank)
-        parts = _read_parts(path, num_saved, state, needs_all=not is_same or bool(data.change))
+        parts = _read_parts(path, num_saved, state, needs_all=not is_same)
     with loading(path, "weights"):
         load_weights_of(state.model, tensors)
     with loading(path, "optimizer"):
@@ -69,11 +64,6 @@ def restore(
         logger.warning(text, counted(num_saved, "data shard"), num_shards, num_saved)
     with loading(path, "data cursors"):
         blends = {number: part["data"] for number, part in parts.items()}
-        if data.change:
-            restart = plan.parts.need("changed data", "--accept-data-change")
-            holds_out = plan.config.eval.holdout_fraction > 0
-            restarted = restart([*blends.values()], state.dataset, data, holds_out=holds_out)
-            blends = dict(enumerate(restarted))
         for shard in state.shards:
             # The cursors of other shards are redistributed: each needs all of them.
             shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
@@ -193,36 +183,17 @@ def changed_settings(
     return {key: each for key, each in changes.items() if each.before != each.after}
 
 
-@dataclass(frozen=True)
-class DataPolicy:
-    """How the command line treats data that changed."""
-
-    verify_whole: bool = False
-    """`--verify-data`: hash the whole content of every file."""
-    accept_change: bool = False
-    """`--accept-data-change`: begin the next epoch of sources whose files changed."""
-    compares: bool = True
-    """False: only find files that moved."""
-
-
-@dataclass(frozen=True)
-class DataCheck:
-    """The data of a run that begins or resumes."""
-
-    plan: Plan
-    """The run's, in which files that moved have the names of the checkpoint."""
-    now: Fingerprint
-    saved: Fingerprint | None = None
-    """The checkpoint's; None without one."""
-    change: DataChange = field(default_factory=DataChange)
-    """What differs between the two, accepted."""
-
-
-def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
+def check_data(
+    plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, *, compares: bool = True
+) -> tuple[Plan, Fingerprint]:
     """Fingerprint the data files and compare them with a checkpoint's. Each rank reads its share.
 
-    `saved` is its state.json; None for a run that begins. A UserError if a file cannot be read, or
-    is empty, or if the data changed, which is not accepted.
+    Returns the plan, in which files that moved have the names of the checkpoint, and the fingerprint.
+    A UserError if a file cannot be read, or is empty, or if the data changed.
+
+    Args:
+        saved: the checkpoint's state.json; None for a run that begins.
+        compares: False: only find files that moved.
     """
     world_size = info.world_size
     sources = {source.name: source for source in plan.sources}
@@ -241,7 +212,7 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         names, files = _data_files(sources, plan.config.data.tokenizer)
         # Sampled as the checkpoint was, or nothing could be compared.
         blocks = before.blocks if before is not None else blocks_per_file(len(files))
-        own = mark_files(files[info.rank :: world_size], blocks=blocks, whole=policy.verify_whole)
+        own = mark_files(files[info.rank :: world_size], blocks=blocks)
     marks = [""] * len(files)
     for rank, found in enumerate(gather_from_ranks(own, world_size=world_size)):
         marks[rank::world_size] = found
@@ -252,23 +223,41 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         empty = [path for (_, path), mark in by_file.items() if mark.startswith("0:")]
         refuse_empty_files(empty, len(names))
     marked = _by_source(by_file, sources, before)
-    if before is None:
-        return DataCheck(plan, Fingerprint(blocks, tokenizer, marked))
-    # Gives files that moved the names of the checkpoint, under which they have not changed.
-    plan = plan.call("moved files", plan, before, marked) or plan
+    if before is not None:
+        plan = _with_former_names(plan, before, marked)
     now = Fingerprint(blocks, tokenizer, marked)
-    if not policy.compares:
-        return DataCheck(plan, now, before)
-    change = compare(before, now)
-    with raise_on_all_ranks(world_size=world_size):
-        if change and not policy.accept_change:
-            raise _refusal(change)
-    if policy.verify_whole and not has_contents(before):
-        text = "the checkpoint has sizes and samples only: contents are verified from now on"
-        logger.warning("--verify-data: %s", text)
-    if policy.accept_change and not change:
-        logger.info("--accept-data-change: no data changed: every stream continues")
-    return DataCheck(plan, keep_contents(before, now), before, change)
+    if before is not None and compares:
+        changed = compare(before, now)
+        with raise_on_all_ranks(world_size=world_size):
+            if changed:
+                problem = f"the data changed since the checkpoint was saved: {'; '.join(changed)}"
+                fix = "put the data back, or start a new run from the weights (train export, then model.weights)"
+                raise UserError("--resume", problem, fix)
+        for name in before.sources.keys() - now.sources.keys():
+            if not name.startswith(EVAL):
+                logger.warning("source %s: continuing without it, since the config lacks it", name)
+    return plan, now
+
+
+def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[str, str]]) -> Plan:
+    """Give files of `paths` that moved together the checkpoint's names, also in `marked`."""
+
+    def kept(source: Source, prefix: str = "") -> Source:
+        key = prefix + source.name
+        names, marks = before.sources.get(key, {}), marked[key]
+        is_other = names.keys() != marks.keys() and [*names.values()] == [*marks.values()]
+        if source.table.paths is None or not is_other:
+            return source
+        logger.info("source %s: its files moved: %s", key, few([*marks]))
+        marked[key] = dict(names)
+        streams = []
+        for stream, name in zip(source.streams, names, strict=True):
+            label = printable(PurePath(name).parent.name) or stream.modality
+            streams.append(replace(stream, relative_path=name, modality=label))
+        return replace(source, streams=streams)
+
+    sources = [kept(source) for source in plan.sources]
+    return replace(plan, sources=sources, eval_sources=[kept(source, EVAL) for source in plan.eval_sources])
 
 
 def _by_source(
@@ -284,14 +273,6 @@ def _by_source(
             if before is not None:
                 marked[name] = dict(before.sources.get(name, {}))
     return marked
-
-
-def _refusal(change: DataChange) -> UserError:
-    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources"
-    if change.removed:
-        fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
-        fix += ", or add --accept-data-change to continue without it"
-    return UserError("--resume", f"the data changed since the checkpoint was saved: {change}", fix)
 
 
 def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[Sequence[Path]]]:

@@ -28,7 +28,7 @@ from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
 from trainer.objective.loss import Auxiliary, Loss
 from trainer.training.checkpointing.checkpoint import loading
-from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.restore import check_data, restore
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator, eval_sets, make_details
@@ -64,7 +64,6 @@ class Launch:
     run_dir: str | None = None
     parts: Parts = NO_PARTS
     stdout: Output | None = None  # for payloads
-    data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
     moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
     """When each part of the start was done; see "slow start"."""
@@ -82,8 +81,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     # Sizes that the config leaves to the model family are those of the checkpoint.
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
     # Before the model is built, which may take minutes.
-    data = check_data(plan, saved, info, launch.data_policy)
-    plan, config = data.plan, data.plan.config
+    plan, fingerprint = check_data(plan, saved, info)
+    config = plan.config
     strategy = make_strategy(config, info, device)
     launch.moments["config and data"] = time.monotonic()
     state = _open_state(plan, info, device, strategy, stack)
@@ -96,7 +95,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             begin_from_weights(plan, state.model)
             position = Position.of(state)
         else:
-            position = restore(*found, plan, state, info, data)
+            position = restore(*found, plan, state, info)
             plan.call("rate change", found[1]["config"], plan, position)
     if _is_over(run_dir, position, plan.length, info):
         return None
@@ -115,7 +114,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
         retain = mirror.publish
     events, wandb_run_id = open_record(
-        plan, info, state, position, run_dir, found, data.change, stack, launch.config_path, launch.stdout
+        plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout
     )
     if info.is_main:
         plan.call("first messages", plan, state, device, run_dir)
@@ -182,7 +181,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
                 "wandb_run_id": wandb_run_id,
                 "config": config.model_dump(mode="json"),
                 "environment": environment(info),
-                FINGERPRINT_KEY: data.now.to_state(),
+                FINGERPRINT_KEY: fingerprint.to_state(),
             },
             last_saved=-1 if found is None else position.step,
             on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.load import flatten
-from trainer.data.fingerprint import DataChange
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
@@ -23,7 +22,7 @@ from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import Change, changed_settings, check_config, refuse_grown_batch
+from trainer.training.checkpointing.restore import changed_settings, check_config, refuse_grown_batch
 from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
@@ -130,7 +129,6 @@ def open_record(
     position: Position,
     run_dir: RunDir,
     found: Found | None,
-    data: DataChange,
     stack: ExitStack,
     config_path: Path | None,
     stdout: Output | None,
@@ -153,7 +151,7 @@ def open_record(
             if is_restart:
                 previous = _previous(run_dir, position.step)
                 state.tracker.log_restart(position.step)
-                details = {"checkpoint": None} if found is None else _changed(plan, info, found, data)
+                details = {"checkpoint": None} if found is None else _changed(plan, info, found)
                 events.write({"event": "restart", "global_step": position.step, **details, "previous": previous})
             # After the event of changed settings, in case this process is killed between.
             if config_path is not None:
@@ -178,13 +176,11 @@ def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:
     return {key: previous.get(key) for key in ("state", "reason", "last_step")}
 
 
-def _changed(plan: Plan, info: RankInfo, found: Found, data: DataChange) -> dict[str, Any]:
+def _changed(plan: Plan, info: RankInfo, found: Found) -> dict[str, Any]:
     """The checkpoint that the run continues and the settings that changed since, for the record."""
     path, saved = found
     versions = saved.get("environment", {})
     changed = changed_settings(saved["config"], versions, plan.config, environment(info))
-    if data:
-        changed["data files"] = Change("as saved", str(data))
     named = {key: change._asdict() for key, change in changed.items()}
     return {"checkpoint": path.name, "changed": named}
 
