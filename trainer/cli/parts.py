@@ -51,7 +51,6 @@ _LAB = {
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
     "memory snapshot": f"{LAB}.memory:MemorySnapshot",
-    "alert": f"{LAB}.alert:Alert",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
     # Families of models.

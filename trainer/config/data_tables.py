@@ -47,13 +47,11 @@ TAGS = (NUMBER_TAG, SCHEDULE_TAG)
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-WEB_ADDRESS = r"^https?://([\w.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]+)?(/\S*)?$"
 FORMS = {
     PLAIN_NAME: 'letters, digits, "_", "." and "-", starting with a letter, digit or "_"',
     SOURCE_NAME: 'letters, digits, "_", "." and "-"',
     IMPORT_PATH: "an import path package.module:function",
     NO_NUL: "text without NUL characters",
-    WEB_ADDRESS: "an address such as https://HOST",
 }
 
 Share = Annotated[float, Limits(ge=0, le=1e15)]  # relative to the others: may be a size in bytes

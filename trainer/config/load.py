@@ -33,6 +33,7 @@ _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count",
 # Keys that are gone -> the values that a recorded config may still give, since they mean what now
 # always applies or that the feature is off; and what to do instead.
 REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+    "alert": (({"command": []},), "use the scheduler's mail, or alerts of wandb"),
     "data.cache_gb": ((100.0,), "delete copies in data.cache_dir that no run reads"),
     "gns.components_every": ((0,), "gns/consistency below 1 shows rows that share a stream"),
     "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),

@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field
 from trainer.config.data_tables import (
     PLAIN_NAME,
     SOURCE_NAME,
-    WEB_ADDRESS,
     Args,
     AutoSwitch,
     BatchSize,
@@ -356,15 +355,6 @@ class DistributedTable(Table, StrategyOptions):
     """Seconds without progress that end the run (docs/reliability.md); raise it for slow reads."""
 
 
-class AlertTable(Table):
-    """`[alert]`: where loss spikes and the end of the run are reported (docs/reliability.md)."""
-
-    command: list[Text] = []
-    """Program and arguments; gets JSON on stdin."""
-    url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
-    """A webhook, which gets the JSON by POST."""
-
-
 class ExtensionTable(Table):
     """`[[extension]]`: a class of your own that observes the run (docs/extensions.md)."""
 
@@ -391,7 +381,6 @@ class RunConfig(Table):
     sample: SampleTable = SampleTable()
     checkpoint: CheckpointTable = CheckpointTable()
     distributed: DistributedTable = DistributedTable()
-    alert: AlertTable = AlertTable()
     extension: list[ExtensionTable] = []
 
     @property

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.lab.alert import alert
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 
@@ -118,11 +117,8 @@ class LossSpikes(Extension):
             text = f"{spike.loss:.4f}, {spike.num_sigma:.1f} standard deviations above its average"
             text += f" of {spike.mean:.4f}"
             logger.warning("step %d: loss spike: %s", step, text)
-            run_dir = self.run.run_dir
-            if self.run.info.is_main:
-                alert(self.run.config, run_dir.path, "spike", reason=text, step=step)
             event = {"event": "loss_spike", "global_step": step, **spike._asdict()}
-            event |= {"grad_norm": grad_norm, "replay": run_dir.replay_command(step)}
+            event |= {"grad_norm": grad_norm, "replay": self.run.run_dir.replay_command(step)}
             batches = [rank and rank[1].get(step) for rank in by_rank]
             self.run.event({**event, "batches": batches})
 

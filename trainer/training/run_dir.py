@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -42,8 +42,6 @@ class RunDir:
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
         self.is_locked = False
-        self.on_end: Callable[..., object] = lambda *_, **__: None
-        """Called with the state, `reason` and `step` of an end."""
         self._status_at = 0.0
         self._set(path)
 
@@ -151,7 +149,6 @@ class RunDir:
         except OSError as error:
             # Not raised: the error that ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
-        self.on_end(state, reason=reason, step=step)
 
     def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
         """Write that the run failed, unless its end is recorded already (only rank 0)."""

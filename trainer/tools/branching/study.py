@@ -413,7 +413,6 @@ def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> 
     quiet: dict[str, dict[str, Any]] = {
         "metrics": {"profile": 0, "stdout": "off", "tensorboard": False, "wandb": wandb},
         "sample": {"every": 0},
-        "alert": {"command": [], "url": None},
         "checkpoint": {"every": 0, "every_minutes": 0.0, "remote": None},
     }
     copies = {}

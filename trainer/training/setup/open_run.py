@@ -303,13 +303,10 @@ def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
-        "alert": (is_main and (config.alert.command or config.alert.url), "alert.url"),
         "memory snapshot": (config.train.memory_snapshot, "train.memory_snapshot"),
         "sample": (config.sample.every, "sample.every"),
         "profile": (is_main and config.metrics.profile, "metrics.profile"),
     }
-    if config.alert.command:
-        asked["alert"] = (is_main, "alert.command")
     for name, (is_on, key) in asked.items():
         if is_on:
             yield name, key
