@@ -34,7 +34,6 @@ def writes(path: Path) -> Iterator[str]:
 def test_nothing_else_writes_files() -> None:
     # Whole directories, written beside their place by the helper; and downloads, whose size is compared.
     allowed = (
-        "trainer/lab/storage.py",
         "trainer/lab/remote.py",
         "trainer/tools/corpus/writer.py",
         "trainer/training/checkpointing/checkpoint.py",

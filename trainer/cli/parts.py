@@ -76,7 +76,6 @@ _LAB = {
     "own optimizer": f"{LAB}.optimizers:build_custom",
     "recomputed blocks": f"{LAB}.pieces:recompute_blocks",
     "shard check": f"{LAB}.contract_check:refuse_bypassed_units",
-    "sources in a store": f"{LAB}.storage:streams_of",
     "tensorboard": f"{LAB}.tensorboard:TensorboardSink",
     "tokenized text": f"{LAB}.tokenized",
 }

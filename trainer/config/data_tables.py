@@ -302,7 +302,7 @@ class DataTable(Table):
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None
-    """Where each node copies URLs, until you delete them; absent: the user's cache."""
+    """Where each node keeps tokens of text, until you delete them; absent: the user's cache."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 

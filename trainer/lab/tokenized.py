@@ -38,7 +38,7 @@ from trainer.data.text_formats import row_group_bytes
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file, write_json
-from trainer.lab.storage import ENTRY, FULL, Cache, has_size
+from trainer.lab.cache import ENTRY, FULL, Cache, has_size
 from trainer.metrics.logger import Report, get_logger, now_and_then, progress_bar, silent
 from trainer.wording import listed
 

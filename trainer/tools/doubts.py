@@ -14,7 +14,6 @@ from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
 from trainer.config.schema import RunConfig, TrainTable
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
-from trainer.files import is_url
 from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.setup.plan import Plan, ledger_bytes
@@ -68,7 +67,7 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
     """Modalities of a root that no source reads, and files in no modality's directory."""
     readers: dict[str, list[SourceTable]] = {}
     for source in (*sources, *eval_sources):
-        if source.streams and source.table.root is not None and not is_url(source.table.root):
+        if source.streams and source.table.root is not None:
             readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
     for tables in readers.values():
         root = str(tables[0].root)

@@ -11,7 +11,6 @@ from typing import ClassVar
 import pytest
 
 from tests.support import grouped
-from tests.support.fault_runs import row_differences
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, train, write_tiny_config
@@ -60,26 +59,6 @@ def test_a_run_resumed_from_the_store_alone_equals_the_run_that_was_never_stoppe
     said = train(config, tmp_path / "branch", "checkpoint.remote=s3://bucket/branch", more=by_url, extra=extra)
     assert "resuming after step 6" in said
     assert complete(server, "branch") == ["step_00000006", "step_00000008"]
-
-
-def test_a_corpus_by_url_gives_the_run_of_the_local_corpus(server, tmp_path):
-    config, stored = config_in(tmp_path), tmp_path / "stored"
-    ranks = {"nproc": 2, "extra": {**server.environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")}}
-    shutil.copytree(tmp_path / "corpus", server.bucket / "corpus")
-    server.restart()
-    grouped.train(config, tmp_path / "local", nproc=2)
-    config.write_text(config.read_text().replace(str(tmp_path / "corpus"), "s3://bucket/corpus"))
-    said = train(config, stored, **ranks)
-    assert said.count("downloading 4 files of s3://bucket/corpus") <= 2  # one process for each of two sources
-    assert row_differences(tmp_path / "local", stored) == []
-    last = "checkpoints/step_00000006"
-    assert checkpoint_differences(tmp_path / "local" / last, stored / last) == []
-    assert list((tmp_path / "cache" / "trainer" / "data").rglob("corpus/**/stream0.jsonl"))
-    object_ = server.bucket / "corpus" / "a" / "stream1.jsonl"
-    object_.write_text(object_.read_text().replace("the", "THE", 1))
-    server.restart()
-    said = train(config, stored, more=("--resume", "auto", "--steps", 8), code=2, **ranks)
-    assert "source first: 1 changed (a/stream1.jsonl)" in said
 
 
 @pytest.fixture

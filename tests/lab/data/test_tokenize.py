@@ -166,7 +166,7 @@ def test_once_a_full_disk_has_room_what_is_missing_or_cut_is_made(source, in_thr
     with monkeypatch.context() as patch:
         patch.setattr(pool, "write_index", write_index)
         assert once() == [Path()] * 3
-    assert f"delete copies that no run reads in {source}/cache" in caplog.text
+    assert f"delete what no run reads in {source}/cache" in caplog.text
     assert [path.suffix for path in (source / "cache").iterdir()] == [".lock"]
     files = once()
     whole, kept = contents(source / "cache"), files[2].stat().st_mtime_ns

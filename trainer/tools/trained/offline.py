@@ -78,7 +78,7 @@ def evaluate_checkpoint(
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
     if sets and not sources:
         try:
-            resolve_eval_sources(config, PARTS)
+            resolve_eval_sources(config)
         except UserError as error:
             relative = "paths are relative to the working directory"
             problem = f"{error.problem} (a set of the config of {directory}; {relative})"
@@ -128,7 +128,7 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
     planned = planned.model_copy(update={"data": data})
     plan = replace(plan, config=planned, eval_sources=plan.sources)
     with suppress(UserError):  # the training data are no longer where the run read them
-        for doubt in trained_on(resolve_sources(trained, path, 1, PARTS), plan.eval_sources):
+        for doubt in trained_on(resolve_sources(trained, path, 1), plan.eval_sources):
             logger.warning("%s", UserError(*doubt).message)
     return plan
 

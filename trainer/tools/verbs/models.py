@@ -18,7 +18,7 @@ from typer import Argument, Option
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
-from trainer.files import did_you_mean, is_url
+from trainer.files import did_you_mean
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, refuse_existing, require_run, writing
 
@@ -156,7 +156,7 @@ def _parse_source(text: str) -> EvalSourceTable:
         raise UserError("--source", f"{text!r} is not NAME=PATH", fix)
     if os.path.isdir(path):
         path = os.path.join(path, "**", "*")
-    elif not (glob.has_magic(path) or is_url(path) or os.path.exists(path)):
+    elif not (glob.has_magic(path) or os.path.exists(path)):
         fix = did_you_mean(path) or "check the path"
         raise UserError("--source", f"{path}: no such file or directory", fix)
     return EvalSourceTable(name=name, paths=[path])

@@ -198,14 +198,8 @@ def check_data(
     world_size = info.world_size
     sources = {source.name: source for source in plan.sources}
     sources |= {EVAL + each.name: each for each in plan.eval_sources}
-    # Each node has its own copies of the objects of URLs.
-    keys = [copy.key for source in sources.values() for copy in source.copies]
-    copies = gather_from_ranks(keys, world_size=world_size)
     before = None
     with raise_on_all_ranks(world_size=world_size):
-        if any(each != keys for each in copies):
-            problem = "the objects of a source that is a URL changed while the ranks started"
-            raise UserError("data.source", problem, "start again, once nobody writes there")
         if saved is not None:
             with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
                 before = Fingerprint.from_state(saved.get(FINGERPRINT_KEY))

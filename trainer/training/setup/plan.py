@@ -186,12 +186,12 @@ def make_plan(
     # First of all, so that every rank and every check sees the same settings.
     config = _with_capacity(_for_this_device(config))
     num_shards = data_shards(config, world_size)
-    sources = resolve_sources(config, config_path, num_shards, parts)
+    sources = resolve_sources(config, config_path, num_shards)
     facts = check_rules(config, leaf_tables(sources), world_size)
     if config.train.tokens:  # forecasts use the number of full steps
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
-    eval_sources = resolve_eval_sources(config, parts)
+    eval_sources = resolve_eval_sources(config)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     doubted: list[UserError] = []
     find_doubts = parts.find("doubts")

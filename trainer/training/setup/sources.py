@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable, Weight
+from trainer.config.data_tables import ScheduleTable, SourceTable, Weight
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import largest_batch, least_steps, mixing_of, reads_lanes, tokens_per_micro
 from trainer.config.schema import RunConfig
@@ -27,15 +26,13 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, co
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
-from trainer.import_path import NO_PARTS, Parts, resolve_target
+from trainer.import_path import resolve_target
 from trainer.options import PROBED_CELLS
 
 if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
-Stored = Callable[[SourceTable], tuple[list[Stream], tuple[Any, ...]]]
-"""Finds the streams of a source that is a URL, and its local copies."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,6 @@ class Source:
     weight: WeightSpec
     streams: list[Stream]
     """Empty for a custom target; perhaps also with weight 0."""
-    copies: tuple[Any, ...] = ()
-    """Local copies of URLs."""
 
     @property
     def is_off(self) -> bool:
@@ -57,13 +52,13 @@ class Source:
         return self.weight.zero_from() == 0
 
 
-def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts: Parts = NO_PARTS) -> list[Source]:
+def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> list[Source]:
     """Every leaf source, with its weight and streams.
 
     A UserError if an included file is wrong, a source has no streams, or all weights are zero.
     """
-    stored, including = partial(_stored, config.data, parts), (config_path.resolve(),)
-    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stored)]
+    including = (config_path.resolve(),)
+    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     batches = config.micro_batches
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
@@ -79,12 +74,12 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
     return leaves
 
 
-def resolve_eval_sources(config: RunConfig, parts: Parts = NO_PARTS) -> list[Source]:
+def resolve_eval_sources(config: RunConfig) -> list[Source]:
     """The validation sets of `[[eval.source]]`. A UserError if a set has no streams."""
-    found, stored = [], partial(_stored, config.data, parts)
+    found = []
     for each in config.eval.source:
-        streams = _streams(each.as_source(), f"eval source {each.name}", stored)
-        found.append(Source(each.name, each.as_source(), ConstantWeight(1.0), *streams))
+        streams = _streams(each.as_source(), f"eval source {each.name}")
+        found.append(Source(each.name, each.as_source(), ConstantWeight(1.0), streams))
     return found
 
 
@@ -94,7 +89,7 @@ def leaf_tables(sources: list[Source]) -> list[SourceTable]:
 
 
 def _leaves(
-    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stored: Stored
+    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...]
 ) -> Iterator[Source]:
     """The leaves of the tables in a file `path`, whose weights are multiplied by `outer`."""
     for table in tables:
@@ -106,8 +101,8 @@ def _leaves(
             leaf = Source(name, table, weight, [])
             try:
                 # `located` knows the line of a mistake in the config itself.
-                streams, copies = _streams(table, f"source {name}", stored, file=str(path) if prefix else "")
-                leaf = replace(leaf, streams=streams, copies=copies)
+                file = str(path) if prefix else ""
+                leaf = replace(leaf, streams=_streams(table, f"source {name}", file=file))
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
                     raise
@@ -118,7 +113,7 @@ def _leaves(
             problem = f"{table.include} includes itself"
             raise UserError(f"{name}.include", problem, "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stored)
+        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()))
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
@@ -128,35 +123,29 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
     return ConstantWeight(float(weight), path)
 
 
-def _streams(table: SourceTable, name: str, stored: Stored, *, file: str = "") -> tuple[list[Stream], tuple[Any, ...]]:
-    """The streams of a source, called `name` in messages, and the local copies of URLs.
-
-    `file`: an included file that it is in.
-    """
+def _streams(table: SourceTable, name: str, *, file: str = "") -> list[Stream]:
+    """The streams of a source, called `name` in messages. `file`: an included file that it is in."""
     root, paths = table.root, table.paths
     try:
-        if any(map(is_url, [root] if root is not None else paths or ())):
-            return stored(table)
+        url = next(filter(is_url, [root] if root is not None else paths or ()), None)
+        if url is not None:
+            fix = "mount the store, or copy the data to a disk first (docs/mixing.md)"
+            raise UserError(url, "is a URL, and data is read from files", fix)
         if root is not None:
-            return discover_nested(root, table.modalities, format=table.format), ()
+            return discover_nested(root, table.modalities, format=table.format)
         if paths is not None:
-            return discover_direct(paths, format=table.format), ()
+            return discover_direct(paths, format=table.format)
     except UserError as error:
         key, problem, fix = f"{name}: paths", error.problem, error.fix
         if root is not None:
             key = f"{name}: root"
         if error.key != "paths":
             problem = f"{error.key}: {problem}"
-        if root is not None and not is_url(root) and not Path(root).exists():
+        if root is not None and url is None and not Path(root).exists():
             fix = f"make it (train data build pytext --out {root}, or train data build text)"
             fix = did_you_mean(str(root)) or f"{fix}, or set root to your data"
         raise UserError(key, problem, fix, where=file) from None
-    return [], ()
-
-
-def _stored(data: DataTable, parts: Parts, table: SourceTable) -> tuple[list[Stream], tuple[Any, ...]]:
-    found: tuple[list[Stream], tuple[Any, ...]] = parts.need("sources in a store", "paths")(table, data)
-    return found
+    return []
 
 
 def check_reading(
