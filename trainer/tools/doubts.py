@@ -31,7 +31,7 @@ Doubt = tuple[str, str, str]
 
 def doubts(config: RunConfig, sources: Sequence[Source], eval_sources: Sequence[Source]) -> list[UserError]:
     """Settings of a run that work, but hardly as meant: warned about, not refused."""
-    found = [*trained_on(sources, eval_sources), *_doubted_settings(config)]
+    found = [*trained_on(sources, eval_sources), *_doubted_settings(config, eval_sources)]
     found += _doubted_readers(config, sources)
     found += _unread(sources, eval_sources)
     if config.eval.holdout_fraction > 0:
@@ -39,8 +39,11 @@ def doubts(config: RunConfig, sources: Sequence[Source], eval_sources: Sequence[
     return [UserError(*each) for each in found]
 
 
-def _doubted_settings(config: RunConfig) -> Iterator[Doubt]:
-    optimizer = config.optimizer
+def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iterator[Doubt]:
+    evaluation, optimizer = config.eval, config.optimizer
+    if (eval_sources or evaluation.target is not None) and not evaluation.every:
+        problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
+        yield "eval.every", problem, "set it to the number of steps between evaluations"
     if optimizer.lr > limits.LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
