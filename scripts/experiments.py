@@ -24,7 +24,6 @@ RUN_LIMIT_SEC = 1200
 # Of every run, unless the study or the setting says otherwise.
 SETS: Mapping[str, object] = {
     "train.device": '"cpu"',
-    "ledger.probe_every": 0,
     "gns.enabled": "false",
     "metrics.log_interval": 10,
     "metrics.stdout": '"off"',

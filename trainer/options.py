@@ -126,7 +126,6 @@ def _broken_limit(value: Any, limits: dict[str, Any]) -> str:
 
 
 TextSplit = Literal["file", "blank_line"]
-PROBED_CELLS = 8  # that a probe of the states reads again
 WipeMode = Literal["none", "full", "lru", "periodic_stale"]
 
 

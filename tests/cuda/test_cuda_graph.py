@@ -33,7 +33,7 @@ RUNS = {
     "transformer": ('model.family="transformer"',),
     "one micro-batch": ("train.micro_batches=1",),
     "growing": ('train.micro_batches={schedule="step", points={0=1, 6=2, 9=4}}',),
-    "layers, probe": ("metrics.per_layer=true", "ledger.probe_every=3"),
+    "layers": ("metrics.per_layer=true",),
     "without noise scale": ("gns.enabled=false",),
     "dropout, unused parameter": OWN,
     "compiled": ("train.compile=true",),

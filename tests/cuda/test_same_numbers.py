@@ -17,7 +17,6 @@ RUNS = {
     "head in chunks": ("objective.chunk_tokens=16",),
     "full rows": (FULL_ROWS,),
     "delta rule, cells": ('model.family="gated_delta"', "train.tbptt_cells=2"),
-    "probe": ("ledger.probe_every=3",),
 }
 
 

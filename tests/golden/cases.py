@@ -63,12 +63,11 @@ RECALL = 'data.source=[{name="streams",paths=["recall/recall/*"]}]'
 MIXED = 'data.source=[{name="streams",paths=["recall/recall/*", "code/cpp/*"]}]'
 CASES: dict[str, Case] = {
     "one_rank": Case(("metrics.per_layer=true", "metrics.per_source=true"), _ranks(1)),
-    "ddp": Case(("ledger.probe_every=4", "sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
-    "fsdp": Case(("distributed.strategy=fsdp", "ledger.probe_every=4")),
+    "ddp": Case(("sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
+    "fsdp": Case(("distributed.strategy=fsdp",)),
     "full_rows": Case(
         (
             'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}',
-            "ledger.probe_every=4",
             "metrics.per_source=true",
         )
     ),

@@ -192,55 +192,29 @@ def build(vocab_size, dim, num_layers):
 """
 
 
-@pytest.fixture
-def whole_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes that read up to 16 cells again, as many as a document has; runs read 8."""
-    for module in ("trainer.lab.carry_probe", "trainer.training.setup.sources"):
-        monkeypatch.setattr(f"{module}.PROBED_CELLS", 16)
+def by_depth(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[dict[str, float], str]:
+    """The last evaluation of a run, and the verdict on context that is not used."""
+    sets = (source_override(corpus), f"eval.every={steps // 5}", "eval.depth=true", "eval.holdout_fraction=0.1")
+    train_here(CONFIG, directory / "run", *sets, f"train.steps={steps}", *changes)
+    rulings = {ruling.rule.name: ruling for ruling in diagnose(load_run(directory / "run")).rulings}
+    return read_rows(directory / "run" / "metrics.jsonl")["eval", steps], rulings["context_unused"].outcome.verdict
 
 
-def probed(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
-    """The last row of a run that probes often, and what the rules about carrying say: name -> verdict."""
-    sets = (source_override(corpus), "ledger.probe_every=10", "metrics.log_interval=10")
-    train_here(CONFIG, directory / "run", *sets, f"train.steps={steps}", "eval.every=0", *changes)
-    rulings = diagnose(load_run(directory / "run")).rulings
-    verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in rulings}
-    return read_rows(directory / "run" / "metrics.jsonl")["train", steps], verdicts
-
-
-@pytest.mark.usefixtures("whole_documents")
-def test_probes_say_what_carrying_is_worth(corpus: Path, tmp_path: Path) -> None:
+def test_carrying_is_worth_what_the_answers_are(corpus: Path, tmp_path: Path) -> None:
     """A cell has two answers among its six bytes, each worth up to ln 8: at most 0.69 nats per token, and more from zero, where
     a model that is used to knowing the answer is sure of a wrong one."""
-    row, verdicts = probed(corpus, tmp_path, steps=250)
-    assert row["ledger/carry_gain"] > max(0.5, 4 * row["ledger/carry_gain_se"])
-    assert row["ledger/probe_share"] == 1.0
-    assert verdicts["carry_worthless"] == "healthy"
+    row, verdict = by_depth(corpus, tmp_path, steps=250)
+    gain = row["eval/depth/beyond_cell/carry_gain"]
+    assert gain > max(0.5, 4 * row["eval/depth/beyond_cell/carry_gain_se"])
+    assert verdict == "healthy"
 
 
-@pytest.mark.usefixtures("whole_documents")
-def test_probes_say_that_an_ignored_state_is_worth_nothing(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ignored_state_is_worth_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ignores.py").write_text(IGNORES)
     monkeypatch.syspath_prepend(tmp_path)
-    row, verdicts = probed(corpus, tmp_path, 'model.target="ignores:build"', 'model.trust=["carry"]', steps=100)
-    assert (row["ledger/carry_gain"], row["ledger/carry_gain_se"], row["ledger/stale_gap"]) == (0.0, 0.0, 0.0)
-    assert row["ledger/state_drift"] > 0.0
-    assert (verdicts["carry_worthless"], verdicts["stale_states"]) == ("finding", "healthy")
-
-
-@pytest.mark.usefixtures("whole_documents")
-@pytest.mark.slow
-def test_young_weights_make_stale_states_and_old_ones_do_not(corpus: Path, tmp_path: Path) -> None:
-    fast, fast_verdicts = probed(corpus, tmp_path, "optimizer.lr=3e-3", "scheduler.min_lr_ratio=1.0", steps=100)
-    slow_dir = tmp_path / "slow"
-    slow_dir.mkdir()
-    slow, slow_verdicts = probed(corpus, slow_dir, "optimizer.lr=1e-30", steps=100)
-    assert fast["ledger/state_drift"] > 0.1
-    assert fast_verdicts["stale_states"] == "finding"
-    assert slow["ledger/state_drift"] < 1e-6
-    assert slow_verdicts["stale_states"] == "healthy"
+    row, verdict = by_depth(corpus, tmp_path, 'model.target="ignores:build"', 'model.trust=["carry"]', steps=100)
+    assert row["eval/depth/beyond_cell/carry_gain"] == 0.0
+    assert verdict == "finding"
 
 
 def test_only_answers_are_digits_and_cells_give_nothing_away(corpus: Path, tmp_path: Path) -> None:

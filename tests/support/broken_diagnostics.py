@@ -58,7 +58,7 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.optimizers": "optimizers",
     "trainer.lab.own_batches.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
-        (f"trainer.lab.carry_probe.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
+        (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
     ),
 }

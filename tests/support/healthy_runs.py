@@ -109,5 +109,4 @@ REAL_RUNS: Mapping[str, Callable[[Path], Path]] = {
     "skipping, 4 readers": partial(
         start, overrides=("run.seed=4", "data.mixing.num_streams_mixed=4", 'train.on_non_finite="skip"')
     ),
-    "probed": partial(start, overrides=("run.seed=6", "ledger.probe_every=5", "metrics.log_interval=5")),
 }

@@ -133,13 +133,6 @@ def _oversize(seed: int, path: Path) -> Path:
     return run
 
 
-def _ignore_state(rng: random.Random, rows: Rows) -> None:
-    for row in rows.values():
-        if "ledger/carry_gain" in row:
-            for key, error in (("ledger/carry_gain", 1e-3), ("ledger/stale_gap", 2e-4)):
-                row[key], row[f"{key}_se"] = rng.gauss(0, error), error
-
-
 def _by_depth(*gains: float) -> Callable[[random.Random, Rows], None]:
     """Evaluations with these gains of carrying from 128, 256, ... tokens on."""
 
@@ -152,14 +145,6 @@ def _by_depth(*gains: float) -> Callable[[random.Random, Rows], None]:
                 row |= {f"{key}/carry_gain": rng.gauss(gain, error), f"{key}/carry_gain_se": error}
 
     return add
-
-
-def _grow_stale(rng: random.Random, rows: Rows) -> None:
-    share = rng.uniform(0.3, 0.8)
-    for step in _late(rows):
-        row = rows[step]
-        if "ledger/stale_gap" in row:
-            row["ledger/stale_gap"] = -share * abs(row["ledger/carry_gain"]) * rng.uniform(0.7, 1.3)
 
 
 def _empty(rng: random.Random, rows: Rows) -> None:
@@ -247,8 +232,6 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("cold_starts", "full wipe every 50 steps", 50, 10): _scenario(wipe_mode="full", wipe_every=50),
     ("ledger_oversize", "8 GB for a million places, 64 used", 0, 105): _oversize,
     ("refused_rows", "states that are NaN in one step", ONSET, 5): _scenario(on_states=_spoil_states),
-    ("carry_worthless", "a model that ignores its state", 0, 100): _rows(_ignore_state),
-    ("stale_states", "a gap of 30 to 80 % of the gain", ONSET, 150): _rows(_grow_stale),
     ("context_unused", "a gain of carrying that ends at 512 tokens", 0, 100): _rows(_by_depth(0.05, 0.06, 0.0, 0.0)),
     ("loss_rises_with_depth", "a gain of carrying below 0 from 512 tokens on", 0, 100): _rows(
         _by_depth(0.05, 0.06, -0.05)

@@ -52,7 +52,7 @@ LEFT = {
     "core/properties/test_noise_scale_coverage": "the_interval_covers_the",
     "science/test_cbs_coverage": "error_bars_hold_and:4",
     "science/test_diagnosis_calibration": "a_fault_is_found:8 a_few_healthy_runs short_real_runs_raise",
-    "science/test_key_recall": "a_stale_threshold_that probes_say_that_an probes_say_what_carrying",
+    "science/test_key_recall": "a_stale_threshold_that an_ignored_state_is carrying_is_worth_what",
     "science/test_noise_scale_jumps": "at_most_one_bound",
     "science/test_uneven_rows": "uneven_rows_bias_neither:2",
     "scripts/test_families": "check_refuses_hugging_face",

@@ -40,7 +40,6 @@ from trainer.options import MicroBatches
 
 Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16
-PROBE_EVERY = 10
 PARAMETERS = 4000  # of the made-up model whose gradients the noise scale sees
 
 
@@ -74,10 +73,6 @@ class Scenario:
     """All ranks read the same batches."""
     first_loss: float = 5.5
     last_loss: float = 1.3
-    carry_gain: float = 0.3
-    """What carrying is worth in the end, nats per token."""
-    stale_share: float = 1.0
-    """Of stale states: the gap in twentieths of the gain."""
     on_dataset: Callable[[int, StreamMixingDataset], None] | None = None
     """Called before each step with the step and every source of every rank."""
     on_states: Callable[[int, torch.Tensor], None] | None = None
@@ -98,8 +93,6 @@ def healthy_scenario(seed: int, **changes: Any) -> Scenario:
         "num_sources": rng.choice((1, 1, 2)),
         "documents": rng.choice((16, 32, 48)),
         "last_loss": rng.uniform(0.05, 3.0),
-        "carry_gain": 10 ** rng.uniform(-2, 0.3),
-        "stale_share": rng.uniform(-1, 1),
         "seed": seed,
         **changes,
     }
@@ -287,7 +280,7 @@ def _loss_at(scenario: Scenario, step: int) -> float:
 @lru_cache(32)  # many faults are changes of the same healthy run
 def _make_rows(scenario: Scenario) -> Rows:
     rng = random.Random(f"clock {scenario.seed}")
-    noise, probes = np.random.default_rng(scenario.seed), random.Random(f"probes {scenario.seed}")
+    noise = np.random.default_rng(scenario.seed)
     corpus = Path(_corpus(scenario.streams, scenario.documents, scenario.seed % 4).name)
     ranks = [_Rank(scenario, corpus, rank) for rank in range(scenario.world_size)]
     gns = NoiseScaleAverage(0.95)
@@ -324,30 +317,8 @@ def _make_rows(scenario: Scenario) -> Rows:
         }
         if scenario.world_size > 1:
             row.update({"time/slowest_rank_sec": max(own), "time/fastest_rank_sec": min(own)})
-        if step % PROBE_EVERY == 0:
-            row.update(_probe(probes, scenario, step))
         rows[step] = row
     return rows
-
-
-def _probe(rng: random.Random, scenario: Scenario, step: int) -> dict[str, float]:
-    """A probe of sound carrying: a gain that is learnt, of streams that differ, and a gap that is lost in its error or small
-    against the gain."""
-    nats = scenario.carry_gain * (1 - math.exp(-5 * step / scenario.steps))
-    error = nats * rng.uniform(0.05, 0.2) + 0.001
-    gap_error = error * rng.uniform(0.1, 0.5)
-    return {
-        "ledger/carry_gain": nats * math.exp(0.2 * rng.gauss(0, 1)) + error * rng.gauss(0, 1),
-        "ledger/carry_gain_se": error,
-        "ledger/stale_gap": -0.05 * scenario.stale_share * nats + gap_error * rng.gauss(0, 1),
-        "ledger/stale_gap_se": gap_error,
-        "ledger/state_age": rng.uniform(1, 20),
-        "ledger/state_age_se": 0.0,
-        "ledger/state_drift": rng.uniform(0.1, 0.5),
-        "ledger/state_drift_se": 0.02,
-        "ledger/probe_share": rng.uniform(0.3, 1.0),
-        "time/probe_sec": rng.uniform(1, 3),
-    }
 
 
 def _heavy_tail(rng: random.Random) -> float:

@@ -46,7 +46,6 @@ _TOOLS = {
 }
 _LAB = {
     # Extensions: checkpoints have their states under these names.
-    "carry probe": f"{LAB}.carry_probe:StepProbe",
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
@@ -65,7 +64,7 @@ _LAB = {
     "cuda graphs": f"{LAB}.cuda_graph:make",
     "initial weights": f"{LAB}.weights:load_weights",
     "loss in chunks": f"{LAB}.pieces:in_chunks",
-    "losses by depth": f"{LAB}.carry_probe:Depth",
+    "losses by depth": f"{LAB}.depth:Depth",
     "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
     "mirror": f"{LAB}.mirror",
     "muon": f"{LAB}.optimizers:build_muon",

@@ -37,7 +37,8 @@ REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "data.cache_gb": ((100.0,), "delete what no run reads in data.cache_dir"),
     "gns.components_every": ((0,), "gns/consistency below 1 shows rows that share a stream"),
     "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),
-    "ledger.probe_cells": ((8,), "see ledger.probe_every"),
+    "ledger.probe_cells": ((8,), "eval.depth measures what carrying is worth"),
+    "ledger.probe_every": ((500, 0), "eval.depth measures what carrying is worth"),
     "metrics.smoothing_alpha": ((0.1,), "smooth curves where they are drawn"),
     "sample.temperature": ((1.0,), "use train sample"),
     "sample.top_k": ((0,), "use train sample"),
@@ -84,7 +85,6 @@ SAME_KEYS: Final = {
     "eval.interval": "eval.every",
     "checkpoint.interval": "checkpoint.every",
     "sample.interval": "sample.every",
-    "ledger.probe_interval": "ledger.probe_every",
 }
 _WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
 _ENTITY = "set WANDB_ENTITY in the environment"

@@ -125,8 +125,6 @@ class LedgerTable(Table, LedgerOptions):
 
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Who holds a group's state. exchange: by hash; auto: its reader, where possible."""
-    probe_every: WholeNumber = 500
-    """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
 
 
 class CoordTable(Table, CoordOptions):

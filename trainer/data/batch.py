@@ -24,8 +24,6 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
     "segment_ids": "segment of each target, integers [B, T], -1 where there is none",
     "pack_num_samples": "documents in each row, integers [B]",
     "token_types": "type of each target token, small integers [B, T], -1 where masked",
-    "tokens_before": "the last n inputs of the group before the row, right-aligned, integers [B, n]",
-    "resets_before": "resets of the row's earlier cells, booleans [B, n]",
     "instability_meta_json": "JSON that locates the batch, or an object that makes it",
 }
 """The keys of a data set's dict that the model never gets. A new one is registered here."""

@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 from typing import Any, Final, NoReturn
 
@@ -39,7 +38,7 @@ Drained = Mapping[str, float | None]  # None: a value that could not be measured
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
     **{"min": min, "max": max, "sum": sum, "sum_and_worst": sum},
-    **dict.fromkeys(("mean", "weighted_mean", "mean_and_error"), fmean),
+    **dict.fromkeys(("mean", "weighted_mean"), fmean),
 }
 
 
@@ -94,9 +93,6 @@ class BlendDataset:
         micro_batches: per optimizer step.
         per_source: also report `blend/share/<name>`, `blend/weight/<name>` and times by source.
         times: also report `time/<stage>/all`, the time of reading since the last drain.
-        history_every, history_tokens: batches of steps that are a multiple of `history_every` have
-            `history_tokens` tokens before each cell, if the source has `next_with_tokens_before`;
-            0: none have.
 
     Raises UserError without sources, for a name twice, and at a batch at which all weights are zero.
     """
@@ -109,8 +105,6 @@ class BlendDataset:
         micro_batches: MicroBatches = ONE,
         per_source: bool = False,
         times: bool = False,
-        history_every: int = 0,
-        history_tokens: int = 0,
     ) -> None:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
@@ -120,7 +114,6 @@ class BlendDataset:
                 raise UserError("data.source", f"two sources are called {name!r}", "give each a name of its own")
         self.sources = list(sources)
         self._micro_batches = micro_batches
-        self._history_every, self._history_tokens = history_every, history_tokens
         self._begin()
         self._names = names
         self._seed = seed
@@ -172,24 +165,13 @@ class BlendDataset:
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
 
     def _begin(self) -> None:
-        # A source that cannot give tokens before its cells may still give them by itself.
-        self._asks: list[Callable[[int], Batch]] = []
-        for source in self.sources:
-            iterator = iter(source.dataset)
-            self._asks.append(getattr(iterator, "next_with_tokens_before", partial(_next_of, iterator)))
+        self._iterators = [iter(source.dataset) for source in self.sources]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         """The next micro-batch, with its source's name as `dataset_labels` if it has none."""
-        every = self._history_every
-        if every > 0 and self._micro_batches.step_of(self._batch_index) % every == 0:
-            return self.next_with_tokens_before(self._history_tokens)
-        return self.next_with_tokens_before(0)
-
-    def next_with_tokens_before(self, tokens_before: int) -> Batch:
-        """The next micro-batch, with at least that many tokens before each cell if possible."""
         batch = None
         while batch is None:
             at = self._batch_index - self._first
@@ -202,7 +184,7 @@ class BlendDataset:
             self._unsaved.add(chosen)
             self._undrained.add(chosen)
             start = time.perf_counter()
-            batch = self._read(chosen, tokens_before)
+            batch = self._read(chosen)
             if batch is None:
                 self._choose()
         if self._time_names:
@@ -219,11 +201,11 @@ class BlendDataset:
         self._due = self._expected[self._batch_index - self._first]
         return batch
 
-    def _read(self, index: int, tokens_before: int) -> Batch | None:
+    def _read(self, index: int) -> Batch | None:
         """A batch of a source that makes its own; None if it has ended."""
         self._now = index
         try:
-            batch = self._asks[index](tokens_before)
+            batch: Batch = next(self._iterators[index])
         except StopIteration:
             self._ended[index] = True
             self._undrained.add(index)  # its gauges are to go
@@ -415,10 +397,6 @@ class BlendDataset:
             problem = f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed"
             fix = "give its dataset state_dict and load_state_dict, or start without this checkpoint"
             raise UserError(self._names[index], problem, fix)
-
-
-def _next_of(iterator: Iterator[Batch], _: int) -> Batch:
-    return next(iterator)
 
 
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:

@@ -132,8 +132,7 @@ class Collator:
 
     With `runs_on`: `resets` bool [B, T], and `end_ids`, `end_cell_index` int64 [B], the group that
     continues behind the row, -1 for none, and its cell; a row that begins with a new group looks up
-    none. With n `tokens_before`: int64 [B, n], the inputs of the row's group before it,
-    right-aligned, 0 where there are fewer; with `runs_on`, their `resets_before` bool [B, n].
+    none.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, row_tokens: int, runs_on: bool) -> None:
@@ -145,15 +144,10 @@ class Collator:
             # Extended so that index IGNORED (from the end) is -1: one take then serves all targets.
             self._types = np.concatenate([self._types, np.full(-IGNORED, -1, dtype=np.int8)])
 
-    def batch(self, lanes: Sequence[Lane], refill: Refill, tokens_before: int = 0) -> Batch:
+    def batch(self, lanes: Sequence[Lane], refill: Refill) -> Batch:
         """The next row of each lane. UserError: a file was cut, or has an unknown id."""
         count, length = len(lanes), self._row_tokens
-        before: Batch = {}
-        if tokens_before:
-            before["tokens_before"] = np.zeros((count, tokens_before), np.int64)
-            if self._runs_on:
-                before["resets_before"] = np.zeros((count, tokens_before), np.bool_)
-        found = self._gather(lanes, refill, before)
+        found = self._gather(lanes, refill)
         # All segments are copied together: for each by itself, that would cost more than all else.
         tokens, targets = np.empty((2, count * length), np.int64)
         np.concatenate(found.pieces, out=targets, casting="unsafe")
@@ -169,7 +163,7 @@ class Collator:
         if self._runs_on:
             flat["resets"] = np.zeros(count * length, np.bool_)
             flat["resets"][found.begun] = True
-        batch: Batch = {key: value.reshape(count, length) for key, value in flat.items()} | before
+        batch: Batch = {key: value.reshape(count, length) for key, value in flat.items()}
         columns = np.array(found.groups, np.int64).reshape(count, len(ROW_KEYS)).T.copy()
         batch |= dict(zip(ROW_KEYS, columns, strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
@@ -186,8 +180,8 @@ class Collator:
         batch["instability_meta_json"] = located
         return batch
 
-    def _gather(self, lanes: Sequence[Lane], refill: Refill, before: Batch) -> Gathered:
-        """Move each lane on by a row, and fill in the tokens before it."""
+    def _gather(self, lanes: Sequence[Lane], refill: Refill) -> Gathered:
+        """Move each lane on by a row."""
         length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
         found = Gathered([], [], [], [], [], [], [], [], [], {})
         # In local names: this loop runs for every document.
@@ -210,8 +204,6 @@ class Collator:
                     begun.append(row * length + at)
                 if not at and (offset or not runs_on):
                     lookup = (group_id, lane.rows, offset)
-                    if before and offset:
-                        self._put_before(of, offset, row, before)
                 begin += offset
                 size -= offset
                 if size > length - at:  # the rest in later rows
@@ -240,16 +232,6 @@ class Collator:
             rows.append(read)
             groups += (*lookup, *end, len(read))
         return found
-
-    def _put_before(self, of: Handed, offset: int, row: int, batch: Batch) -> None:
-        """Fill in the inputs of the last of a group's first `offset` tokens, right-aligned."""
-        inputs, stop = batch["tokens_before"][row], of.first + offset
-        start = stop - min(len(inputs), offset)
-        inputs[start - stop] = self._bos  # of a document's first token; written over behind it
-        read = of.source.documents.read(of.document, max(start - 1, 0), stop - 1)
-        inputs[len(inputs) - len(read) :] = read
-        if self._runs_on and start == of.first:
-            batch["resets_before"][row, start - stop] = True
 
     def _check_ids(self, found: Gathered, targets: Ints) -> None:
         """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""

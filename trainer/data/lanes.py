@@ -97,8 +97,8 @@ class LaneBlend(BlendDataset):
         """Ids of those that wait for a row to continue on."""
         return [place.group_id for place in self._waiting]
 
-    def next_with_tokens_before(self, tokens_before: int) -> Batch:
-        """The next micro-batch, with that many tokens of its group before each row.
+    def __next__(self) -> Batch:
+        """The next micro-batch.
 
         Raises StopIteration, or UserError where all weights are zero, once the lanes are dry.
         """
@@ -108,9 +108,9 @@ class LaneBlend(BlendDataset):
             self._note_open()
         batch = None
         if self._batched:
-            batch = self._whole_batch(tokens_before)
+            batch = self._whole_batch()
         if batch is None:
-            batch = self._collator.batch(self._lanes, self._refill, tokens_before)
+            batch = self._collator.batch(self._lanes, self._refill)
             if not batch["dataset_labels"]:
                 self._stop_or_refuse()
             self._note_times(time.perf_counter() - began)
@@ -154,14 +154,14 @@ class LaneBlend(BlendDataset):
         self._unsaved.add(index)
         self._undrained.add(index)
 
-    def _whole_batch(self, tokens_before: int) -> Batch | None:
+    def _whole_batch(self) -> Batch | None:
         """A batch of a source that makes its own, if one has the largest claim."""
         while True:
             index = self._largest(self._batched)
             if index < 0 or index != self._largest([*self._laned, *self._batched]):
                 return None
             began = time.perf_counter()
-            batch = self._read(index, tokens_before)
+            batch = self._read(index)
             if batch is not None:
                 break
             self._note_open()

@@ -24,7 +24,7 @@ from trainer.on_device import move_together
 
 logger = get_logger(__name__)
 CLOSE_SEC = 5.0
-TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "resets_before")
+TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
 
 
 class Loader:

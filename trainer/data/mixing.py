@@ -216,10 +216,7 @@ class StreamMixingDataset(StreamSource):
         return self
 
     def __next__(self) -> Batch:
-        return self.next_with_tokens_before(0)
-
-    def next_with_tokens_before(self, num_before: int) -> Batch:
-        """The next micro-batch, with that many tokens before each row; masked without any group.
+        """The next micro-batch; masked without any group.
 
         UserError: a file is unreadable or damaged, or the split has no documents.
         """
@@ -238,7 +235,7 @@ class StreamMixingDataset(StreamSource):
                 self.refuse_nothing()
             if not self._mix.repeat:
                 raise StopIteration
-        batch = self._collator.batch(lanes, lambda *_: False, num_before)
+        batch = self._collator.batch(lanes, lambda *_: False)
         del batch["segment_ids"]
         rows, located = len(batch["tokens"]), batch["instability_meta_json"]
         batch["dataset_labels"] = [self.name for _ in range(rows)]

@@ -75,15 +75,10 @@ class OwnBatches:
         return value
 
     def __next__(self) -> dict[str, Any]:
-        return self.next_with_tokens_before(0)
-
-    def next_with_tokens_before(self, tokens_before: int) -> dict[str, Any]:
-        """A batch, checked and copied; with tokens before its cells as of `BlendDataset`. Raises
-        StopIteration: there are no more; UserError: the data set failed, or the batch is not
-        one."""
-        ask = getattr(self._iterator, "next_with_tokens_before", None)
+        """A batch, checked and copied. Raises StopIteration: there are no more; UserError: the data
+        set failed, or the batch is not one."""
         try:
-            batch = ask(tokens_before) if ask and tokens_before else next(self._iterator)
+            batch = next(self._iterator)
         except (UserError, StopIteration):
             raise
         except Exception as error:

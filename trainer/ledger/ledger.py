@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -134,8 +133,6 @@ class Ledger:
         # Numbers, or tensors of the device where it alone knows them.
         self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
         self._index = GroupIndex(options, self._counts)
-        # Computed where it is asked for, which is on few steps.
-        self._stored_steps: Callable[[], Tensor] | None = None
         self._exchange: OwnerExchange | None = None
         if owners.ownership == "exchange" and owners.world_size > 1:
             self._exchange = OwnerExchange(world_size=owners.world_size, device=where)
@@ -181,7 +178,6 @@ class Ledger:
             slots = self._index.find(group_ids)
             slots[is_fresh] = self._slab.capacity
             states, is_valid = self._slab.read(slots)
-            self._stored_steps = partial(self._steps_at, slots, is_valid)
         else:
             distinct(group_ids)
             asked = np.flatnonzero(~is_fresh)
@@ -190,16 +186,6 @@ class Ledger:
         self._counts["ledger/cold_starts"] += np.count_nonzero(~is_fresh) - num_found
         states = states.to(self._given_dtype)
         return states if self._layout is None else self._layout.unflatten(states)
-
-    def lookup_age(self) -> Tensor:
-        """Steps since the states of the last `lookup` were stored, int64 [B] on the device; -1: none.
-
-        It waits for nothing. Raises RuntimeError if nothing was looked up since the last store.
-        """
-        if self._stored_steps is None or self._step < 0:
-            raise RuntimeError("the age of states is known between a lookup and the next store, in a step")
-        steps = self._stored_steps()
-        return torch.where(steps >= 0, self._step - steps, -1)
 
     def store(
         self,
@@ -259,7 +245,6 @@ class Ledger:
         if self._exchange is not None:
             distinct(group_ids)
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
-        self._stored_steps = None
         is_kept = ~is_last & (group_ids >= 0)
         # Raises before it changes anything.
         slots = self._index.place(group_ids, cell_index, is_kept, self._step)
@@ -339,21 +324,13 @@ class Ledger:
         index = to_device(asked, self._slab.device)
         slots = self._index.find(wanted)[places]
         rows, is_valid = self._slab.read(slots)
-        # The step of the store says that there was one, and the reader alone cannot know it.
+        # Only the owner knows whether there was a state.
         answers = []
-        for found, absent in ((rows, 0), (self._steps_at(slots, is_valid), -1)):
-            whole = found.new_full((group_ids.size, *found.shape[1:]), absent)
+        for found in (rows, torch.as_tensor(is_valid).long()):
+            whole = found.new_zeros((group_ids.size, *found.shape[1:]))
             answers.append(whole.index_copy_(0, index, exchange.from_owners(route, found)))
-        states, steps = answers
-        self._stored_steps = lambda: steps
-        return states, self._slab.native(steps >= 0)
-
-    def _steps_at(self, slots: Ints, is_valid: Native) -> Tensor:
-        """The step at which each slot was stored, int64 on the device; -1 without a valid state."""
-        # The slot that stands for none has no last step, and is never valid.
-        held = np.minimum(slots, self._slab.capacity - 1)
-        steps = to_device(self._index.last_step[held], self._slab.device)
-        return torch.where(torch.as_tensor(is_valid), steps, -1)
+        states, are_held = answers
+        return states, self._slab.native(are_held != 0)
 
     def _send(
         self, exchange: OwnerExchange, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor

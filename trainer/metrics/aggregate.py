@@ -1,11 +1,11 @@
 """Combines metrics over micro-steps, steps between logged ones, and ranks, by the catalog.
 
 On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a
-`SumCount` for keys whose mean is weighted, or `Moments` of a sample. Over ranks all keys of a
-logged step, the same on every rank, go through one all-gather of a float64 vector, from which every
-rank computes the same minima, maxima, sums and means. A rank without a value contributes the
-identity. One that should have a value and cannot give it (None) removes the key on all ranks,
-unless it is a mean: a total or an extreme over the others would look right and be wrong.
+`SumCount` for keys whose mean is weighted. Over ranks all keys of a logged step, the same on every
+rank, go through one all-gather of a float64 vector, from which every rank computes the same minima,
+maxima, sums and means. A rank without a value contributes the identity. One that should have a
+value and cannot give it (None) removes the key on all ranks, unless it is a mean: a total or an
+extreme over the others would look right and be wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number, is_name
-from trainer.metrics.catalog.lookup import ERROR_SUFFIX, WORST_SUFFIX, lookup_or_gauge
+from trainer.metrics.catalog.lookup import WORST_SUFFIX, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction, WindowReduction
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.wording import message_of, short_repr
@@ -104,7 +104,7 @@ class Moments(NamedTuple):
 
 Value = Scalar | SumCount
 # None: this rank should have a value and cannot give it; see the module.
-Reported = Value | Moments | None
+Reported = Value | None
 # What callers may pass: a component's own pair counts as a SumCount.
 Input = Scalar | tuple[Scalar, Scalar]
 
@@ -154,12 +154,11 @@ class Recorder:
         self._leave_out = leave_out
         self._rules: dict[str, WindowReduction] = {}  # looked up once
         self._entries: dict[str, _Entry] = {}
-        self._moments: dict[str, Moments] = {}  # of the last sample
 
-    def record(self, key: str, value: Input | Moments | None) -> None:
+    def record(self, key: str, value: Input | None) -> None:
         self.add({key: value})
 
-    def add(self, values: Mapping[str, Input | Moments | None]) -> None:
+    def add(self, values: Mapping[str, Input | None]) -> None:
         """Take in the values of one micro-batch; a pair is (sum, count), None an unknown value.
 
         Raises:
@@ -181,11 +180,8 @@ class Recorder:
                 self._leave_out(key, message_of(error))
                 self._add(key, None)
 
-    def _add(self, key: str, value: Input | Moments | None) -> None:
+    def _add(self, key: str, value: Input | None) -> None:
         how, entry = self._rules[key], self._entries.get(key)
-        if isinstance(value, Moments):
-            self._moments[key] = value
-            return
         if value is None:
             if how not in _MEANS:
                 self._entries[key] = _Entry(how, None, 1.0)
@@ -216,8 +212,7 @@ class Recorder:
                 drained[key] = SumCount(entry.total, entry.count)
             elif entry.total is not None and entry.how == "mean":
                 drained[key] = entry.total / entry.count
-        drained |= self._moments
-        self._entries, self._moments = {}, {}
+        self._entries = {}
         return drained
 
     def state_dict(self) -> dict[str, list[float | None]]:
@@ -232,7 +227,6 @@ class Recorder:
         self._entries = {key: _Entry(lookup_or_gauge(key).window, *saved) for key, saved in state.items()}
 
 
-NUM_MOMENTS = len(Moments._fields)
 _Matrix = NDArray[np.float64]
 Operations = Mapping[str, RankReduction]
 
@@ -256,36 +250,29 @@ def rank_operations(keys: Iterable[str]) -> Operations:
     return {key: lookup_or_gauge(key).ranks for key in sorted(set(keys))}
 
 
-def _length(operations: Operations) -> int:
-    return 2 * len(operations) + NUM_MOMENTS * list(operations.values()).count("mean_and_error")
-
-
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
-    """The vector, float64: each key's value (or sum) and count; then the moments of some."""
-    # A count is 0 where the rank has no value, and for keys with moments.
+    """The vector, float64: each key's value (or sum) and count, 0 where the rank has no value."""
     for key in sorted(local.keys() - operations.keys()):
         if guard is None:
             raise KeyError(f"not among the keys of the reduction: {key}")
         guard.leave_out(key, "it is not among the keys of the reduction")
-    numbers = np.zeros(_length(operations))
+    numbers = np.zeros(2 * len(operations))
     tensors: dict[int, torch.Tensor] = {}  # by place
-    moments = iter(range(2 * len(operations), len(numbers), NUM_MOMENTS))
     for index, (key, operation) in enumerate(operations.items()):
-        first = 2 * index if operation != "mean_and_error" else next(moments)
         if key not in local:
             continue
         try:
-            scalars = _scalars(local[key], operation)
+            scalars = _scalars(local[key])
         except Exception as error:  # noqa: BLE001 - one value must not cost the others
             if guard is None:
                 raise TypeError(f"{key}: {message_of(error)}") from None
             guard.leave_out(key, message_of(error))
             scalars = None
-        if scalars is None and "mean" not in operation:  # a mean leaves an unknown value out
-            numbers[first + 1] = math.nan
-        for place, scalar in enumerate(scalars or (), start=first):
+        if scalars is None and operation not in _MEANS:  # a mean leaves an unknown value out
+            numbers[2 * index + 1] = math.nan
+        for place, scalar in enumerate(scalars or (), start=2 * index):
             if isinstance(scalar, torch.Tensor):
                 tensors[place] = scalar.to(device=device, dtype=torch.float64).reshape(())
             else:
@@ -296,31 +283,19 @@ def _pack(
     return vector
 
 
-def _scalars(value: Reported, operation: RankReduction) -> list[Scalar] | None:
-    """The numbers that stand for a value in the vector; None if it is not known."""
+def _scalars(value: Reported) -> list[Scalar] | None:
+    """A value (or sum) and its count; None if it is not known."""
     if value is None:
         return None
     parts: tuple[Any, ...] = (value, 1.0)
-    if operation == "mean_and_error":
-        if isinstance(value, Moments):
-            parts = value
-        elif isinstance(value, tuple):
-            raise TypeError("a sum and a count have no standard error; report Moments")
-        else:
-            # A sample of one: the mean over ranks has the standard error over ranks.
-            taken = as_scalar(value)
-            parts = (1.0, taken, 1.0, taken * taken, taken, 1.0)
-    elif isinstance(value, Moments):
-        raise TypeError(f"has moments, but its reduction over ranks is {operation}")
-    elif isinstance(value, tuple) and len(value) == 2:
+    if isinstance(value, tuple) and len(value) == 2:
         parts = value
     return list(map(as_scalar, parts))
 
 
 def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
     """The values over ranks, from their vectors [W, numbers]."""
-    pairs = gathered[:, : 2 * len(operations)]
-    values, counts = pairs[:, 0::2], pairs[:, 1::2]  # [W, K] each
+    values, counts = gathered[:, 0::2], gathered[:, 1::2]  # [W, K] each
     present = counts != 0
     totals = np.where(present, values, 0.0).sum(0)
     weights = counts.sum(0)
@@ -344,14 +319,6 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
             reduced[key] = float(totals[index])
             if operation == "sum_and_worst":
                 reduced[key + WORST_SUFFIX] = float(most[index])
-    sums = gathered[:, 2 * len(operations) :].sum(0).reshape(-1, NUM_MOMENTS)
-    with_error = [key for key, operation in operations.items() if operation == "mean_and_error"]
-    for key, row in zip(with_error, sums.tolist(), strict=True):
-        moments = Moments(*row)
-        if moments.num > 0:
-            reduced[key] = moments.mean()
-        if moments.num > 1:
-            reduced[key + ERROR_SUFFIX] = moments.error()
     return reduced
 
 
@@ -377,8 +344,7 @@ def reduce_over_ranks(
 
     Returns:
         The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst
-        rank) for counters or `<key>_se` (the standard error) for means that ask for it. A NaN on
-        any rank makes the result NaN.
+        rank) for counters that ask for it. A NaN on any rank makes the result NaN.
 
     Raises:
         KeyError, TypeError: without a guard: a key is not among `keys`, or a value is no number.
@@ -391,9 +357,9 @@ def reduce_over_ranks(
             continue
         vector = guard.run(_pack, each, operations, device, guard)
         if vector is None:  # nothing of this shard is known
-            vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
+            vector = torch.zeros(2 * len(operations), dtype=torch.float64, device=device)
             for index, operation in enumerate(operations.values()):
-                vector[2 * index + 1] = 0.0 if "mean" in operation else math.nan
+                vector[2 * index + 1] = 0.0 if operation in _MEANS else math.nan
         shards.append(vector)
     own = torch.stack(shards)  # [shards, numbers]
     ranks = [own]

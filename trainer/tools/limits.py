@@ -40,18 +40,10 @@ OVERSIZE_BYTES: Final = 1e9
 OVERSIZE_DEVICE_SHARE: Final = 0.05
 # steps: of logged fill; before that, documents are still being opened.
 OVERSIZE_STEPS: Final = 100
-# probes: in the second half of a run; the scatter of fewer is no estimate of their error.
-MIN_PROBES: Final = 4
-# standard errors: a gain of carrying within them may be zero.
-NEAR_ERRORS: Final = 2.0
-# standard errors: beyond them a gap or a loss of gain is not chance, over all probes and buckets that are looked at.
+# standard errors: beyond them a loss of gain is not chance, over all buckets that are looked at.
 FAR_ERRORS: Final = 4.0
 # nats/token: a gain of carrying states that is not worth their memory and time.
 WORTHLESS_NATS: Final = 0.005
-# nats/token: no effect of states on the loss below it matters, however sure it is.
-STALE_NATS: Final = 0.001
-# share of the gain: what carrying may lose to the age of its states.
-STALE_SHARE: Final = 0.1
 # evaluations: by the first ones the model has not learned to use its state yet.
 MIN_EVALUATIONS: Final = 3
 # share of the largest gain: a fall with depth beyond it is no noise of the documents.

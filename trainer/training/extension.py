@@ -55,14 +55,12 @@ class Extension:
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
         every_step: measure all steps, not only logged ones. A step that it measures calls the
             moments from `window_read` to `summed`.
-        measure_every: measure only steps that are multiples of this.
         boundary_every: the next step waits for `at_boundary` so often; 0: after logged ones.
     """
 
     metric_keys: Sequence[str] = ()
     num_sums: int = 0
     every_step: bool = False
-    measure_every: int = 1
     boundary_every: int = 0
 
     def __init__(self, run: Run, **args: Any) -> None:
@@ -207,7 +205,7 @@ class Extensions:
         # By shared settings: one that failed here keeps its place in the sums until all ranks know.
         asked = self._all if is_logged else self._always
         if asked or self._measuring:  # else nothing changes
-            self._measure([each for each in asked if step % each.extension.measure_every == 0])
+            self._measure(asked)
         for each in self._measuring:
             if each.has("window_read"):
                 each.call("window_read", step, window)

@@ -17,7 +17,6 @@ from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
-from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Operations, Recorder, Reported, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.spec import RankReduction
@@ -25,7 +24,6 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
-from trainer.objective.loss import Loss
 from trainer.options import MicroBatches
 from trainer.training.checkpointing.train_state import HOST_KEYS, SHOWN_LOSSES, Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator
@@ -70,9 +68,6 @@ class Run:
     """Rank 0 only."""
     wandb_run_id: str | None  # likewise
     reading: Reading
-    loss: Loss
-    row_model: nn.Module
-    """The model as it runs one row."""
     train_step: TrainStep
     schedule: Schedule
     evaluator: Evaluator | None
@@ -98,10 +93,6 @@ class Run:
     def model(self) -> nn.Module:
         """The model itself, without DDP."""
         return self.state.model
-
-    def ledger_of(self, micro: MicroBatch) -> Ledger | None:
-        """The ledger that carries a micro-batch's states; None for a model without state."""
-        return self.state.shards[micro.shard].ledger
 
     @property
     def gns(self) -> GradientNoiseScale | None:

@@ -68,7 +68,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
         "data.mixing.repeat=false",
         "model.target=slow_saves:build",
         "metrics.log_interval=3",
-        "ledger.probe_every=3",
         "train.steps=500",
         'train.micro_batches={ schedule = "step", points = { 0 = 2, 500 = 3 } }',
     )
@@ -81,7 +80,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 def long_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """One rank that hardly learns, so that the noise scale does not drift and all its bounds become known."""
     directory = tmp_path_factory.mktemp("long")
-    sets = ("train.micro_batches=4", "optimizer.lr=1e-6", "ledger.probe_every=0")
+    sets = ("train.micro_batches=4", "optimizer.lr=1e-6")
     sets += ("train.steps=80", "metrics.log_interval=2", "model.num_layers=1", "train.spike_sigma=6")
     train(write_tiny_config(directory), directory / "run", *sets)
     return read_rows(directory / "run" / "metrics.jsonl")

@@ -25,7 +25,6 @@ SETS = (
     "model.contract=false",
     "metrics.per_layer=true",
     "metrics.per_source=true",
-    "ledger.probe_every=4",
 )
 # Times; and what tells the pairs of micro-batches within a rank from the others.
 OF_RANKS = (*MEASURED, "gns/consistency")

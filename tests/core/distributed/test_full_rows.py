@@ -40,7 +40,7 @@ PER_ROW = (
 )
 # Ranks, settings.
 CASES: Mapping[str, tuple[int | None, tuple[str, ...]]] = {
-    "rglru": (None, ("ledger.probe_every=3",)),
+    "rglru": (None, ()),
     "rglru, documents, 2 ranks": (2, ('data.align="document"', "data.seq_len=8")),
     "gated_delta, 2 of 4 shards": (2, ("model.family=gated_delta", "distributed.shards=4")),
     "gru": (None, ("model.family=gru",)),
@@ -105,9 +105,6 @@ def test_an_epoch_has_the_loss_of_its_documents_run_whole(config, ran, case):
         assert row["ledger/cold_starts"] == 0
         assert row["ledger/false_evictions/lru"] == 0
     assert rows[-1]["ledger/live_groups"] == 0
-    gaps = [abs(row["ledger/stale_gap"]) for row in rows if "ledger/stale_gap" in row]
-    assert bool(gaps) == (case == "rglru")
-    assert max(gaps, default=0) < 1e-5  # the probe reads again what made the states
     fills, tokens = ([row[key] for row in rows] for key in ("data/fill", "tokens_in_step"))
     assert len(rows) > 10
     if ranks is None and case != "gru":

@@ -50,7 +50,7 @@ def check_same(one: Path, other: Path) -> None:
     [
         pytest.param(None, (MOVING, "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt"),
         pytest.param(2, (MOVING,), ROWS, (*CELLS, BY_CELL), id="tbptt on two ranks"),
-        pytest.param(2, ("ledger.probe_every=2",), (), (CHUNKED, BLOCKS), id="chunked loss"),
+        pytest.param(2, (), (), (CHUNKED, BLOCKS), id="chunked loss"),
         *(
             pytest.param(2, (f"model.family={family}",), (), (CHUNKED, BLOCKS), id=family, marks=pytest.mark.slow)
             for family in ("gated_delta", "transformer")
@@ -69,7 +69,7 @@ def test_no_number_depends_on_it(tmp_path, nproc, common, without, with_it):
 
 
 def test_diagnostics_change_no_number_and_no_weight(tmp_path):
-    on = ("metrics.per_layer=true", "metrics.per_source=true", "ledger.probe_every=4", "sample.every=5")
+    on = ("metrics.per_layer=true", "metrics.per_source=true", "sample.every=5")
     on, off = (*on, "train.spike_sigma=6"), ("gns.enabled=false",)
     measured, plain = start(tmp_path, "on", *on, nproc=2), start(tmp_path, "off", *off, nproc=2)
     rows, expected = (read_rows(path / "metrics.jsonl") for path in (measured, plain))
@@ -78,7 +78,7 @@ def test_diagnostics_change_no_number_and_no_weight(tmp_path):
             key
         ].items()
     found = rows["train", 12].keys() - expected["train", 12].keys()
-    assert {name.partition("/")[0] for name in found} >= {"gns", "layer", "source", "ledger"}
+    assert {name.partition("/")[0] for name in found} >= {"gns", "layer", "source"}
     kept = weights(plain)
     assert all(torch.equal(kept[name], tensor) for name, tensor in weights(measured).items())
 

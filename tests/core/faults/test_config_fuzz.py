@@ -125,7 +125,7 @@ def test_no_senseless_value_of_any_key_is_accepted_and_the_others_are_checked(ba
 @pytest.mark.parametrize(
     "length",
     [
-        ("train.steps=1000000000", "ledger.probe_every=1"),
+        ("train.steps=1000000000",),
         ("train.steps=0", "train.tokens=1000000000000000"),
         ("train.micro_batches=10000",),
     ],

@@ -175,7 +175,7 @@ def test_a_bad_value_costs_its_key_alone(bad: object, capsys: pytest.CaptureFixt
 
 
 def partial_ranks(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
-    keys = ("ledger/cold_starts", "ledger/state_age", "my/own", "gns/skipped", "stream_mixing/active/remaining_min")
+    keys = ("ledger/cold_starts", "my/own", "gns/skipped", "stream_mixing/active/remaining_min")
     local: dict[str, Any] = dict.fromkeys(keys, 1.0 + rank)
     absent = {} if rank == 1 else local
     guard = BestEffort("reduction")
@@ -189,51 +189,14 @@ def test_a_rank_without_a_key_leaves_the_others_and_one_that_failed_takes_totals
     on_ranks: list[dict[str, Any]],
 ) -> None:
     for absent, unknown in (found["partial"] for found in on_ranks):
-        means = {"my/own": 2.0, "ledger/state_age": 2.0}
-        assert unknown.keys() <= {*means, "ledger/state_age_se"}
-        assert {key: unknown[key] for key in means} == means
+        assert unknown == {"my/own": 2.0}
         assert absent["ledger/cold_starts"] == 4.0
         assert absent["stream_mixing/active/remaining_min"] == 1.0
 
 
-UNITS = {0: ([1.0, -2.0, 4.0], [1.0, 2.0, 3.0]), 1: ([0.5], [7.0]), 2: ([], [])}
-
-
-def reduce_moments(rank: int, world_size: int) -> dict[str, float]:
-    totals, weights = (torch.tensor(numbers) for numbers in UNITS[rank])
-    local = {"ledger/carry_gain": Moments.of(totals, weights), "ledger/state_age": float(rank), "grad_norm": 2.0}
-    if rank == 2:  # what a rank whose probe has failed has
-        del local["ledger/carry_gain"]
-    keys = ("ledger/carry_gain", "ledger/state_age", "ledger/stale_gap", "grad_norm", "loss_spike")
-    return reduce_over_ranks(local, keys, device="cpu", world_size=world_size)
-
-
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    calls = {"plan": reduce_three, "losses": reduce_losses, "partial": partial_ranks, "moments": reduce_moments}
+    calls = {"plan": reduce_three, "losses": reduce_losses, "partial": partial_ranks}
     return {name: call(rank, world_size) for name, call in calls.items()}
-
-
-@pytest.mark.distributed
-def test_mean_and_error(on_ranks: list[dict[str, Any]]) -> None:
-    """A weighted mean over the units of all ranks, and its standard error from the definition."""
-    first, *others = (found["moments"] for found in on_ranks)
-    assert all(other == first for other in others)
-    totals = [y for rank in UNITS for y in UNITS[rank][0]]
-    weights = [w for rank in UNITS for w in UNITS[rank][1]]
-    mean = sum(totals) / sum(weights)
-    squares = sum((y - mean * w) ** 2 for y, w in zip(totals, weights, strict=True))
-    assert first == {
-        "ledger/carry_gain": pytest.approx(mean),
-        "ledger/carry_gain_se": pytest.approx(math.sqrt(4 / 3 * squares) / sum(weights)),
-        "ledger/state_age": pytest.approx(1.0),
-        "ledger/state_age_se": pytest.approx(math.sqrt(1.0 / 3)),  # three ranks, standard deviation 1
-        "grad_norm": 2.0,
-    }
-
-
-def moments_of(totals: list[float], weights: list[float]) -> dict[str, float]:
-    moments = Moments.of(torch.tensor(totals), torch.tensor(weights))
-    return reduce_over_ranks({"ledger/stale_gap": moments}, ["ledger/stale_gap"], device="cpu", world_size=1)
 
 
 def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
@@ -241,25 +204,15 @@ def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
     generator = torch.Generator().manual_seed(1)
     weights = torch.randint(1, 20, (2000, 40), generator=generator).double()
     totals = weights * (0.3 + torch.randn(2000, 40, generator=generator, dtype=torch.float64) / weights.sqrt())
-    covered = 0
-    for y, w in zip(totals.tolist(), weights.tolist(), strict=True):
-        found = moments_of(y, w)
-        covered += abs(found["ledger/stale_gap"] - 0.3) <= 1.96 * found["ledger/stale_gap_se"]
+    samples = [Moments.of(y, w) for y, w in zip(totals, weights, strict=True)]
+    covered = sum(abs(found.mean() - 0.3) <= 1.96 * found.error() for found in samples)
     assert 0.92 <= covered / 2000 <= 0.965
 
 
 def test_a_unit_that_is_not_finite_shows() -> None:
-    found = moments_of([1.0, math.nan], [1.0, 1.0])
-    assert math.isnan(found["ledger/stale_gap"])
-    assert math.isnan(found["ledger/stale_gap_se"])
-
-
-def test_moments_and_other_values_are_not_confused() -> None:
-    moments = Moments(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-    with pytest.raises(TypeError, match="moments"):
-        reduce_over_ranks({"grad_norm": moments}, ["grad_norm"], device="cpu", world_size=1)
-    with pytest.raises(TypeError, match="Moments"):
-        reduce_over_ranks({"ledger/stale_gap": SumCount(1.0, 1.0)}, ["ledger/stale_gap"], device="cpu", world_size=1)
+    found = Moments.of(torch.tensor([1.0, math.nan]), torch.ones(2))
+    assert math.isnan(found.mean())
+    assert math.isnan(found.error())
 
 
 def test_tensors_stay_tensors_and_carry_no_graph() -> None:

@@ -48,7 +48,7 @@ def test_kinds_and_reductions_fit_together() -> None:
         if spec.ranks == "sum_and_worst":
             assert spec.kind == "counter", spec.name
             assert spec.name + "_max" not in {other.name for other in CATALOG}
-        if spec.ranks == "mean_and_error":
+        if spec.has_error:
             assert spec.kind == "gauge", spec.name
             assert spec.name + "_se" not in {other.name for other in CATALOG}
             assert family(f"{spec.name}_se") == family(spec.name)

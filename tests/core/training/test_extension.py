@@ -162,7 +162,7 @@ def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch)
         return run_to_end(run)
 
     monkeypatch.setattr(main, "_run_to_end", watched)
-    sets = ["train.steps=4", "ledger.probe_every=2", "metrics.per_layer=true", "sample.every=2"]
+    sets = ["train.steps=4", "metrics.per_layer=true", "sample.every=2"]
     gc.disable()
     try:
         train_here(write_tiny_config(tmp_path), tmp_path / "run", *sets)

@@ -67,7 +67,7 @@ def scalars(*, output, micro):
     return output.logits.mean(1)
 """
 OWN, NOTHING = "objective.target=own_losses:Missed", "objective.losses={energy=0, size=0, norm=0}"
-MODEL = ("model.target=own_losses:build_model", "model.dim=16", "model.num_layers=1", "ledger.probe_every=0")
+MODEL = ("model.target=own_losses:build_model", "model.dim=16", "model.num_layers=1")
 LOSSES = ("token_ce", "energy", "size", "norm")
 EVALUATED = "\n[eval]\nevery = 4\nbatches = 2\nholdout_fraction = 0.2\n"
 
@@ -120,7 +120,7 @@ def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets)
 
 def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
     chunked, in_sums, of_model = (
-        trained(config, *own, "ledger.probe_every=1", "eval.batches=1000", "metrics.per_source=true", "eval.depth=true")
+        trained(config, *own, "eval.batches=1000", "metrics.per_source=true", "eval.depth=true")
         for own in ((OWN, "objective.chunk_tokens=8"), (OWN, "objective.args.form=sum"), ("objective.token_ce=0",))
     )
     for (rows, said), first in ((chunked, ("own",)), (in_sums, ("own",)), (of_model, ())):
@@ -133,8 +133,8 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
             if first:
                 assert row[f"{prefix}loss"] == pytest.approx(chunked[0][at][f"{prefix}loss"], rel=1e-4)
         keys = {key for row in rows.values() for key in row}
-        starts = ("source/", "modality/", "eval/depth/", "ledger/carry_gain", "ledger/state_drift")
-        assert [any(key.startswith(start) for key in keys) for start in starts] == [rows is chunked[0]] * 4 + [True]
+        starts = ("source/", "modality/", "eval/depth/")
+        assert [any(key.startswith(start) for key in keys) for start in starts] == [rows is chunked[0]] * 3
 
 
 def test_the_weight_decides_how_much_of_a_loss_is_trained_on(config):

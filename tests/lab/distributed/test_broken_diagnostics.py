@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.broken_diagnostics import find_diagnostics, losses, train_with_broken
 from tests.support.runs import read_rows, write_tiny_config
-from trainer.lab.carry_probe import SAMPLED_KEYS, SHARE_KEY
 from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS
 
 pytestmark = pytest.mark.distributed
@@ -39,12 +38,10 @@ tokens = 4
 [distributed]
 timeout_sec = 60
 """
-PROBED = (*SAMPLED_KEYS, SHARE_KEY)
 COUNTED = (*COUNTER_KEYS, *GAUGE_KEYS)
 # What is absent from the last row, and not 0, where a function is broken.
 ABSENT = {
     "trainer.ledger.ledger.Ledger.drain_metrics": COUNTED,
-    "trainer.lab.carry_probe.CarryProbe.measure": (*PROBED, "time/probe"),
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
     "trainer.lab.per_layer.LayerNumbers.gradient_ready": "layer/",
@@ -57,7 +54,7 @@ NEEDED = [
     "trainer.ledger.ledger.Ledger.lookup",
     "trainer.ledger.ledger.Ledger.store",
     "trainer.data.blend.BlendDataset.__next__",
-    "trainer.data.mixing.StreamMixingDataset.next_with_tokens_before",
+    "trainer.data.mixing.StreamMixingDataset.__next__",
     "trainer.objective.loss.Objective.__call__",
     "trainer.metrics.sinks.JsonlSink.log",
     "trainer.metrics.aggregate.reduce_over_ranks",
@@ -79,7 +76,6 @@ def last_row(directory, name):
 def make_config(directory):
     config = write_tiny_config(directory, EXTRA)
     text = config.read_text().replace("log_interval = 1", "log_interval = 2").replace("[eval]", "[eval]\ndepth = true")
-    text = text.replace("[ledger]", "[ledger]\nprobe_every = 2")
     config.write_text(text.replace("[train]", "[train]\nspike_sigma = 6"))
     return config
 

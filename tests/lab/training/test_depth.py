@@ -18,7 +18,7 @@ from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.lab.carry_probe import bucket_start, depths
+from trainer.lab.depth import bucket_start, depths
 from trainer.metrics import aggregate
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import Diagnostics
@@ -206,7 +206,7 @@ def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path
 
 
 def test_a_failure_costs_the_depth_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.lab.carry_probe.depths", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainer.lab.depth.depths", lambda *_: 1 / 0)
     plan, diagnostics = plan_of(tmp_path), Diagnostics()
     found = evaluated(plan, model_of(plan), diagnostics=diagnostics)
     assert by_depth(found) == {}

@@ -95,20 +95,6 @@ def same_data(consistency: float | None, error: float = 0.0005, *, noise: float 
     return {f"gns/{key}": [value] * 40 for key, value in values.items()}
 
 
-def probes(*, gain: float, gap: float, error: float = 0.01, count: int = 20) -> dict[str, dict[int, float]]:
-    """A probe at every fifth of the steps, with deterministic noise of its error."""
-    steps = [5 * n for n in range(1, count + 1)]
-    noise = {step: error * math.sin(7.7 * step) for step in steps}
-    return {
-        "ledger/carry_gain": {step: gain + noise[step] for step in steps},
-        "ledger/carry_gain_se": dict.fromkeys(steps, error),
-        "ledger/stale_gap": {step: gap - noise[step] for step in steps},
-        "ledger/stale_gap_se": dict.fromkeys(steps, error),
-        "ledger/state_age": dict.fromkeys(steps, 12.0),
-        "ledger/state_drift": dict.fromkeys(steps, 0.4),
-    }
-
-
 def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") -> dict[str, dict[int, float]]:
     """Gains of carrying from 64, 128, ... tokens on, in so many evaluations."""
     front, steps = f"eval/{name}depth", range(10, 10 * count + 1, 10)
@@ -137,8 +123,6 @@ HEALTHY: dict[str, RunRecord] = {
     "cold_starts": make_run({"ledger/cold_starts": [0.0] * 9}),
     "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}, environment={"state_width": 4096}),
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
-    "carry_worthless": make_run(probes(gain=0.05, gap=0.0)),
-    "stale_states": make_run(probes(gain=0.5, gap=-0.04)),
     "context_unused": make_run(depths(0.02, 0.05, 0.06)),
     "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.04)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("held")]),
@@ -163,8 +147,6 @@ FAULTY: dict[str, RunRecord] = {
     "cold_starts": make_run({"ledger/cold_starts": [0.0, 2.0], FALSE["lru"]: [0.0, 1.0]}),
     "ledger_oversize": oversize(),
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
-    "carry_worthless": make_run(probes(gain=0.0, gap=0.0, error=0.001)),
-    "stale_states": make_run(probes(gain=0.5, gap=-0.06)),
     "context_unused": make_run(depths(0.0, 0.001, 0.002)),
     "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.01)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
@@ -245,13 +227,6 @@ LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
 ABSENT = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 20 + [2.0] * 20})
 TWO_SOURCES = {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a"}, {"name": "b"}]}}
-STALE = probes(gain=0.5, gap=-0.2)
-EARLY, AFTER = probes(gain=0.0, gap=-0.3, error=0.001), probes(gain=1.0, gap=0.0, error=0.001)
-LATE = {key: {step: (EARLY if step <= 50 else AFTER)[key][step] for step in column} for key, column in EARLY.items()}
-SCATTERED = {
-    **probes(gain=0.5, gap=0.0, error=0.001),
-    "ledger/stale_gap": {5 * n: -1.0 if n % 2 else 0.2 for n in range(1, 21)},
-}
 FP16 = {**CONFIG, "train": {"precision": "fp16"}}
 REJECTED = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
 LOW = {"gns/b_now_low": [16.0] * 40, "gns/b_now_steps": [30.0] * 40}
@@ -261,11 +236,8 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "cold_starts: lost by evictions": make_run({**LOST, FALSE["lru"]: [0.0, 1.0], FALSE["stale"]: [0.0, 2.0]}),
         "cold_starts: cells lost with states that were not finite": make_run({**LOST, **SKIPPED}),
         "batch_size: a batch with no noise scale": of_ranks({**GNS, **same_data(0.0)}, 2),
-        "stale_states: states lost lately": make_run({**STALE, "ledger/cold_starts": {5: 0.0, 80: 3.0}}),
     },
     "finding": {
-        "stale_states: states lost early": make_run({**STALE, "ledger/cold_starts": {5: 3.0, 80: 0.0}}),
-        "stale_states: old states that hurt": make_run(probes(gain=0.5, gap=0.2)),
         "ledger_oversize: large states": oversize(dtype="float32"),
         # Two ranks and the noise between them; without it, they may be equal or not.
         "repeated_data: equal ranks": of_ranks(same_data(0.0), 2),
@@ -284,8 +256,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "stuck_reader: full rows": replace(FAULTY["stuck_reader"], config=full_rows()),
         "repeated_data: one micro-batch each": of_ranks(same_data(None, micro_batches=1), 2),
         "loss_spikes: a rise far below the improvement": losses(*PLATEAU, 2.5, *AFTER_IT),
-        "carry_worthless: a small gain": make_run(probes(gain=0.003, gap=0.0, error=0.0005)),
-        "stale_states: too small to matter": make_run(probes(gain=0.0, gap=-0.0009, error=0.00001)),
         "ledger_oversize: half as large states": oversize(dtype="bfloat16"),
         "repeated_data: slices of one stream": of_ranks(same_data(0.3), 2),
         "repeated_data: noise between ranks that is not known": of_ranks(same_data(0.0, error=0.05), 2),
@@ -298,13 +268,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         # Of 64 readers 40 % have modality b; a gap of 20 has a probability of up to 0.002, the limit is 0.0005.
         "starved_modality: a short absence": make_run(ABSENT),
         "starved_modality: an ended source": make_run({**STARVED, "blend/ended_sources": [0.0] * 20 + [1.0] * 40}),
-        # 0.001 +- 0.01 nats: it may as well be 0.03, which would be worth the ledger.
-        "carry_worthless: a gain of unknown size": make_run(probes(gain=0.001, gap=0.0, error=0.01)),
-        "carry_worthless: a gain that came late": make_run(LATE),
-        "stale_states: a gap that went": make_run(LATE),
-        "stale_states: a tenth of the gain": make_run(probes(gain=0.5, gap=-0.049, error=0.0001)),
-        "stale_states: a gap within its error": make_run(probes(gain=0.01, gap=-0.1, error=0.2)),
-        "stale_states: gaps that contradict each other": make_run(SCATTERED),
     },
     "not_measured": {
         "uneven_slices: full rows": replace(FAULTY["uneven_slices"], config=full_rows()),
@@ -369,12 +332,9 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("restarts", restarted(every=0), ("checkpoint.every", 0, 20)),
     ("restarts", restarted(every=4), ("checkpoint.every", 4, 2)),
     ("restarts", restarted(every=1), None),
-    ("stale_states", make_run(STALE, config=full_rows()), ("optimizer.lr", 1e-3, 5e-4)),
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
-    ("stale_states", make_run(STALE), ("data.mixing.num_streams_mixed", 4, 2)),
-    ("stale_states", make_run(STALE, config={**mixed(num_streams_mixed=1)}), ("optimizer.lr", 1e-3, 5e-4)),
     # No rule suggests a learning rate that `check` warns about; plain SGD trains with larger ones.
     ("non_finite", changed("non_finite", optimizer={"lr": 0.1}), ("optimizer.lr", 0.1, 0.05)),
     ("non_finite", changed("non_finite", optimizer={"lr": 0.5}), ("optimizer.lr", 0.5, 1e-3)),
@@ -440,7 +400,6 @@ def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: flo
         ("uneven_slices", wide(0.0, config=mixed(batch_size_by_modality={"a": 1})), "warning"),
         ("uneven_slices", wide(0.0, config=own_batches(1)), "warning"),
         ("uneven_slices", wide(0.0, config=own_batches("auto")), "advice"),
-        ("carry_worthless", make_run(probes(gain=-0.1, gap=0.1)), "warning"),
     ],
 )
 def test_a_finding_is_as_severe_as_its_cause(name: str, run: RunRecord, severity: str) -> None:
@@ -492,16 +451,6 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     opened = data_bound([43.9, *[0.002] * 98]).outcome
     assert opened.verdict == "healthy"
     assert opened.sentence.endswith(", without 43.91 s before step 6, while the data was opened")
-
-
-@pytest.mark.parametrize("rule", ["carry_worthless", "stale_states"])
-def test_few_probes_and_probes_that_are_not_finite_are_not_judged(rule: str) -> None:
-    assert check(rule, make_run(probes(gain=0.0, gap=-1.0, error=0.001, count=7))).verdict == "finding"
-    assert check(rule, make_run(probes(gain=0.0, gap=-1.0, error=0.001, count=6))).verdict == "not_measured"
-    rows = probes(gain=0.0, gap=-1.0, error=0.001, count=7)
-    for key in ("ledger/carry_gain", "ledger/stale_gap"):
-        rows[key][35] = math.nan
-    assert check(rule, make_run(rows)).verdict == "not_measured"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ CASES: Mapping[str, tuple[int | None, int, tuple[str, ...]]] = {
     "from the start": (
         None,
         3,
-        ("train.tokens=900", "train.steps=0", "ledger.probe_every=2", "metrics.per_layer=true"),
+        ("train.tokens=900", "train.steps=0", "metrics.per_layer=true"),
     ),
 }
 

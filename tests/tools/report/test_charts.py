@@ -104,21 +104,6 @@ def test_runs_of_the_same_name_get_distinct_names(make_run):
     assert [run.name for run in with_distinct_names([runs[0]] * 2)] == [path, f"{path} (2)"]
 
 
-def test_what_carrying_is_worth_has_a_chart_with_bars_of_its_errors(make_run):
-    rows = {
-        "ledger/carry_gain": [0.1, None, 0.3, 0.4],
-        "ledger/carry_gain_se": [0.01, None, None, 0.02],
-        "ledger/stale_gap": [-0.02, None, 0.0, math.nan],
-        "ledger/stale_gap_se": [0.005, None, 0.001, math.nan],
-    }
-    charts = {chart.title: chart for chart in make_charts([make_run("a", rows)])}
-    first, second = charts["Ledger: what carrying is worth"].lines
-    assert first.curve.mean.tolist() == [0.1, 0.3, 0.4]
-    # A probe of one row has no error.
-    assert first.errors == pytest.approx([0.01, math.nan, 0.02], nan_ok=True)
-    assert second.errors == pytest.approx([0.005, 0.001])
-
-
 def test_a_constant_is_not_drawn(make_run):
     rows = {"ledger/evictions/lru": [0.0, 0.0], "ledger/evictions/stale": [0.0, 2.0], "lr": [0.1, 0.1]}
     drawn = {chart.keys: chart.is_drawn for chart in make_charts([make_run("a", rows)])}

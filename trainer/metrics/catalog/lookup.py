@@ -95,31 +95,34 @@ def _find(key: str) -> _Found | None:
         if base is None:
             return None
         return base._replace(spec=replace(base.spec, name=key, title=f"{base.spec.title} (evaluation)"))
-    for suffix, ranks in ((WORST_SUFFIX, "sum_and_worst"), (ERROR_SUFFIX, "mean_and_error")):
-        base = _direct(key.removesuffix(suffix)) if key.endswith(suffix) else None
-        if base is not None and base.spec.ranks == ranks:
-            return base._replace(spec=_sibling(base.spec, key))
+    base = _direct(key.removesuffix(WORST_SUFFIX)) if key.endswith(WORST_SUFFIX) else None
+    if base is not None and base.spec.ranks == "sum_and_worst":
+        return base._replace(spec=_worst(base.spec, key))
+    base = _direct(key.removesuffix(ERROR_SUFFIX)) if key.endswith(ERROR_SUFFIX) else None
+    if base is not None and base.spec.has_error:
+        return base._replace(spec=_error(base.spec, key))
     return None
 
 
-def _sibling(base: MetricSpec, key: str) -> MetricSpec:
-    """The row of the worst rank of a total, or of the standard error of a mean."""
-    if base.ranks == "sum_and_worst":
-        text = f"{base.description} This is the largest value of any rank."
-        return replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
-    text = f"Standard error of {base.name}; absent for a sample of one."
-    if base.group == "Evaluation":
-        text = f"Error of {base.name} over documents, widened by Student's t: two are 95 %."
-        text += " Absent below five documents."
+def _worst(base: MetricSpec, key: str) -> MetricSpec:
+    """The row of the worst rank of a total."""
+    text = f"{base.description} This is the largest value of any rank."
+    return replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
+
+
+def _error(base: MetricSpec, key: str) -> MetricSpec:
+    """The row of the standard error of a mean over documents."""
+    text = f"Error of {base.name} over documents, widened by Student's t: two are 95 %."
     return replace(
         base,
         name=key,
         ranks="max",
         band=None,
+        has_error=False,
         title=f"{base.title}, standard error",
-        description=text,
+        description=f"{text} Absent below five documents.",
         healthy="Small against the value.",
-        pathological="As large as the value: too few rows were sampled to tell.",
+        pathological="As large as the value: too few documents were read to tell.",
     )
 
 

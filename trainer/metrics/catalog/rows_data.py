@@ -17,8 +17,6 @@ _LedgerRow = partial(row_of, group="Ledger")
 _Counter = partial(_LedgerRow, kind="counter", window="sum", ranks="sum_and_worst")
 _MustBeZero = partial(_Counter, band=(0.0, 0.0), healthy="0.")
 
-_Probed = partial(_LedgerRow, window="last", ranks="mean_and_error")
-
 ROWS: tuple[MetricSpec, ...] = (
     _MixingRow("stream_mixing/active/remaining_min", "Remaining picks, minimum", unit="picks", ranks="min")(
         "Fewest picks left of an active reader.",
@@ -143,33 +141,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Counter("ledger_wipe_count", "Full wipes", unit="wipes")(
         "Wipes of the whole ledger.", "As configured; 0 in the other modes.", "More than configured."
-    ),
-    _Probed("ledger/state_age", "Age of the states", unit="steps")(
-        "Steps since the probed cells' states were stored.",
-        "About the streams in flight per micro-batch.",
-        "Grows: more streams, or uneven turns.",
-    ),
-    _Probed("ledger/state_drift", "State drift", unit="ratio")(
-        "|stored - fresh| / |fresh| of the probed states; fresh: by current weights.",
-        "Falls with the learning rate; exactly 0 without learning.",
-        "Large with a stale gap.",
-    ),
-    _Probed("ledger/carry_gain", "Gain of carrying", unit="nats")(
-        "Probed loss from zero minus that from stored states, per token.",
-        "Positive, growing as the model learns to use its state.",
-        "0 within its error: carried state is unused.",
-    ),
-    _Probed("ledger/stale_gap", "Gap of stale states", unit="nats")(
-        "Probed loss from stored minus that from fresh states, per token.",
-        "0 within its error, or far below the gain.",
-        "Negative: inference worse than training. Positive: old states cost loss.",
-    ),
-    _LedgerRow(
-        "ledger/probe_share", "Share of cells probed", unit="fraction", window="weighted_mean", ranks="weighted_mean"
-    )(
-        "Share of the continuing cells that the probe could measure.",
-        "Near 1.",
-        "Small: groups longer than 8 cells.",
     ),
     _LedgerRow("ledger/live_groups", "Live groups", unit="groups", window="last", ranks="sum")(
         "Groups with a stored state, over all ranks.",

@@ -35,7 +35,7 @@ _PARTS: tuple[tuple[str, str, RankReduction, str, str, str], ...] = (
 )
 _RANK_TIMES: tuple[tuple[str, RankReduction], ...] = (("slowest", "max"), ("fastest", "min"))
 
-_AtDepth = partial(row_of, unit="nats/token", ranks="mean_and_error", group="Evaluation")
+_AtDepth = partial(row_of, unit="nats/token", has_error=True, group="Evaluation")
 _DEPTH = (
     _AtDepth("eval/depth/<bucket>/loss", "Loss at a depth")(
         "Loss of targets with <bucket> to 2 <bucket> - 1 tokens before.", "Falls.", "See the gain."
@@ -192,9 +192,6 @@ ROWS: tuple[MetricSpec, ...] = (
             ("read", "reading opened files and making batches", "the disk is slow"),
             ("own_code", "the user's data set or format", "its code is slow"),
         )
-    ),
-    _TimeRow("time/probe_sec", "Time: probe of carry", unit="s", window="last")(
-        "Time of the ledger's probe, in no other time.", "A few steps long.", "Longer: raise ledger.probe_every."
     ),
     *(
         _TimeRow(f"time/{part}_share", f"Share: {words}", unit="fraction", window="last", band=band)(

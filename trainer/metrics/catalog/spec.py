@@ -10,7 +10,7 @@ Kind = Literal["gauge", "counter", "flag"]
 WindowReduction = Literal["mean", "weighted_mean", "sum", "max", "min", "last"]
 # Lowest and highest healthy value; None if that side is unbounded.
 Band = tuple[float | None, float | None]
-RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst", "mean_and_error"]
+RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class MetricSpec:
         kind: gauge (a level), counter (accumulates) or flag (0 or 1).
         window: reduction over several micro-steps or steps.
         ranks: reduction over ranks; `sum_and_worst` gives the largest rank's value as `<key>_max`,
-            too, `mean_and_error` the mean's standard error as `<key>_se`.
+            too.
         description: the meaning, in a sentence.
         healthy: the values of a good run.
         pathological: those of a bad run, and the likely cause.
         group: heading in documents and charts.
         title: label of the chart.
         band: the healthy range, if it is the same for every run; charts shade it.
+        has_error: its standard error is `<key>_se`.
     """
 
     description: str
@@ -44,6 +45,7 @@ class MetricSpec:
     group: str
     title: str
     band: Band | None = None
+    has_error: bool = False
 
     @property
     def is_pattern(self) -> bool:

@@ -388,8 +388,7 @@ def run_program(
 
 def training_config(study: Study, branch: Branch) -> RunConfig:
     """The config of a branch: the run's at the checkpoint, with another batch and a constant
-    learning rate, and without samples, probes, other sinks, stores, and checkpoints but at its
-    end."""
+    learning rate, and without samples, other sinks, stores, and checkpoints but at its end."""
     config, end = study.origin.config, study.origin.step + branch.steps
     changed: dict[str, dict[str, Any]] = {
         "train": {"steps": end, "tokens": 0, "micro_batches": branch.micro_batches},
@@ -425,7 +424,7 @@ def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> 
 def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
     """The settings of the ledger that count steps, changed to last as many tokens as before."""
     table = config.ledger
-    changed: dict[str, Any] = {"probe_every": 0}
+    changed: dict[str, Any] = {}
     for name in ("stale_threshold", "wipe_every"):
         if getattr(table, name):
             changed[name] = math.ceil(getattr(table, name) / factor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.metrics.catalog.lookup import CATALOG, ERROR_SUFFIX, EVAL_PREFIX, WORST_SUFFIX, family, is_known, lookup
+from trainer.metrics.catalog.lookup import CATALOG, EVAL_PREFIX, WORST_SUFFIX, family, is_known, lookup
 from trainer.metrics.catalog.rows_training import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools.runs.depth_curve import is_by_depth
@@ -34,7 +33,6 @@ VIEWS: Final = {
     "Device memory": [f"gpu/{part}_gb" for part in ("allocated", "peak", "reserved", "total")],
     "Pool: remaining picks per reader": [f"{POOL}/remaining_{end}" for end in ("min", "max")],
     "Pool: remaining fraction of the slice per reader": [f"{POOL}/remaining_fraction_{end}" for end in ("min", "max")],
-    "Ledger: what carrying is worth": ["ledger/carry_gain", "ledger/stale_gap"],
 }
 
 Ints = NDArray[np.int64]
@@ -99,7 +97,6 @@ class Line:
     curve: Curve
     color: int  # an index; it stands for the run if there are several
     dash: int = 0  # an index
-    errors: Floats | None = None  # standard error of each point; NaN where unknown
 
 
 @dataclass(frozen=True)
@@ -140,16 +137,6 @@ class Columns:
                     self._made[key].append((run, make_curve(steps, values, limit=self.limit)))
         return self._made[key]
 
-    def errors(self, run: int, key: str, curve: Curve) -> Floats | None:
-        """The standard error of each point, NaN where unknown; None if there is none to draw."""
-        if not _is_error(key + ERROR_SUFFIX) or curve.is_reduced:
-            return None
-        known = dict(zip(*self.runs[run].column(key + ERROR_SUFFIX), strict=True))
-        errors = np.array([known.get(step, math.nan) for step in curve.first.tolist()])
-        if not np.isfinite(errors).any():
-            return None
-        return errors
-
     @property
     def is_single(self) -> bool:
         """Whether there is only one run, so that colors stand for lines."""
@@ -165,12 +152,6 @@ def variant_of(key: str) -> tuple[str, int]:
         return key, 0
     # Some keys of the catalog end in _max themselves.
     return (base, 2) if lookup(key).title == f"{lookup(base).title}, worst rank" else (key, 0)
-
-
-def _is_error(key: str) -> bool:
-    """Whether the key is a standard error, which is drawn as a bar around its mean."""
-    base = key.removesuffix(ERROR_SUFFIX)
-    return base != key and is_known(base) and lookup(base).ranks == "mean_and_error"
 
 
 def _family(key: str) -> tuple[str, str]:
@@ -196,12 +177,11 @@ def _chart(columns: Columns, keys: Sequence[str], title: str = "") -> Chart:
         if names:
             name, dash = names[number], 0
         for run, curve in columns.curves(key):
-            errors = columns.errors(run, key, curve)
             if columns.is_single:
-                lines.append(Line(run, name or "train", curve, number, dash, errors))
+                lines.append(Line(run, name or "train", curve, number, dash))
             else:  # colors stand for runs
                 label = ", ".join(filter(None, (columns.runs[run].name, name)))
-                lines.append(Line(run, label, curve, run, number, errors))
+                lines.append(Line(run, label, curve, run, number))
     if not is_known(bases[0]):
         return Chart(bases[0], "", OTHER_GROUP, tuple(keys), tuple(lines))
     spec = lookup(bases[0])
@@ -254,12 +234,12 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
     Evaluation and worst rank are drawn with the training curve. For a single run the keys of a
     pattern share a chart too, one for each variant; for several runs, colors stand for runs, so
-    each key needs its own. Standard errors are drawn with their means.
+    each key needs its own.
     """
     num_curves = max(sum(len(run.keys) for run in runs), 1)
     columns = Columns(runs, min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS))
     drawn, _ = drawn_keys(runs)
-    keys = dict.fromkeys(key for key in drawn if not _is_error(key))
+    keys = dict.fromkeys(drawn)
     charts: list[Chart] = []
     scale = next((scale.key for scale in map(noise_scale_of, runs) if scale is not None), READINGS[1])
     views = {"Noise scale and batch size": [scale, f"{scale}_low", f"{scale}_high", B_BIG], **VIEWS}

@@ -129,9 +129,6 @@ def _line_traces(chart: Chart, line: Line, columns: _Columns, *, has_legend: boo
     # The page shows the step of the first line.
     if not np.array_equal(curve.first, chart.lines[0].curve.first):
         drawn["hovertemplate"] += " at %{x:,}"
-    if line.errors is not None:
-        bars = np.nan_to_num(ERRORS_SHOWN * line.errors)
-        drawn["error_y"] = look("errors") | {"array": columns.number(bars), "color": f"{hue}/0.5"}
     if curve.is_reduced:
         return [common | _outline(curve, columns) | {"fillcolor": f"{hue}/0.2"}, common | drawn]
     return [common | drawn]

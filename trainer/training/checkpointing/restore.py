@@ -135,7 +135,7 @@ BREAKING += ("run.seed", "optimizer.name", "optimizer.target", "optimizer.group"
 HARMLESS = ("model.weights", "model.trust", "model.contract")
 # These say where and how a run is executed, not what it computes.
 SILENT: tuple[str, ...] = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device")
-SILENT += ("ledger.probe_", "data.cache_", *HARMLESS)
+SILENT += ("data.cache_", *HARMLESS)
 # But this is reported: a model that needs shards may be resumed without them by mistake.
 SAID = ("distributed.strategy",)
 

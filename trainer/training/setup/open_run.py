@@ -162,8 +162,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         events=events,
         wandb_run_id=wandb_run_id,
         reading=reading,
-        loss=loss,
-        row_model=row_model,
         train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
         schedule=make_schedule(config, plan.length),
         evaluator=evaluator,
@@ -296,10 +294,8 @@ def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, strategy: Str
 
 def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
     """The extensions beyond the core that are on, each with the key that asks for it."""
-    config, is_main, probe_every = run.config, run.info.is_main, run.config.ledger.probe_every
-    is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
+    config, is_main = run.config, run.info.is_main
     asked: dict[str, tuple[Any, str]] = {
-        "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
@@ -322,10 +318,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
         found["replicas"] = Replicas(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, key in _asked_extensions(run):
-            make = run.plan.part(name, key)
-            if make is None:
-                logger.info("%s is off: %s", name, run.plan.parts.problem)
-                continue
+            make = run.plan.parts.need(name, key)
             try:
                 found[name] = make(run)
             except UserError:

@@ -27,7 +27,6 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
 from trainer.import_path import resolve_target
-from trainer.options import PROBED_CELLS
 
 if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
@@ -226,8 +225,6 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         "micro_batches": config.micro_batches,
         "per_source": config.metrics.per_source,
         "times": True,
-        "history_every": config.ledger.probe_every,
-        "history_tokens": PROBED_CELLS * config.row_tokens,
     }
     if not reads_lanes(config):
         return BlendDataset(blended, **options)

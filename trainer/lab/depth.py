@@ -1,0 +1,195 @@
+"""`Depth` measures in an evaluation the loss against depth: the worth of the carried state by the
+tokens that it has seen.
+
+The depth of a target is the number of tokens of its document before it, counted from where the
+state was zero: the beginning of the document, or of its part where `max_group_cells` cuts it. Each
+cell that continues a document is run a second time, from a zero state: the target at place t of the
+cell then has a context of t tokens, as if the state were reset at each cell. Those of a first cell
+have the same loss in both.
+
+Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference,
+are over documents as independent draws: the `Moments.wide_error` of a ratio of sums, with the
+weights 1 / probability of sampled documents (1 where the set is read whole). Parts of one document
+are one unit, as are documents of a drawn file, and those of a packed row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.arrays import IGNORED, Flags
+from trainer.data.batch import MicroBatch
+from trainer.metrics.aggregate import Moments
+from trainer.metrics.best_effort import BestEffort, SkipBatch
+from trainer.training.evaluator import EvalRider, Evaluator, RowResults
+
+NUM_BUCKETS = 40  # [0, 1), [1, 2), [2, 4), ...: more than any document has
+HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
+Floats = NDArray[np.float64]
+Unit = tuple[str | int, ...]  # its groups count as one draw: a document in parts, or a drawn file
+Part = tuple[int, Floats, dict[Unit, Floats]]
+
+
+def bucket_start(index: int) -> int:
+    return 1 << index >> 1
+
+
+def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
+    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B,
+    num_tokens]. `resets`: bool [B, num_tokens]; None: the model takes none."""
+    places = torch.arange(num_tokens, device=tokens_before.device)  # of the row
+    found = tokens_before[:, None] + places
+    if resets is None:
+        return found
+    last = torch.where(resets, places, -1).cummax(1).values  # -1: none so far
+    return torch.where(last < 0, found, places - last)
+
+
+def buckets(micro: MicroBatch) -> Tensor:
+    """The bucket of each target of a micro-batch with groups; int64 [B, T]."""
+    assert micro.carry is not None
+    num_tokens = micro.targets.shape[1]
+    before = torch.from_numpy(micro.carry.tokens_before(num_tokens)).to(micro.targets.device)
+    depth = depths(before, num_tokens, micro.inputs.get("resets"))
+    return torch.frexp(depth.double()).exponent.long()  # at least 2 ** (exponent - 1), or 0
+
+
+class Depth(EvalRider):
+    """Measures one set."""
+
+    def __init__(self, sample: Any, guard: BestEffort, *, is_cut: bool) -> None:
+        self._sample = sample  # an `evaluation_sample.Sample`; None: the set is read whole
+        self._guard = guard  # of the sums; a failure on any rank turns it off on all
+        self._is_cut = is_cut  # groups may be parts of documents
+        self._is_off = False  # the same on all ranks
+
+    def begin(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._cell = 0
+        self._by_group: dict[int, Floats] = {}
+        self._cut: dict[int, Unit] = {}
+        self._waiting: list[tuple[list[int], Tensor]] = []
+
+    def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
+        """Run the rows from zero if any continues a document, and note the sums of each."""
+        if self._is_off or state is None or micro.carry is None:  # nothing is carried
+            return
+        continues = (micro.carry.cell_index > 0) & (micro.carry.group_ids >= 0)
+        from_zero, evaluator = None, self._evaluator
+        # A model in shards runs on all ranks or on none.
+        if evaluator.strategy.most(int(continues.any())):
+            logits = evaluator.model(**micro.inputs, state=torch.zeros_like(state)).logits
+            from_zero = evaluator.objective(logits, micro.targets, meta=micro.located).token_loss
+        self._guard.run(self._add, micro, results, from_zero, continues)
+
+    def _add(self, micro: MicroBatch, results: RowResults, from_zero: Tensor | None, continues: Flags) -> None:
+        assert micro.carry is not None
+        targets = micro.targets
+        losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
+        for rows, result in results:
+            if result.token_loss is None:
+                raise SkipBatch("the loss is not known per token")
+            losses[rows] = result.token_loss.double()
+        is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
+        zero = losses
+        if from_zero is not None:
+            zero = torch.where(is_continued, from_zero.double(), losses)
+        columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
+        bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
+        sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
+        beyond = columns.sum(1) * is_continued  # [B, 3]
+        groups = micro.carry.group_ids.tolist()
+        located: Any = micro.located
+        if self._is_cut:
+            for group, segments in zip(groups, located.rows, strict=True):
+                for each in segments:
+                    self._cut[group] = (each.source, each.stream, each.document)
+        self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
+        self._cell = targets.shape[1]
+        if len(self._waiting) == HELD_ON_DEVICE:  # fetching waits for the device
+            self._fetch()
+
+    def _fetch(self) -> None:
+        # The sums of a group: float64 [NUM_BUCKETS + 1, 3]; the last row: beyond a cell.
+        for groups, sums in self._waiting:
+            for group, own in zip(groups, sums.cpu().numpy(), strict=True):
+                if group >= 0:
+                    self._by_group[group] = self._by_group.get(group, 0.0) + own
+        self._waiting.clear()
+
+    def part(self) -> Part | None:
+        """Cell length, this rank's moments, and the sums of units that ranks share."""
+        return self._guard.run(self._part)
+
+    def _part(self) -> Part:
+        self._fetch()
+        alone: list[Floats] = []
+        shared: dict[Unit, Floats] = {}
+        for group, sums in self._by_group.items():
+            unit, weight = self._cut.get(group), 1.0
+            if self._sample is not None:
+                at = self._sample.groups.get(group)
+                if at is None:  # a row that fills up a batch
+                    continue
+                # 1 / probability of being drawn
+                unit, weight = self._sample.units[at], self._sample.weights[at]
+            if unit is None:
+                alone.append(weight * sums)
+            else:
+                shared[unit] = shared.get(unit, 0.0) + weight * sums
+        return self._cell, _moments(alone), shared
+
+    def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
+        """`depth/<first depth of a bucket>/...`; empty if no document is longer than a cell."""
+        self._is_off = self._is_off or any(part is None for part in by_rank)
+        return {} if self._is_off else self._guard.run(self._metrics, by_rank) or {}
+
+    def _metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
+        cell = max(length for length, *_ in by_rank)
+        units: dict[Unit, Any] = {}
+        for unit, sums in itertools.chain(*(shared.items() for *_, shared in by_rank)):
+            units[unit] = units.get(unit, 0) + sums
+        of_units = _moments([units[unit] for unit in sorted(units)])
+        total = np.sum([*(moments for _, moments, _ in by_rank), of_units], axis=0)
+        beyond = total[NUM_BUCKETS]
+        if not beyond[0, 0]:  # no document continues in a second cell
+            return {}
+        found = _numbers("depth/beyond_cell", beyond[2:], ["carry_gain"])
+        for index in range(NUM_BUCKETS):
+            if total[index, 0, 0]:
+                start = bucket_start(index)
+                kinds = ["loss"]
+                if 2 * start > cell:  # in a bucket of first cells alone, nothing is carried
+                    kinds += ["loss_from_zero", "carry_gain"]
+                found |= _numbers(f"depth/{start}", total[index], kinds)
+        return found
+
+
+def _moments(units: Sequence[Any]) -> Floats:
+    """Per bucket `Moments` of carried, from zero, difference; float64 [NUM_BUCKETS + 1, 3, 6]."""
+    # [units, buckets, (tokens, carried, from zero)]
+    table = np.array(units, dtype=np.float64).reshape(-1, NUM_BUCKETS + 1, 3)
+    tokens = table[:, :, :1]
+    totals = np.concatenate([table[:, :, 1:], table[:, :, 2:] - table[:, :, 1:2]], axis=2)
+    tokens = np.broadcast_to(tokens, totals.shape)
+    moments = np.stack([tokens > 0, totals, tokens, totals**2, totals * tokens, tokens**2], axis=-1)
+    return np.asarray(moments.sum(0), dtype=np.float64)
+
+
+def _numbers(prefix: str, moments: Floats, names: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, each in zip(names, moments, strict=False):
+        one = Moments(*each.tolist())
+        found[f"{prefix}/{name}"] = one.mean()
+        error = one.wide_error()
+        if not math.isnan(error):
+            found[f"{prefix}/{name}_se"] = error
+    return found
