@@ -10,11 +10,9 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.logger import get_logger
-from trainer.tools.fitted_table import Column, fitted_table
 from trainer.wording import counted, error_text, few, number_text, printable
 
 
@@ -53,38 +51,6 @@ def test_an_error_without_a_message_says_where_it_was_raised() -> None:
         next(iter(()))
     assert error_text(caught.value).startswith(f"StopIteration: at {__file__}:")
     assert error_text(ValueError("bad")) == "ValueError: bad"
-
-
-def shown(columns: list[Column], width: int) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width).print(fitted_table(columns, width=width))
-    return file.getvalue()
-
-
-COLUMNS = [
-    Column("run", ["runs/smoke-20261121-005620"]),
-    Column("step", ["1,234,567"], "right", leave_out=1),
-    Column("longest\nwait", ["12,345 steps"], "right", leave_out=2),
-    Column("verdict", ["[red]loss_diverged, data_bound[/]"], leave_out=1, wraps=True),
-]
-
-
-def test_columns_go_in_order_and_are_named():
-    assert "omitted" not in shown(COLUMNS, 120)
-    narrow = shown(COLUMNS, 70)
-    assert "omitted to fit the terminal: longest wait" in narrow
-    assert "1,234,567" in narrow
-
-
-@given(width=st.integers(30, 140))
-def test_what_is_shown_is_whole_and_fits(width):
-    text = shown(COLUMNS, width)
-    assert max(map(len, text.splitlines())) <= width
-    assert "runs/smoke-20261121-005620" in text
-    for column, whole in zip(COLUMNS[1:3], ("1,234,567", "12,345 steps"), strict=True):
-        is_there = column.heading.split("\n")[-1] in text.split("omitted")[0]
-        assert is_there == (whole in text)
-    assert "…" not in text
 
 
 NAMES = st.text(st.characters(), max_size=12) | st.binary(max_size=12).map(os.fsdecode)

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +45,6 @@ def run_training(
     Raises:
         UserError, SystemExit: a mistake, which in the latter case has been printed.
     """
-    began = time.monotonic()
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
         # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
         faulthandler.enable()
@@ -80,7 +78,6 @@ def run_training(
         run_dir=run_dir and os.path.abspath(run_dir),
         parts=PARTS,
         on_run_dir=lambda path: report_to_launcher(RUN_DIR, str(path)),
-        moments={"": began, "imports": time.monotonic()},
     )
     try:
         with located(config_path, overrides):

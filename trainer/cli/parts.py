@@ -39,7 +39,6 @@ _TOOLS = {
     "first messages": "trainer.tools.summary:announce",
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "noise outlook": "trainer.tools.summary:log_outlook",
-    "slow start": "trainer.tools.summary:log_start",
     "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",
     "unmet needs": "trainer.tools.doubts:unmet_needs",

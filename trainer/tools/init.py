@@ -125,9 +125,9 @@ def starter(
     if at.left_out:
         notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
     if tokenizer is None:
-        near = _tokenizer_near(Path(paths[0])) if kind.kind == "text" else None
-        tokenizer = near or ("bytes" if kind.kind == "text" else "ids")
-        if near:
+        tokenizer, near = {"text": "bytes", "ids": "ids"}[kind.kind], _tokenizer_near(Path(paths[0]))
+        if near and kind.kind == "text":
+            tokenizer = near
             notes.append(f"tokenizer: {near}, found near the data; for bytes: --tokenizer bytes")
     with progress_bar() as report:
         lengths, largest = look(chosen, tokenizer=tokenizer, format=format, report=report, **given)
@@ -153,10 +153,10 @@ def starter(
         mark, _, rest = line.partition("|")
         if shown.get(mark, True):
             lines.append(rest if mark in shown else line)
-    what = "token ids" if tokenizer == "ids" else "text"
-    head = [f"Found: {_found(at, lengths)}, {what} ({', '.join(kind.formats)})"]
+    head = [f"Found: {_found(at, lengths)} ({', '.join(kind.formats)}), tokenizer {tokenizer}"]
     head += [f"Note: {note}" for note in notes]
-    keys = {"format": format} | given if format != "auto" else given
+    if format != "auto":
+        given["format"] = format
     suggests_eod = eod is None and any(takes_option(name, "eod") for name in kind.formats)
     text = "".join(lines).format(
         **asdict(sizes) | {"passes": counted(round(sizes.passes, 2), "pass")},
@@ -167,7 +167,7 @@ def starter(
         times=largest[1],
         vocab_size=vocab_size,
         end=end or ("", 0),
-        source=_source(at, keys, largest if suggests_eod else None),
+        source=_source(at, given, largest if suggests_eod else None),
         every=max(sizes.steps // 10, 10),
         warmup=sizes.steps // 20,
         save=max(sizes.steps // 5, 1),
@@ -213,8 +213,8 @@ def _found(at: Discovery, lengths: Sequence[Ints]) -> str:
     """The data in words, for the head of the file."""
     documents = counted(sum(map(len, lengths)), "document")
     tokens = sum(int(each.sum()) for each in lengths)
-    of = f" of {len(at.streams):,} streams" if len(lengths) < len(at.streams) else ""
-    return f"{counted(len(lengths), 'stream')}, {documents}, {tokens:,} tokens{of}, in layout {at.layout}"
+    streams = f"{len(lengths):,} of {counted(len(at.streams), 'stream')}"
+    return f"{streams}, {documents}, {tokens:,} tokens, in layout {at.layout}"
 
 
 def _comment(text: str) -> str:
@@ -224,7 +224,9 @@ def _comment(text: str) -> str:
 
 def _source(at: Discovery, keys: dict[str, Any], largest: tuple[int, int] | None) -> str:
     """The table of the source. `largest`: the largest id and its count, to suggest `eod`."""
-    where: dict[str, Any] = {"paths": list(at.paths)} if at.root is None else {"root": at.root}
+    where: dict[str, Any] = {"root": at.root}
+    if at.root is None:
+        where = {"paths": list(at.paths)}
     lines = ["[[data.source]]", f"name = {_toml(_run_name(at.root or at.paths[0]))}"]
     where |= {key: value for key, value in keys.items() if value is not None}
     lines += [f"{key} = {_toml(value)}" for key, value in where.items()]

@@ -1,4 +1,4 @@
-"""The first and last messages of a run: what is trained, the outcome, and what to do next."""
+"""The first and last messages of a run: what is trained, the outcome, and how to resume."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import logging
 import os
 import shlex
 import sys
-import time
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
-from statistics import fmean, pstdev
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,46 +32,28 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 logger = get_logger(__name__)
-SLOW_START_SEC = 10.0
 
 
 def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
-    """Log the outcome, where the record is, and what to look at next."""
+    """Log the outcome, and the command that resumes the run or trains it further."""
     position, of = run.position, f" of {run.config.train.steps}"
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     if isinstance(sys.exc_info()[1], UserError):  # which is printed last of all
         run.watchdog.write(lines[0])
         lines[0] = lines[0].removesuffix(reason) + "see the error below"
-    if position.first_losses:
-        # A short run's first losses are among its last.
-        losses = [*(dict(position.first_losses) | dict(position.last_losses)).items()]
-        num = max(len(losses) // 2, 1)
-        means = dict.fromkeys([_mean_loss(losses[:num]), _mean_loss(losses[-num:])])
-        lines.append(f"training loss {', then '.join(means)}")
     lines.append(f"the run is in {run_dir.path}")
-    lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
-        lines.append(f"  checkpoints/    {_next_command(run, run_dir, state)}")
+        lines.append(_next_command(run, run_dir, state))
     elif state == "stopped":
         lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
     if any((run_dir.path / "wandb").glob("offline-run-*")):
-        lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
-    lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
+        lines.append(f"wandb: upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     if position.last_eval is not None:  # last of all, since it is the result
         lines += _evaluation_lines(run, *position.last_eval)
     for number, line in enumerate(lines):
         level = logging.ERROR if state == "failed" and number == 0 else logging.INFO
         logger.log(level, "%s", line)
     sys.stderr.flush()
-
-
-def _mean_loss(losses: Iterable[tuple[int, float]]) -> str:
-    """The mean over some steps with its standard deviation, by which single steps differ."""
-    steps, values = zip(*losses, strict=True)
-    at = f"steps {steps[0]} to {steps[-1]}"
-    if len(steps) == 1:
-        at = f"step {steps[0]}"
-    return f"{fmean(values):.4f} (spread {pstdev(values):.4f}) over {at}"
 
 
 def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list[str]:
@@ -134,13 +113,13 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
     implementation = getattr(model, "implementation", None)
     if implementation is not None:
         text += f"; {implementation(device, precision)}"
+    if facts.world_size > 1:
+        held = str(layout_of(model.parameters()) or "each rank holds the whole model")
+        text += f"; {plan.config.distributed.strategy}: {held}"
     logger.info("%s: %s", plan.config.run.name, text)
     align = alignment(plan, model)
     if align:
         logger.info("full rows, align = %s", align)
-    if facts.world_size > 1:
-        held = str(layout_of(model.parameters()) or "each rank holds the whole model")
-        logger.info("%s: %s", plan.config.distributed.strategy, held)
     reason = why_no_noise_scale(plan.config, facts.world_size)
     if plan.config.gns.enabled and reason is not None:
         logger.info("the gradient noise scale is not measured: %s", reason)
@@ -157,16 +136,6 @@ def alignment(plan: Plan, model: nn.Module | None) -> str:
     name = type(model or plan.weightless_model()).__name__
     why = f"since {name} does not declare resets_in_one_pass"
     return f"document: each begins a row, {why}; with stream no row would be padded"
-
-
-def log_start(moments: dict[str, float]) -> None:
-    """Log the parts of a slow start, once the first step is done."""
-    names, times = [*moments, "the step itself"][1:], [*moments.values(), time.monotonic()]
-    total = times[-1] - times[0]
-    if total > SLOW_START_SEC:
-        parts = zip(names, pairwise(times), strict=True)
-        listed = ", ".join(f"{name} {after - before:.1f}" for name, (before, after) in parts)
-        logger.info("the first step was done after %.1f s: %s", total, listed)
 
 
 def log_outlook(noise: GradientNoiseScale) -> None:

@@ -217,12 +217,8 @@ def run_loop(run: Run) -> str:
     is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size))
     if is_stopped or (position.evaluation_is_due and not evaluate(run)):
         reason = stopped_by(run)
-    run.moments["other preparations"] = time.monotonic()
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight, operations)
-        if run.moments:  # after the first step only
-            run.plan.call("slow start", run.moments)
-            run.moments.clear()
         run.extensions.call("step_launched", position.step + (in_flight is not None))
     run.extensions.exchange()  # weights that differ between ranks are not saved
     if run.saver.last_saved != position.step and position.step > 0:

@@ -25,7 +25,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
 from trainer.options import MicroBatches
-from trainer.training.checkpointing.train_state import HOST_KEYS, SHOWN_LOSSES, Position, Saver, TrainState
+from trainer.training.checkpointing.train_state import HOST_KEYS, Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
 from trainer.training.run_dir import RunDir
@@ -62,8 +62,6 @@ class Run:
     tracker: MetricsTracker
     position: Position
     stop: StopRequest
-    moments: dict[str, float]
-    """When each part of the start was done; empty after the first step."""
     events: EventWriter | None
     """Rank 0 only."""
     wandb_run_id: str | None  # likewise
@@ -197,9 +195,6 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
         reject(run, taken, outcome, operations)
     elif outcome.tokens:  # a step without tokens trained on nothing
         position.skipped_in_a_row = 0
-        position.last_losses.append((step, outcome.loss))
-        if len(position.first_losses) < SHOWN_LOSSES:
-            position.first_losses.append((step, outcome.loss))
     if outcome.wants_exchange:
         # Before the row, and before a save: an exchange may find that the run is corrupt.
         run.extensions.exchange()

@@ -64,8 +64,6 @@ def test_the_commands_run_and_find_what_the_tutorial_says(tmp_path):
     assert re.search(r"runs/mine-forgetful.*false_evictions_stale", listed)
     assert sample.startswith("def ")
     assert "done at step 16 of 16" in resumed
-    mean = r"\d+\.\d{4} \(spread \d+\.\d{4}\) over steps"
-    assert re.search(f"INFO training loss {mean} 13 to 14, then {mean} 15 to 16", resumed)
     assert (tmp_path / "both.html").stat().st_size > (tmp_path / "mine.toml").stat().st_size
 
 

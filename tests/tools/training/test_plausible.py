@@ -15,7 +15,7 @@ from tests.support.runs import make_corpus, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.tools import doubts, summary
+from trainer.tools import doubts
 from trainer.training.setup.plan import Plan, make_plan
 
 CPU = torch.device("cpu")
@@ -213,12 +213,3 @@ def test_rows_that_a_family_cannot_be_trained_on_are_refused_by_check(tmp_path, 
     checked = program(["check", "--config", write_tiny_config(tmp_path), *own], capsys)
     assert checked.returncode == code, checked.stderr
     assert ("data.seq_len: rows of 1 tokens are too short to train mamba2" in checked.stderr) == (code == 2)
-
-
-def test_a_slow_start_says_what_its_time_went_into(config, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(summary, "SLOW_START_SEC", 0.0)
-    train_here(config, tmp_path / "run", "train.steps=1")
-    said = (
-        r"first step was done after [\d.]+ s: config and data [\d.]+, model [\d.]+, other preparations [\d.]+, the step"
-    )
-    assert re.search(said, capfd.readouterr().err)

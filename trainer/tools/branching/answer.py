@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.tools.branching.study import Branch, Study
-from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, number_text
 
@@ -203,18 +203,23 @@ def print_answer(answer: Answer, console: Console) -> None:
     def cell(value: float | None, form: str, scale: float) -> str:
         return "-" if value is None else format(value / scale, form)
 
-    def column(title: str, key: str, form: str, scale: float = 1.0) -> Column:
-        return Column(title, [cell(row[key], form, scale) for row in rows], "right")
+    def column(key: str, form: str, scale: float = 1.0) -> list[str]:
+        return [cell(row[key], form, scale) for row in rows]
 
-    columns = [
-        Column("batch", [f"{row['factor']} x" for row in rows], "right"),
-        column("sequences", "sequences", ",.3g"),
-        column("best lr", "lr", ".3g"),
-        column(f"{answer['loss']} loss", "loss", ".4f"),
-        column("above\nthe best", "excess", "+.2%", lowest),
-        column("+-", "error_bar", ".2%", lowest),
-        Column("within", [("no", "yes")[row["is_within"]] for row in rows]),
-    ]
+    columns = {
+        "batch": [f"{row['factor']} x" for row in rows],
+        "sequences": column("sequences", ",.3g"),
+        "best lr": column("lr", ".3g"),
+        f"{answer['loss']} loss": column("loss", ".4f"),
+        "above\nthe best": column("excess", "+.2%", lowest),
+        "+-": column("error_bar", ".2%", lowest),
+        "within": [("no", "yes")[row["is_within"]] for row in rows],
+    }
     title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}"
-    console.print(fitted_table(columns, width=console.width, title=title))
+    table = Table(title=title, title_justify="left")
+    for heading in columns:
+        table.add_column(heading, justify="right", overflow="fold")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    console.print(table)
     console.print(answer["sentence"], highlight=False, markup=False)

@@ -99,7 +99,7 @@ def _read(plan: Plan) -> dict[str, dict[str, Any]]:
     total = sum(source.weight.evaluate(0) for source in plan.sources)
     for source in plan.sources:
         facts[source.name] = _source(source)
-        share = facts[source.name]["share"] = source.weight.evaluate(0) / total if total else 0.0
+        share = facts[source.name]["share"] = source.weight.evaluate(0) / max(total, 1e-100)
         if source.name in found:
             tokens, documents = found[source.name].tokens, found[source.name].documents
             facts[source.name] |= {"tokens": tokens, "documents": documents}
@@ -211,7 +211,9 @@ def _megabytes(plan: Plan) -> dict[str, float]:
 def _print_facts(facts: dict[str, Any]) -> None:
     memory, sources, evals = (facts.pop(name) for name in ("memory_megabytes", "sources", "eval_sources"))
     for name, value in facts.items():
-        echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
+        if isinstance(value, int):
+            value = f"{value:,}"
+        echo(f"#   {name} = {value}")
     parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items())
     echo(f"#   memory per rank, without activations: {parts} MB")
     for kind, named in (("source", sources), ("eval source", evals)):
@@ -223,8 +225,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
             if "share" in found:
                 what += f"; {found['share']:.1%} of what is read"
             if "steps_per_epoch" in found:
-                about = "" if found["documents"] else "at most "
-                what += f", an epoch takes {about}{found['steps_per_epoch']:,.0f} steps"
+                what += f", an epoch takes {found['steps_per_epoch']:,.0f} steps"
+                if not found["documents"]:
+                    what += " at most"
             echo(f"#   {kind} {name}: {what}")
 
 

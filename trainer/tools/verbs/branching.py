@@ -15,9 +15,8 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from trainer.cli.terminal import echo, refuse, uncollected
-from trainer.tools.fitted_table import Column, fitted_table, needed_width
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import coloured, output, print_json, require_run, writing
+from trainer.tools.verbs.shared import coloured, output, print_json, print_table, require_run, writing
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ REASONS = {
     "weights": "the same gradient led to other weights: learning rate, optimizer, or code that changes weights",
 }
 # Columns of the table of rows, with the priority of leaving them out.
-SHOWN = {"source": 1, "stream": 0, "documents": 0, "cell": 3, "tokens": 2, "state": 0, "loss": 0}
+SHOWN = ("source", "stream", "documents", "cell", "tokens", "state", "loss")
 GRID_HELP = "Learning rates, as multiples of the scaled one; the best counts."
 FACTORS_HELP = "Batches, as multiples of today's; default: 1/4,1/2,1,2,4, as far as whole micro-batches."
 TOKENS_HELP = "Tokens of a branch; default: 20 % of those trained so far."
@@ -259,14 +258,12 @@ def _cell(value: Any) -> str:
 
 def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None:
     """The rows of a step as a table, and their text where it was asked for."""
-    columns = [Column("shard.micro.row", list(map(_place, rows)))]
-    for key, priority in SHOWN.items():
+    columns = {"shard.micro.row": list(map(_place, rows))}
+    for key in SHOWN:
         values = [row.get(key) for row in rows]
         if any(value is not None for value in values):
-            wraps = key in ("documents", "stream")
-            columns.append(Column(key, list(map(_cell, values)), leave_out=priority, wraps=wraps))
-    console = output(needed_width=needed_width(columns))
-    console.print(fitted_table(columns, width=console.width, title=title), highlight=False)
+            columns[key] = list(map(_cell, values))
+    print_table(columns, title=title)
     for row in rows:
         for each in row["documents"] or []:
             if "text" in each:

@@ -20,7 +20,7 @@ from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
 from trainer.files import did_you_mean
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import coloured, output, print_json, refuse_existing, require_run, writing
+from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, require_run, writing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -300,16 +300,13 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
 
 
 def _print_report(model: str, report: Report) -> None:
-    from trainer.tools.fitted_table import Column, fitted_table
-
-    verdicts = report.verdicts
-    columns = [
-        Column("check", [verdict.check for verdict in verdicts]),
-        Column("verdict", [coloured(COLOURS.get(v.status, "unknown"), v.status) for v in verdicts]),
-        Column("observation", [escape(verdict.text) for verdict in verdicts], wraps=True),
-    ]
-    console = output()
-    console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
+    verdicts, console = report.verdicts, output()
+    columns = {
+        "check": [verdict.check for verdict in verdicts],
+        "verdict": [coloured(COLOURS.get(v.status, "unknown"), v.status) for v in verdicts],
+        "observation": [escape(verdict.text) for verdict in verdicts],
+    }
+    print_table(columns, box=None, pad_edge=False)
     breaches = ", ".join(verdict.check for verdict in report.breaches)
     summary = coloured("healthy", "keeps the contract")
     if breaches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,8 @@ from typer import Argument, Option
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, write_file
-from trainer.tools.fitted_table import Column, duration_text, fitted_table, needed_width
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import coloured, output, print_json, refuse_existing, writing
+from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
 from trainer.wording import counted, number_text
 
 if TYPE_CHECKING:
@@ -66,15 +66,12 @@ def ls(
     if as_json:
         print_json([asdict(entry) for entry in entries])
         return
-    columns, options = _columns(entries), {}
-    # Names are there to be copied: a pipe gets all columns without a line break in them.
-    console = output(needed_width=needed_width(columns))
     folder, *others = {Path(entry.run).parent for entry in entries}
-    if needed_width(columns) > console.width and not others and folder.name:
-        # Before any column is left out: what all names begin with.
+    options = {}
+    if sys.stdout.isatty() and not others and folder.name:  # a pipe gets names to be copied
         options = {"title": f"in {escape(str(folder))}/"}
-        columns = _columns([replace(entry, run=Path(entry.run).name) for entry in entries])
-    console.print(fitted_table(columns, width=console.width, **options))
+        entries = [replace(entry, run=Path(entry.run).name) for entry in entries]
+    print_table(_columns(entries), right=NUMBERS, **options)
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -125,30 +122,39 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     return replace(entry, **values, step=step, age_sec=max(now - times[0], 0.0))
 
 
-def _columns(entries: Sequence[RunEntry]) -> list[Column]:
-    columns = [
-        Column("run", [escape(entry.run) for entry in entries]),
-        Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
-        Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
-    ]
-    numbers: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (
-        ("loss", "loss", 2, "{:.4f}".format),
-        ("eval_loss", "eval", 4, "{:.4f}".format),
-        ("tokens_in_step", "tokens/step", 5, "{:,.0f}".format),
-        ("fill", "fill", 5, "{:.1%}".format),
-        ("age_sec", "age", 3, duration_text),
+NUMBERS = ("step", "loss", "eval", "tokens/step", "fill", "age")
+
+
+def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
+    columns = {
+        "run": [escape(entry.run) for entry in entries],
+        "state": [coloured(entry.state, otherwise="dim") for entry in entries],
+        "step": [_steps(entry) for entry in entries],
+    }
+    numbers: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        ("loss", "loss", "{:.4f}".format),
+        ("eval_loss", "eval", "{:.4f}".format),
+        ("tokens_in_step", "tokens/step", "{:,.0f}".format),
+        ("fill", "fill", "{:.1%}".format),
+        ("age_sec", "age", _age),
     )
-    for name, heading, leave_out, form in numbers:
-        cells = []
-        for entry in entries:
-            value = getattr(entry, name)
-            cells.append("-" if value is None else form(value))
-        if leave_out < 5 or {*cells} != {"-"}:  # the least important ones need a value
-            columns.append(Column(heading, cells, "right", leave_out))
+    for name, heading, form in numbers:
+        values = [getattr(entry, name) for entry in entries]
+        cells = ["-" if value is None else form(value) for value in values]
+        if {*cells} != {"-"}:
+            columns[heading] = cells
     if any(entry.changed for entry in entries):
-        columns.append(Column("changed", list(map(_changed, entries)), leave_out=3))
-    columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
+        columns["changed"] = list(map(_changed, entries))
+    columns["verdict"] = [_verdict_cell(entry) for entry in entries]
     return columns
+
+
+def _age(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h`, `4 d`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _changed(entry: RunEntry) -> str:

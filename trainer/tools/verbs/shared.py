@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
+from rich.table import Table
 from typer import Argument, Option
 
 from trainer.cli.terminal import echo
@@ -62,15 +63,29 @@ class _Console(Console):
             yield piece if piece.control else piece._replace(text=printable_lines(piece.text))
 
 
-def output(*, needed_width: int = 0) -> Console:
-    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, or as wide as is needed."""
+def output(table: Table | None = None) -> Console:
+    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, or as wide as a table needs."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         return _Console(file=sys.stdout)
-    width = max(PIPE_WIDTH, needed_width)
     if columns.isdecimal() and int(columns) > 0:
-        width = int(columns)
-    return _Console(file=sys.stdout, width=width)
+        return _Console(file=sys.stdout, width=int(columns))
+    console = _Console(file=sys.stdout, width=PIPE_WIDTH)
+    if table is not None:
+        any_width = console.options.update(max_width=10**4)
+        console.width = max(PIPE_WIDTH, console.measure(table, options=any_width).maximum)
+    return console
+
+
+def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] = (), **options: Any) -> None:
+    """Print columns of rich markup by their headings; what is too wide for the terminal is folded.
+    `right`: headings of those aligned at the right. `options`: of `rich.table.Table`."""
+    table = Table(**{"title_justify": "left", **options})
+    for heading in columns:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    output(table).print(table, highlight=False)
 
 
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:

@@ -7,10 +7,9 @@ import math
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -117,8 +116,6 @@ class TrainState:
             self.gns.load_state_dict(saved["gns"])
 
 
-SHOWN_LOSSES = 8
-"""Steps at the beginning and at the end of a run, whose losses its last lines compare."""
 # Counted on the host, in addition to the data set's metrics: see `Position.unlogged`.
 HOST_KEYS: tuple[str, ...] = ("non_finite_steps", "grad_scale", "train/micro_batches", "checkpoint/save_sec")
 HOST_KEYS += ("time/data_sec", "time/forward_backward_sec", "time/optimizer_sec")
@@ -146,9 +143,6 @@ class Position:
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
-    first_losses: list[tuple[int, float]] = field(default_factory=list)
-    """The first `SHOWN_LOSSES` steps that this process trained with tokens, and their losses."""
-    last_losses: deque[tuple[int, float]] = field(default_factory=partial(deque, maxlen=SHOWN_LOSSES))
     last_eval: tuple[int, dict[str, float]] | None = None
     """The step of the last evaluation, and its numbers."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -65,8 +64,6 @@ class Launch:
     parts: Parts = NO_PARTS
     stdout: Output | None = None  # for payloads
     on_run_dir: Callable[[Path], None] | None = None
-    moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
-    """When each part of the start was done; see "slow start"."""
 
 
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
@@ -84,10 +81,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     plan, fingerprint = check_data(plan, saved, info)
     config = plan.config
     strategy = make_strategy(config, info, device)
-    launch.moments["config and data"] = time.monotonic()
     state = _open_state(plan, info, device, strategy, stack)
     diagnostics = state.tracker.diagnostics
-    launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
         auxiliary = make_auxiliary(config.objective, state.model, plan.parts)
@@ -158,7 +153,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         tracker=state.tracker,
         position=position,
         stop=launch.stop,
-        moments=launch.moments,
         events=events,
         wandb_run_id=wandb_run_id,
         reading=reading,
