@@ -32,7 +32,7 @@ class Listed(Extension):
         with open(f"modules.{self.run.info.rank}", "w") as file:
             file.write("\\n".join(sys.modules))
 """
-WITH_LAB = ("check --config tiny.toml", "doctor --model a.b:c", "replay run --step 2", "bisect run run")
+WITH_LAB = ("check --config tiny.toml", "doctor --model a.b:c", "data at run 2")
 WITH_LAB += ("sample run", "data tokenize corpus --out o --tokenizer bytes")
 
 

@@ -41,7 +41,6 @@ def make_corpus(root: Path, *, streams: int = 4, documents: int = 12, seed: int 
 
 
 EVERY_FILE = [
-    "metrics.digests=write",
     "metrics.stdout=off",
     "eval.every=2",
     "eval.holdout_fraction=0.2",

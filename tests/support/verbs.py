@@ -32,7 +32,7 @@ class _Finished:
 
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
-    """`train <arguments>` here, in a working directory `cwd`; the group takes the runs that it starts (replay, bisect)."""
+    """`train <arguments>` here, in a working directory `cwd`; the group takes the runs that it starts (cbs)."""
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=_Finished, DEVNULL=None))
 
     def call(*arguments: object, cwd: Path | None = None) -> Ended:

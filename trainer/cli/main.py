@@ -1,10 +1,9 @@
 """The program `train`: its options, its verbs, its exit codes.
 
 Exit codes: 0 done, or stopped with a checkpoint; 1 failed, or stopped before the first step; 2 a
-user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`,
-differences of `train replay` and `train bisect`. Neither this module nor a verb imports anything
-slow (torch, numpy, pydantic) at the top, so that `train --help` answers at once: a verb imports
-what it needs when it is called.
+user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`. Neither
+this module nor a verb imports anything slow (torch, numpy, pydantic) at the top, so that
+`train --help` answers at once: a verb imports what it needs when it is called.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ VERBS = {
     "report": "trainer.tools.verbs.records:report",
     "compare": "trainer.tools.verbs.compare:compare",
     "cbs": "trainer.tools.verbs.branching:cbs",
-    "replay": "trainer.tools.verbs.branching:replay",
-    "bisect": "trainer.tools.verbs.branching:bisect",
     "sample": "trainer.tools.verbs.models:sample",
     "eval": "trainer.tools.verbs.models:evaluate",
     "export": "trainer.tools.verbs.models:export",
@@ -46,7 +44,6 @@ _TOOLS = {
 _LAB = {
     # Extensions: checkpoints have their states under these names.
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
-    "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
     "memory snapshot": f"{LAB}.memory:MemorySnapshot",
     "sample": f"{LAB}.samples:Samples",

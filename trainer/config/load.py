@@ -39,6 +39,7 @@ REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),
     "ledger.probe_cells": ((8,), "eval.depth measures what carrying is worth"),
     "ledger.probe_every": ((500, 0), "eval.depth measures what carrying is worth"),
+    "metrics.digests": (("compare",), "set metrics.compare_replicas; a resume repeats steps exactly"),
     "metrics.smoothing_alpha": ((0.1,), "smooth curves where they are drawn"),
     "sample.temperature": ((1.0,), "use train sample"),
     "sample.top_k": ((0,), "use train sample"),

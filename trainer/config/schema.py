@@ -302,8 +302,8 @@ class MetricsTable(Table, TrackerOptions):
     """auto: readable lines on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
     """Also report metrics per source and modality."""
-    digests: Literal["off", "compare", "write"] = "compare"
-    """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
+    compare_replicas: bool = True
+    """Under ddp, a rank whose weights differ ends the run."""
     per_layer: bool = False
     """Also report gradient norm and update over weight per layer."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0

@@ -118,7 +118,7 @@ class LossSpikes(Extension):
             text += f" of {spike.mean:.4f}"
             logger.warning("step %d: loss spike: %s", step, text)
             event = {"event": "loss_spike", "global_step": step, **spike._asdict()}
-            event |= {"grad_norm": grad_norm, "replay": self.run.run_dir.replay_command(step)}
+            event |= {"grad_norm": grad_norm, "see": self.run.run_dir.rows_command(step)}
             batches = [rank and rank[1].get(step) for rank in by_rank]
             self.run.event({**event, "batches": batches})
 

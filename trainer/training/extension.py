@@ -32,7 +32,7 @@ from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.on_device import HostCopy
 
 if TYPE_CHECKING:
-    from trainer.data.batch import Carry, MicroBatch
+    from trainer.data.batch import MicroBatch
     from trainer.metrics.aggregate import Reported
     from trainer.objective.loss import ObjectiveOutput
     from trainer.training.run import Run, StepInFlight
@@ -71,9 +71,6 @@ class Extension:
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
         """Before a step's first forward pass, with its micro-batches."""
-
-    def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
-        """Before a forward pass, with the states [B, state_width] of its rows."""
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """After a backward pass."""
@@ -217,8 +214,7 @@ class Extensions:
             return [partial(each.call, moment) for each in measuring if each.has(moment)]
 
         self._measuring = measuring
-        self.on_state, self.on_micro = calls("state_found"), calls("micro_done")
-        self.on_gradient = calls("gradient_ready")
+        self.on_micro, self.on_gradient = calls("micro_done"), calls("gradient_ready")
 
     def sum_up(self) -> Measured | None:
         """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""

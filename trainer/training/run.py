@@ -361,9 +361,9 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Oper
     position.skipped_in_a_row += 1
     run.record("non_finite_steps", 1.0)
     metas = gather_from_ranks([micro.meta for micro in taken.window], world_size=run.info.world_size)
-    command = run.run_dir.replay_command(taken.step)
+    command = run.run_dir.rows_command(taken.step)
     event = {"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas}
-    run.event({**event, "replay": command})
+    run.event({**event, "see": command})
     what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
     # fp16 overflows regularly, until the loss scale fits.
     if table.on_non_finite == "stop" and table.precision != "fp16":
@@ -371,7 +371,7 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Oper
         # The last row of the record. Unless the step is a logged one, the next is in flight and its
         # groups are counted in the ledger already, so that the row holds only the host's metrics.
         end_step(run, taken, outcome, operations, is_logged=True, drains=logs(run, taken.step))
-        raise NonFiniteError(f'{what}; see its rows: {command}; train.on_non_finite = "skip" would continue')
+        raise NonFiniteError(f'{what}; see what it read: {command}; train.on_non_finite = "skip" would continue')
     if position.skipped_in_a_row > MAX_SKIPS:
         many = f"{position.skipped_in_a_row} steps in a row were skipped"
-        raise NonFiniteError(f"{what}; {many}; see its rows: {command}")
+        raise NonFiniteError(f"{what}; {many}; see what it read: {command}")

@@ -27,13 +27,12 @@ from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refus
 
 logger = get_logger(__name__)
 METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
-DIGESTS = "digests.jsonl"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
 ID_FILE = "remote.json"
 """The run's id in its store."""
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
-OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, DIGESTS)
+OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT)
 
 
 class RunDir:
@@ -155,9 +154,9 @@ class RunDir:
         if info.is_main and self.status().get("state") in (None, "running"):
             self.leave_status(info, "failed", reason=reason, step=step)
 
-    def replay_command(self, step: int) -> str:
-        """The command that repeats a step and shows its rows."""
-        return f"train replay {shlex.quote(str(self.path))} --step {step}"
+    def rows_command(self, step: int) -> str:
+        """The command that shows what a step has read."""
+        return f"train data at {shlex.quote(str(self.path))} {step}"
 
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -136,18 +135,3 @@ def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config
         rest = math.fsum(row["loss"] * row["tokens_in_step"] for row in rows if row["tokens_in_step"])
         assert (done + rest) / num_tokens == pytest.approx(expected / num_tokens, rel=1e-6)
         assert sum(row["ledger/cold_starts"] for row in rows) == 0
-
-
-def test_a_step_is_repeated_and_its_rows_shown(config, ran, verb):
-    path = ran("gated_delta, 2 of 4 shards")
-    found: dict[str, Any] = json.loads(verb("replay", path, "--step", 6, "--text", "--json").stdout)
-    assert found["is_equal"]
-    read = json.loads(verb("data", "at", path, 6, "--text", "--json").stdout)["rows"]
-    for row in read:
-        for each in row["documents"]:
-            lines = (config.parent / "corpus" / each["stream"]).read_text().splitlines()
-            text = json.loads(lines[each["document"]])["text"]
-            assert each["text"] == text[each["start"] : each["stop"]]
-        assert sum(each["stop"] - each["start"] for each in row["documents"]) == row["tokens"]
-    assert any(len(row["documents"]) > 1 for row in read)
-    assert [row["documents"] for row in found["rows"]] == [row["documents"] for row in read]

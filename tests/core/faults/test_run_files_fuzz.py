@@ -37,7 +37,6 @@ VERBS = """ls {0}/..
 diagnose {0}
 compare {0} {1}
 report {0} {1} --out {2}/page.html --force
-bisect {0} {1} --no-replay
 sample {0} --tokens 2
 eval {0}
 export {0} --out {2}/model --force
@@ -47,7 +46,6 @@ checkpoint verify {0}
 config diff {0} {1}
 payload validate {0}/metrics.jsonl
 check --config {0}/config.resolved.toml
-replay {0} --step 10
 cbs {0} --at 3""".splitlines()
 
 

@@ -99,7 +99,7 @@ def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeyp
     for run_dir in both(*settings, fault={"what": "nan", "step": 1}, code=1):
         status = json.loads((run_dir / "status.json").read_text())
         assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
-        assert f"train replay {run_dir} --step 6" in status["reason"]
+        assert f"train data at {run_dir} 6" in status["reason"]
 
 
 def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both):

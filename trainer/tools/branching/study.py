@@ -33,9 +33,9 @@ from trainer.ending import PARENT
 from trainer.errors import UserError
 from trainer.files import open_descriptor, open_plain, read_bytes, read_json, remove_tree, write_file, write_json
 from trainer.import_path import PROGRAM
-from trainer.metrics.run_status import LOCK_NAME, take_lock, usable
+from trainer.metrics.run_status import LOCK_NAME, take_lock
 from trainer.tools.runs.load import RunRecord, load_run
-from trainer.tools.trained.saved_model import config_of, refuse_code
+from trainer.tools.trained.saved_model import config_of, config_path_of, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import (
     CheckpointError,
@@ -153,15 +153,6 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
         sequences_per_step=sizes[-1],
         marker=hashlib.sha256(read_bytes(path / checkpoint.MARKER)).hexdigest(),
     )
-
-
-def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
-    """The file that the run's included files are relative to."""
-    command, named = usable(environment).get("command", []), RunDir(run_dir).resolved_config
-    for word, following in zip(command, [*command, ""][1:], strict=True):
-        if word in ("--config", "-c") or word.startswith("--config="):
-            named = Path(word.partition("=")[2] or following)
-    return named
 
 
 def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Fraction]) -> int:

@@ -24,11 +24,13 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import read_json, replacing_path, write_file
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
+from trainer.metrics.run_status import usable
 from trainer.model.families import DEFAULT
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles
 from trainer.training.checkpointing.train_state import open_model
+from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
@@ -87,6 +89,15 @@ def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
         first = ".".join(map(str, error.errors()[0]["loc"]))
         problem = f"was made by another version: {first} of its config is unknown here"
         raise UserError(str(path), problem, "use that version") from None
+
+
+def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
+    """The file that the run's included files are relative to."""
+    command, named = usable(environment).get("command", []), RunDir(run_dir).resolved_config
+    for word, following in zip(command, [*command, ""][1:], strict=True):
+        if word in ("--config", "-c") or word.startswith("--config="):
+            named = Path(word.partition("=")[2] or following)
+    return named
 
 
 def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckpoint:

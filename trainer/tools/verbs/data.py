@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer import Argument, Option
 
-from trainer.cli.terminal import echo
+from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.logger import get_logger, now_and_then, progress_bar
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import print_json, require_run, writing
+from trainer.tools.verbs.shared import print_json, print_table, require_run, writing
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ VocabOption = Annotated[int, Option(min=0, help="Vocabulary size, for tokenizer 
 TextSplitOption = Annotated[
     str, Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
 ]
+# Columns of the table of rows.
+SHOWN = ("source", "stream", "documents", "cell", "tokens")
 DtypeOption = Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")]
 
 
@@ -181,13 +186,35 @@ def at_step(
     as_json: shared.JsonOption = False,
 ) -> None:
     """Show what a step of a run read, from the data cursors of a checkpoint before it, without the model."""
-    from trainer.tools.verbs.branching import open_origin, print_rows
-
-    origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
-    from trainer.tools.branching.replay import read_step, rows_of
-
-    rows = rows_of(origin, read_step(origin, step), with_text=text)
+    logging.disable(logging.INFO)  # what a run says as it starts
+    with uncollected():
+        from trainer.tools.read_step import find_origin, read_step
+    origin = find_origin(require_run(run_dir), step, trust_code=trust_code)
+    rows = read_step(origin, step, with_text=text)
     if as_json:
         print_json({"run": run_dir, "step": step, "from_step": origin.step, "note": origin.note, "rows": rows})
-    else:
-        print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.note)
+        return
+    columns = {"shard.micro.row": list(map(_place, rows))}
+    for key in SHOWN:
+        values = [row[key] for row in rows]
+        if any(value is not None for value in values):
+            columns[key] = list(map(_cell, values))
+    print_table(columns, title=f"Step {step} of {run_dir}, read from step {origin.step}")
+    for row in rows:
+        for each in row["documents"] or []:
+            if "text" in each:
+                echo(f"{_place(row)} document {each['document']}: {each['text']!r}")
+    if origin.note:
+        echo(origin.note)
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"{row['shard']}.{row['micro_batch']}.{row['row']}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in value)
+    if value is None:
+        return ""
+    return escape(str(value))

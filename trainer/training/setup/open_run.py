@@ -291,7 +291,6 @@ def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
     config, is_main = run.config, run.info.is_main
     asked: dict[str, tuple[Any, str]] = {
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
-        "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "memory snapshot": (config.train.memory_snapshot, "train.memory_snapshot"),
         "sample": (config.sample.every, "sample.every"),
@@ -308,7 +307,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
     found: dict[str, Extension] = {"step_details": make_details(run.plan, run.diagnostics, auxiliary)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
-    if run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off":
+    if run.info.world_size > 1 and run.plan.layout is None and config.metrics.compare_replicas:
         found["replicas"] = Replicas(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, key in _asked_extensions(run):

@@ -173,8 +173,6 @@ class TrainStep:
                 carry = Carry.of_no_group(len(micro.targets))
             if ledger is not None and carry is not None:
                 state = ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
-                for look in extensions.on_state:
-                    look(micro, carry, state)
             # By shard and number, not by rank: the draws are the same on any number of ranks.
             seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
             drawn[micro.shard] += 1
