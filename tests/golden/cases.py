@@ -75,7 +75,7 @@ CASES: dict[str, Case] = {
         ('data.mixing={batching_mode="per_row", batch_size=3, num_streams_mixed=2}', 'data.align="document"'),
         _resumed(2, 1),
     ),
-    "exchange": Case(("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=3")),
+    "swept": Case(("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=3")),
     "resumed_on_fewer_ranks": Case((), _resumed(2, 1)),
     "skipped_steps": Case((*FAULTY, "train.on_non_finite=skip"), fault=NAN),
     "growing_batch": Case(('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}}', "optimizer.name=muon")),

@@ -37,6 +37,7 @@ REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "data.cache_gb": ((100.0,), "delete what no run reads in data.cache_dir"),
     "gns.components_every": ((0,), "gns/consistency below 1 shows rows that share a stream"),
     "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),
+    "ledger.ownership": (("auto", "reader"), "the rank that reads a group holds its state"),
     "ledger.probe_cells": ((8,), "eval.depth measures what carrying is worth"),
     "ledger.probe_every": ((500, 0), "eval.depth measures what carrying is worth"),
     "metrics.digests": (("compare",), "set metrics.compare_replicas; a resume repeats steps exactly"),

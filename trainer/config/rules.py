@@ -40,8 +40,6 @@ class Facts:
     capacity_to_change_ranks: int
     ledger_capacity: int
     ledger_mode: str
-    ownership: str
-    ownership_reason: str
 
     @property
     def shards_per_rank(self) -> int:
@@ -86,7 +84,6 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     tokens = micro_tokens * config.micro_batches.most
     steps = least_steps(config, micro_tokens)
     _refuse(_broken_rules(config, sources, in_flight, steps, tokens, world_size))
-    ownership, reason = _ownership(config, sources, num_shards)
     return Facts(
         world_size=world_size,
         data_shards=num_shards,
@@ -99,8 +96,6 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         capacity_to_change_ranks=in_flight * (num_shards + 1),
         ledger_capacity=config.ledger.capacity,
         ledger_mode=config.ledger.wipe_mode,
-        ownership=ownership,
-        ownership_reason=reason,
     )
 
 
@@ -125,7 +120,7 @@ def _broken_rules(
     yield from _broken_pairs(config)
     yield from _broken_lanes(config, sources)
     yield from _broken_sharding(config, world_size)
-    ledger, num_shards = config.ledger, data_shards(config, world_size)
+    ledger = config.ledger
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
@@ -133,10 +128,6 @@ def _broken_rules(
         problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
         problem += f"others: open streams x batch size of each source), got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
-    foreign = _foreign(sources)
-    if ledger.ownership == "reader" and foreign and num_shards > 1:
-        problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
-        yield "ledger.ownership", problem, "use exchange or auto"
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
@@ -238,22 +229,3 @@ def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
     if data_shards(config, world_size) * config.micro_batches.most > 1:
         return None
     return f"{ONE_BATCH_SIZE}; set train.micro_batches = 2 and halve data.mixing.batch_size"
-
-
-def _ownership(config: RunConfig, sources: list[SourceTable], num_shards: int) -> tuple[str, str]:
-    """(`reader` or `exchange`, why).
-
-    Slices of a stream are cut at group boundaries in all batching modes, so one data shard reads a
-    whole group and can own it without communication. A target gives no such guarantee.
-    """
-    if config.ledger.ownership == "exchange":
-        return "exchange", "as configured"
-    foreign = _foreign(sources)
-    if foreign is None or num_shards == 1:  # a single shard reads every group
-        return "reader", "one rank reads a document, up to max_group_cells, and keeps its state"
-    return "exchange", f"source {foreign} is a target, which may move groups between ranks"
-
-
-def _foreign(sources: Iterable[SourceTable]) -> str | None:
-    """The first source whose batches are the user's own; None if there is none."""
-    return next((source.name for source in sources if source.target is not None), None)

@@ -123,9 +123,6 @@ class ModelTable(Table):
 class LedgerTable(Table, LedgerOptions):
     """`[ledger]`: storage of recurrent states between steps."""
 
-    ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Who holds a group's state. exchange: by hash; auto: its reader, where possible."""
-
 
 class CoordTable(Table, CoordOptions):
     """`[objective] coord`: supervision of coordinate tokens, which are ordered bins."""

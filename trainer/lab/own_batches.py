@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from trainer.training.setup.sources import Source
 
 IDS = ("tokens", "targets")
+MOST_BEGUN = 10**6  # groups, which a data set may never end: with more, it is no longer checked where they are read
 
 
 def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
@@ -44,7 +47,8 @@ def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
     if not hasattr(dataset, "__iter__"):
         problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
         raise UserError(key, problem, "return an iterable of dicts")
-    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {path}")
+    own = f"source {source.name}: {path}"
+    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=own, keeps_groups=info.world_size > 1)
 
 
 class OwnBatches:
@@ -55,13 +59,15 @@ class OwnBatches:
     returns the object that it counts in, would otherwise lose batches and resume too far ahead. So
     batches and states are copied. All other attributes are the data set's, an iterable of dicts.
     `vocab_size`: ids beyond it are refused, if they are on the host. `key` names the data set in
-    messages.
+    messages. `keeps_groups`: refuse a cell of a group whose first cell was not read here, until
+    the data set resumes: states stay with the rank, or data shard, that reads their group.
     """
 
     now_reading = ""  # not the data set's: another thread asks, and must not run a user's code
 
-    def __init__(self, dataset: Any, *, vocab_size: int, key: str) -> None:
+    def __init__(self, dataset: Any, *, vocab_size: int, key: str, keeps_groups: bool = False) -> None:
         self._dataset, self._vocab_size, self._key = dataset, vocab_size, key
+        self._begun: set[int] | None = set() if keeps_groups else None  # and not ended; None: not known
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._iterator = iter(self._dataset)
@@ -72,7 +78,11 @@ class OwnBatches:
         value = getattr(self._dataset, name)
         if name == "state_dict":
             return lambda: copy.deepcopy(value())
-        return value
+        return partial(self._resume, value) if name == "load_state_dict" else value
+
+    def _resume(self, load: Callable[[Any], None], state: Any) -> None:
+        self._begun = None
+        load(state)
 
     def __next__(self) -> dict[str, Any]:
         """A batch, checked and copied. Raises StopIteration: there are no more; UserError: the data
@@ -85,12 +95,28 @@ class OwnBatches:
             problem = f"fails after {counted(self._num_given, 'batch')}: {format_error(error)}"
             raise UserError(self._key, problem, "fix it there") from error
         self._num_given += 1
-        for problem, fix in _problems(batch, self._vocab_size):  # the first is enough
+        for problem, fix in chain(_problems(batch, self._vocab_size), self._strays(batch)):  # the first is enough
             raise UserError(self._key, f"a batch {problem}", fix)
         copied = {}
         for key, value in batch.items():
             copied[key] = (_widened if key in IDS else copy.deepcopy)(value)
         return copied
+
+    def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Groups that continue here and did not begin here."""
+        if self._begun is None or "group_ids" not in batch:
+            return
+        ids, cells, is_last, end_ids = (_on_host(batch.get(key)) for key in (*CARRY_KEYS, "end_ids"))
+        if ids is None or cells is None or is_last is None or len(self._begun) > MOST_BEGUN:
+            self._begun = None
+            return
+        for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):
+            if group >= 0 and cell > 0 and group not in self._begun:
+                problem = f"continues group {group} at cell {cell}, and its first cell was not read on this rank"
+                yield problem, "keep each group on one rank (or data shard), from cell 0 on"
+        ends = np.where(is_last, -1, ids) if end_ids is None else end_ids
+        self._begun.difference_update(ids.tolist())
+        self._begun.update(ends[ends >= 0].tolist())
 
 
 def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """The ledger: recurrent states per group, kept between steps."""
 
-from trainer.ledger.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, owner_of
-from trainer.ledger.snapshot import Owners, Ownership
+from trainer.ledger.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger
 from trainer.options import LedgerOptions
 
-__all__ = ["COUNTER_KEYS", "GAUGE_KEYS", "Ledger", "LedgerOptions", "Owners", "Ownership", "owner_of"]
+__all__ = ["COUNTER_KEYS", "GAUGE_KEYS", "Ledger", "LedgerOptions"]

@@ -4,26 +4,22 @@ Begin each step; for each micro-batch look up, run forward and backward, and sto
 which activation checkpointing runs twice. Nothing is ever undone: when the optimizer skips a step,
 its weights are still valid, and the states computed with them are the right continuation. Only rows
 that are not finite are dropped. That is decided on the device, so neither `lookup` nor `store` waits
-for it (except inside the collectives of `exchange`).
+for it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.arrays import Flags, Ints
-from trainer.hashing import splitmix64
-from trainer.ledger.index import EVICTION_MODES, GroupIndex, distinct, is_due
+from trainer.ledger.index import EVICTION_MODES, GroupIndex, is_due
 from trainer.ledger.slab import Native, Slab
-from trainer.ledger.snapshot import Owners, load_shards, save_shard
-from trainer.on_device import to_device
+from trainer.ledger.snapshot import check_shards, load_anew, load_as_saved, save_shard
 from trainer.options import LedgerOptions
 
 if TYPE_CHECKING:
@@ -42,64 +38,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
 
 
-def owner_of(group_ids: Ints, world_size: int) -> Ints:
-    """The rank owning each group; plain modulo would follow the ids' strides."""
-    return (splitmix64(group_ids) % np.uint64(world_size)).astype(np.int64)
-
-
-class Route(NamedTuple):
-    """Where the items of this rank go, and how many arrive from each rank."""
-
-    order: Tensor  # item indices sorted by owner, int64 [n] on the exchange's device
-    send_counts: list[int]
-    receive_counts: list[int]
-
-
-class OwnerExchange:
-    """The all-to-all that takes ids and rows to their owners and brings answers back.
-
-    Every rank must make each call, in the same order, also with nothing to send. `seconds` were
-    spent in collectives so far.
-    """
-
-    def __init__(self, *, world_size: int, device: torch.device) -> None:
-        self._world_size = world_size
-        # gloo moves CPU tensors only: rows are copied to the CPU and back.
-        self._wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
-        self.seconds = 0.0
-
-    def route(self, group_ids: Ints) -> Route:
-        """Exchange the number of items per pair of ranks: one collective."""
-        owners = owner_of(group_ids, self._world_size)
-        send = np.bincount(owners, minlength=self._world_size).astype(np.int64)
-        ones = [1] * self._world_size
-        received = self._all_to_all(torch.from_numpy(send).to(self._wire), ones, ones)
-        order = torch.from_numpy(np.argsort(owners, kind="stable")).to(self._wire)
-        return Route(order, send.tolist(), received.tolist())
-
-    def to_owners(self, route: Route, items: Tensor) -> Tensor:
-        """Send each of `items` [n, ...] to its owner; returns those sent here, by sending rank."""
-        sorted_items = items.to(self._wire).index_select(0, route.order)
-        received = self._all_to_all(sorted_items, route.send_counts, route.receive_counts)
-        return received.to(items.device)
-
-    def from_owners(self, route: Route, answers: Tensor) -> Tensor:
-        """Send one answer per item received back; returns those to this rank's items, in order."""
-        returned = self._all_to_all(answers.to(self._wire), route.receive_counts, route.send_counts)
-        items = torch.empty_like(returned)
-        items.index_copy_(0, route.order, returned)
-        return items.to(answers.device)
-
-    def _all_to_all(self, items: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        received = items.new_empty((sum(receive), *items.shape[1:]))
-        began = time.perf_counter()
-        dist.all_to_all_single(received, items.contiguous(), receive, send)
-        self.seconds += time.perf_counter() - began
-        return received
-
-
 class Ledger:
-    """The states of groups, one row each, held by the rank that owns the group.
+    """The states of the groups that a rank reads, one row each; it never communicates.
 
     A state is a row of `state_width` numbers or, with a `layout` instead, any nest of tensors
     [B, ...]. `device` and `dtype` (None: that of the options) are those of the kept states.
@@ -115,12 +55,10 @@ class Ledger:
         layout: StateLayout | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
-        owners: Owners = Owners(),  # noqa: B008 - immutable
     ) -> None:
         if (state_width is None) == (layout is None):
             raise TypeError("Ledger takes either state_width or layout")
         self._options = options
-        self.owners = owners
         self._step = -1  # before the first
         self._stored_at = -1
         self._layout = layout
@@ -133,19 +71,6 @@ class Ledger:
         # Numbers, or tensors of the device where it alone knows them.
         self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
         self._index = GroupIndex(options, self._counts)
-        self._exchange: OwnerExchange | None = None
-        if owners.ownership == "exchange" and owners.world_size > 1:
-            self._exchange = OwnerExchange(world_size=owners.world_size, device=where)
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether `lookup` and `store` communicate: every rank must call them equally often."""
-        return self._exchange is not None
-
-    @property
-    def exchange_sec(self) -> float:
-        """Seconds spent so far in the collectives of `exchange`."""
-        return 0.0 if self._exchange is None else self._exchange.seconds
 
     def begin_step(self, step: int) -> None:
         """Begin optimizer step `step`: wipe or sweep if due since the last step.
@@ -174,14 +99,9 @@ class Ledger:
         """
         group_ids = _as_group_ids(group_ids)
         is_fresh = (np.ascontiguousarray(cell_index, np.int64) == 0) | (group_ids < 0)
-        if self._exchange is None:
-            slots = self._index.find(group_ids)
-            slots[is_fresh] = self._slab.capacity
-            states, is_valid = self._slab.read(slots)
-        else:
-            distinct(group_ids)
-            asked = np.flatnonzero(~is_fresh)
-            states, is_valid = self._fetch(self._exchange, group_ids, asked)
+        slots = self._index.find(group_ids)
+        slots[is_fresh] = self._slab.capacity
+        states, is_valid = self._slab.read(slots)
         num_found = self._slab.library.count_nonzero(is_valid)
         self._counts["ledger/cold_starts"] += np.count_nonzero(~is_fresh) - num_found
         states = states.to(self._given_dtype)
@@ -213,7 +133,7 @@ class Ledger:
 
         Raises UserError if the capacity is exhausted (with `lru`: below one micro-batch's groups),
         RuntimeError before the first step, ValueError for other shapes, or as `lookup`. Then nothing
-        is changed; with `exchange`, on the rank that raises.
+        is changed.
         """
         if self._step < 0:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
@@ -242,9 +162,6 @@ class Ledger:
             cell_index = np.concatenate([cell_index[ended], end_cell_index])
             if ended.size:
                 states = torch.cat([states[: ended.size], states])
-        if self._exchange is not None:
-            distinct(group_ids)
-            group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
         is_kept = ~is_last & (group_ids >= 0)
         # Raises before it changes anything.
         slots = self._index.place(group_ids, cell_index, is_kept, self._step)
@@ -281,7 +198,7 @@ class Ledger:
 
     def state_dict(self, *, with_rows: bool = True) -> dict[str, Any]:
         """This rank's shard, without the counters. States are in `held_rows` if not in "rows"."""
-        shard = save_shard(self._index, self._slab, owners=self.owners, step=self._step)
+        shard = save_shard(self._index, self._slab, step=self._step)
         if with_rows:
             empty = torch.empty(0, self._slab.width, dtype=self._slab.dtype)
             shard["rows"] = torch.cat([empty, *self.held_rows()])
@@ -297,55 +214,36 @@ class Ledger:
         for piece in self._slab.pieces(slots.size):
             yield self._slab.read(slots[piece])[0].cpu()
 
-    def load_state_dict(
+    def load_state_dict(self, shard: Mapping[str, Any]) -> None:
+        """Replace the contents by a saved `state_dict`; counters start at zero.
+
+        With the saved capacity it is restored exactly, including the order in which slots are used.
+        """
+        if shard["capacity"] != self._slab.capacity:
+            self.load_shards([shard])
+            return
+        check_shards([shard], self._slab)
+        load_as_saved(self._index, self._slab, shard)
+        self._restored([shard])
+
+    def load_shards(
         self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None, room: int = 0
     ) -> None:
-        """Replace the contents by those of a checkpoint; counters start at zero.
+        """Replace the contents by those that other ranks saved; counters start at zero.
 
-        `shards` are those of all saving ranks, in order. With the saved world size, capacity and
-        ownership this rank takes its own exactly, including the order in which slots are used.
-        Otherwise entries are distributed again: with `exchange` to their owners, with `reader` to
-        the ranks whose `owned` (group ids -> bool) says so, without it to every rank; of a group
-        that several shards hold, the state that was stored last. A capacity that does not also hold
-        `room` groups in flight is warned about. If it raises a UserError, nothing is changed.
+        Taken are the groups for which `owned` (group ids -> bool) says so, without it all; of a
+        group that several shards hold, the state that was stored last. A capacity that does not
+        also hold `room` groups in flight is warned about. If it raises a UserError, nothing is
+        changed.
         """
-        keeps = self._is_mine if self.owners.ownership == "exchange" else owned
-        how: dict[str, Any] = {"owners": self.owners, "keeps": keeps, "room": room}
-        self._step = load_shards(self._index, self._slab, shards, **how)
+        check_shards(shards, self._slab)
+        load_anew(self._index, self._slab, shards, keeps=owned, room=room)
+        self._restored(shards)
+
+    def _restored(self, shards: Sequence[Mapping[str, Any]]) -> None:
+        self._step = max((int(shard["step"]) for shard in shards), default=-1)
         self._stored_at = int(self._index.last_step.max(initial=-1))
         self.load_undrained({})
-
-    def _fetch(self, exchange: OwnerExchange, group_ids: Ints, asked: Ints) -> tuple[Tensor, Native]:
-        """Ask the owners for the states at positions `asked`; zeros, not valid, elsewhere."""
-        route = exchange.route(group_ids[asked])
-        asked_for = exchange.to_owners(route, torch.from_numpy(group_ids[asked])).numpy()
-        # Several ranks may ask for one group.
-        wanted, places = np.unique(asked_for, return_inverse=True)
-        index = to_device(asked, self._slab.device)
-        slots = self._index.find(wanted)[places]
-        rows, is_valid = self._slab.read(slots)
-        # Only the owner knows whether there was a state.
-        answers = []
-        for found in (rows, torch.as_tensor(is_valid).long()):
-            whole = found.new_zeros((group_ids.size, *found.shape[1:]))
-            answers.append(whole.index_copy_(0, index, exchange.from_owners(route, found)))
-        states, are_held = answers
-        return states, self._slab.native(are_held != 0)
-
-    def _send(
-        self, exchange: OwnerExchange, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor
-    ) -> tuple[Ints, Ints, Flags, Tensor]:
-        """Send all that is stored to its owners; returns what this rank is to store."""
-        known = np.flatnonzero(group_ids >= 0)
-        ids = torch.from_numpy(np.stack([group_ids, cell_index, is_last], axis=1)[known])
-        route = exchange.route(group_ids[known])
-        groups, cells, lasts = exchange.to_owners(route, ids).numpy().T.copy()
-        rows = exchange.to_owners(route, states[to_device(known, states.device)])
-        return groups, cells, lasts != 0, rows
-
-    def _is_mine(self, groups: Ints) -> Flags:
-        is_mine: Flags = owner_of(groups, self.owners.world_size) == self.owners.rank
-        return is_mine
 
 
 def _as_group_ids(values: Ints) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,31 +26,14 @@ TOO_SMALL = (
     "states that are still needed may be evicted; set it to at least %d"
 )
 
-Ownership = Literal["reader", "exchange"]
 
-
-class Owners(NamedTuple):
-    """Which rank holds a group's state.
-
-    Attributes:
-        ownership: `reader`: the rank that reads a group, and nothing is communicated. `exchange`:
-            `splitmix64(group_id) % world_size`, and `lookup` and `store` are collective: every
-            rank calls them equally often, with empty arrays where it has nothing.
-    """
-
-    ownership: Ownership = "reader"
-    rank: int = 0
-    world_size: int = 1
-
-
-def save_shard(index: GroupIndex, slab: Slab, *, owners: Owners, step: int) -> dict[str, Any]:
+def save_shard(index: GroupIndex, slab: Slab, *, step: int) -> dict[str, Any]:
     """Copy a shard but for its rows into what `torch.load(weights_only=True)` accepts."""
     slots = index.held_slots()
     groups, how = list(index.evicted), list(index.evicted.values())
     modes = [EVICTION_MODES.index(mode) for mode, _ in how]
     return {
         "format": FORMAT,
-        **owners._asdict(),
         "capacity": slab.capacity,
         "width": slab.width,
         "dtype": slab.dtype,
@@ -66,11 +49,12 @@ def save_shard(index: GroupIndex, slab: Slab, *, owners: Owners, step: int) -> d
     }
 
 
-def load_shards(
-    index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, owners: Owners, keeps: Keeps, room: int
-) -> int:
-    """Fill index and slab from shards, see `Ledger.load_state_dict`. Returns the step, -1: none."""
+def check_shards(saved: Sequence[Shard], slab: Slab) -> None:
+    """Refuse shards of another format or width, or whose groups were not held by their readers."""
     for shard in saved:
+        if shard.get("ownership") == "exchange" and shard["world_size"] > 1:
+            problem = f'its states were dealt to {shard["world_size"]} ranks by ownership = "exchange", which is gone'
+            raise UserError("ledger", problem, "begin a run with its weights ([model] weights)")
         if shard["format"] != FORMAT:
             problem = f"checkpoint format must be {FORMAT}, got {shard['format']}"
             raise UserError("ledger", problem, "resume with the version that saved it")
@@ -78,18 +62,17 @@ def load_shards(
             problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
             fix = "resume with the model that was saved, or drop the ledger from the checkpoint"
             raise UserError("ledger", problem, fix)
-    kind = {"capacity": slab.capacity, "ownership": owners.ownership, "world_size": owners.world_size}
-    if len(saved) == owners.world_size and kind.items() <= saved[owners.rank].items():
-        own = saved[owners.rank]
-        groups, slots, last_step, free = (own[name].numpy() for name in ARRAYS)
-        index.fill((groups, slots, last_step), free, _evicted(own))
-        _restore_rows(slab, slots, own, np.arange(slots.size))
-    else:
-        _fill_anew(index, slab, saved, keeps, room)
-    return max((int(shard["step"]) for shard in saved), default=-1)
 
 
-def _fill_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Keeps, room: int) -> None:
+def load_as_saved(index: GroupIndex, slab: Slab, own: Shard) -> None:
+    """Fill index and slab from one shard of the same capacity, in the same slots."""
+    groups, slots, last_step, free = (own[name].numpy() for name in ARRAYS)
+    index.fill((groups, slots, last_step), free, _evicted(own))
+    _restore_rows(slab, slots, own, np.arange(slots.size))
+
+
+def load_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, keeps: Keeps, room: int) -> None:
+    """Fill index and slab from any shards, see `Ledger.load_shards`."""
     groups = torch.cat([shard["groups"] for shard in saved]).numpy()
     last_step = torch.cat([shard["last_step"] for shard in saved]).numpy()
     # Oldest first, and of a group that several shards hold only the newest entry.

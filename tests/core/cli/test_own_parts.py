@@ -67,8 +67,13 @@ def grouped_by_turns(rank, world_size, seed, seq_len):
     # Batches with groups on one rank, while those of the other have none.
     for index, batch in enumerate(counting(rank, world_size, seed, seq_len)):
         if (index + rank) % 2:
-            batch |= {"group_ids": np.array([rank]), "cell_index": np.array([index]), "is_last": np.array([False])}
+            batch |= {"group_ids": np.array([rank]), "cell_index": np.array([index // 2]), "is_last": np.array([False])}
         yield batch
+
+def moving(rank, world_size, seed, seq_len):
+    for index, batch in enumerate(counting(rank, world_size, seed, seq_len)):
+        group = np.array([(index + rank) % 2])
+        yield {**batch, "group_ids": group, "cell_index": np.array([index]), "is_last": np.array([False])}
 
 def failing(rank, world_size, seed, seq_len, *, at):
     yield from itertools.islice(counting(rank, world_size, seed, seq_len), at)
@@ -186,14 +191,19 @@ def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path
 
 
 @pytest.mark.distributed
-def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(tmp_path):
-    """Otherwise one rank waits for the other in the look-up, which waits for it in the gradient's reduction."""
+def test_ranks_whose_batches_have_no_groups_train_beside_those_that_have(tmp_path):
     own = (GRU, own_source("grouped_by_turns"), "distributed.timeout_sec=120", "train.micro_batches=1")
     train_own(tmp_path, *own, nproc=2)
     rows = rows_of(tmp_path)
-    # Rank 1 has a group from its first batch on, at cell 0; that of rank 0 begins at cell 1: one cold start.
-    assert sum(row["ledger/cold_starts"] for row in rows.values()) == 1
+    assert sum(row["ledger/cold_starts"] for row in rows.values()) == 0
     assert rows[20]["ledger/live_groups"] == 2
+
+
+@pytest.mark.distributed
+def test_groups_that_move_between_ranks_are_refused_by_name(tmp_path):
+    own = (GRU, own_source("moving"), "train.micro_batches=1")
+    said = train_own(tmp_path, *own, nproc=2, code=2)
+    assert "source own: own_parts:moving: a batch continues group" in said
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,9 @@ def test_the_capacity_must_hold_the_groups_in_flight(tmp_path):
         facts(tmp_path, "ledger.capacity=15")
 
 
-def test_ownership_follows_from_who_reads(tmp_path):
-    assert facts(tmp_path, world_size=2).ownership == "reader"
-    assert facts(tmp_path, "ledger.ownership=exchange", world_size=2).ownership == "exchange"
-    foreign = ["data.source.second={name='own', target='my:build'}"]
-    assert facts(tmp_path, *foreign, world_size=2).groups_in_flight == 2 * 4  # a target has no readers
-    assert facts(tmp_path, *foreign, world_size=2).ownership == "exchange"
-    assert facts(tmp_path, *foreign, world_size=1).ownership == "reader"
-    with pytest.raises(UserError, match="which source own"):
-        facts(tmp_path, *foreign, "ledger.ownership=reader", world_size=2)
+def test_a_target_has_no_readers(tmp_path):
+    foreign = "data.source.second={name='own', target='my:build'}"
+    assert facts(tmp_path, foreign, world_size=2).groups_in_flight == 2 * 4
 
 
 BY_BATCH = "data.source.first.weight=1"

@@ -36,10 +36,7 @@ def both(tmp_path):
 
 
 def test_a_state_of_one_rank_that_is_not_finite_is_dropped(both):
-    # Where every rank reads documents of its own, owners are not needed; they are asked for.
-    every, late = both(
-        *("ledger.ownership=exchange", "checkpoint.background=true"), fault={"what": "nan_state", "rank": 1, "step": 3}
-    )
+    every, late = both("checkpoint.background=true", fault={"what": "nan_state", "rank": 1, "step": 3})
     assert run_differences(every, late) == []
     assert sum(row.get("ledger/refused_rows", 0) for row in read_rows(late / "metrics.jsonl").values()) == 1
 

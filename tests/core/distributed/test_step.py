@@ -10,7 +10,7 @@ from tests.support.gloo import run_on_ranks
 from tests.support.steps import make_step
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
-from trainer.ledger import Ledger, LedgerOptions, Owners
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective import Objective, ObjectiveOptions
@@ -44,8 +44,7 @@ def one_step(
     torch.manual_seed(0)
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
     strategy = Replicated(world_size=world, device=CPU) if world > 1 else Strategy()
-    options, owners = LedgerOptions(capacity=32, wipe_mode="none"), Owners("reader", rank, world)
-    ledger = Ledger(options, state_width=16, dtype=torch.float64, owners=owners)
+    ledger = Ledger(LedgerOptions(capacity=32, wipe_mode="none"), state_width=16, dtype=torch.float64)
     gns = GradientNoiseScale(inner, process_group=torch.distributed.group.WORLD if world > 1 else None)
     settings = {"ledgers": [ledger], "objective": Objective(ObjectiveOptions(z_loss=1e-2)), "gns": gns}
     step = make_step(inner, strategy, world_size=world, clip_grad_norm=clip, **settings)

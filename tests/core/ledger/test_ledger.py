@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import get_args
 
 import numpy as np
@@ -15,7 +14,7 @@ from tests.support.ranks import differences
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.lab.nested_state import NestLayout
-from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, LedgerOptions, index, owner_of
+from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, LedgerOptions, index
 from trainer.options import WipeMode
 
 WIDTH = 2
@@ -124,7 +123,7 @@ def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
         store(ledger, [-1])
     if resumes:
         saved, ledger = ledger.state_dict(), new_ledger("lru")
-        ledger.load_state_dict([saved])
+        ledger.load_state_dict(saved)
     ledger.begin_step(6)
     assert lookup(ledger, [1]) == [1.0]
     ledger.begin_step(5)
@@ -163,20 +162,13 @@ def test_hash_is_splitmix64() -> None:
     ]
 
 
-@pytest.mark.parametrize("stride", [1, 8, 4096])
-def test_owners_are_spread_whatever_the_stride_of_the_ids(stride: int) -> None:
-    shares = Counter(owner_of(np.arange(8000) * stride, 8).tolist())
-    assert len(shares) == 8
-    assert max(shares.values()) < 1150
-
-
 def test_full_wipe_forgets_who_was_evicted() -> None:
     before = new_ledger("lru", capacity=1)
     before.begin_step(1)
     store(before, [1])
     store(before, [2])
     ledger = new_ledger("full", capacity=1, wipe_every=3)
-    ledger.load_state_dict([before.state_dict()])
+    ledger.load_state_dict(before.state_dict())
     assert 1 in ledger._index.evicted
     ledger.begin_step(3)
     store(ledger, [1])

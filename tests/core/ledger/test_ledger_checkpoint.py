@@ -11,42 +11,48 @@ import torch
 from tests.core.ledger.test_ledger import lookup, store
 from tests.support.memory import resident_bytes
 from trainer.errors import UserError
-from trainer.ledger import Ledger, LedgerOptions, Owners
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.ledger import slab as slabs
 from trainer.ledger.slab import Slab
 
 WIDTH = 2
 
 
-def new_ledger(wipe_mode: str = "lru", capacity: int = 4, rank: int = 0, world_size: int = 1) -> Ledger:
-    owners = Owners("reader", rank, world_size)
-    return Ledger(LedgerOptions(capacity=capacity, wipe_mode=wipe_mode), state_width=WIDTH, owners=owners)
+def new_ledger(wipe_mode: str = "lru", capacity: int = 4) -> Ledger:
+    return Ledger(LedgerOptions(capacity=capacity, wipe_mode=wipe_mode), state_width=WIDTH)
 
 
-def saved_by(rank: int, groups: list[int], value: float, *, step: int = 1, world_size: int = 2) -> dict[str, object]:
-    ledger = new_ledger("lru", capacity=4, rank=rank, world_size=world_size)
+def saved(groups: list[int], value: float, *, step: int = 1) -> dict[str, object]:
+    ledger = new_ledger("lru", capacity=4)
     ledger.begin_step(step)
     store(ledger, groups, value)
     return ledger.state_dict()
 
 
-def test_same_world_size_takes_the_own_shard_only() -> None:
-    ledger = new_ledger("lru", capacity=4, rank=1, world_size=2)
-    ledger.load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)])
-    assert lookup(ledger, [1, 2, 3]) == [0.0, 0.0, 2.0]
+def test_states_that_were_dealt_to_ranks_by_the_hash_of_their_groups_are_refused_by_name() -> None:
+    """Of a version whose ledger had `ownership`; a checkpoint of its readers, or of one rank, is read."""
+    ledger = new_ledger()
+    for ownership, ranks in (("reader", 2), ("exchange", 1)):
+        ledger.load_state_dict({**saved([1], 3.0), "ownership": ownership, "rank": 0, "world_size": ranks})
+        assert lookup(ledger, [1]) == [3.0]
+    dealt = {**saved([2], 4.0), "ownership": "exchange", "rank": 0, "world_size": 2}
+    for load in (ledger.load_state_dict, lambda shard: ledger.load_shards([shard, shard])):
+        with pytest.raises(UserError, match='dealt to 2 ranks by ownership = "exchange", which is gone'):
+            load(dealt)
+    assert lookup(ledger, [1]) == [3.0]
 
 
 def test_of_a_group_in_several_shards_the_newest_state_counts() -> None:
-    shards = [saved_by(0, [1, 2], 9.0, step=7), saved_by(1, [1, 3], 1.0, step=5)]
+    shards = [saved([1, 2], 9.0, step=7), saved([1, 3], 1.0, step=5)]
     for order in (shards, shards[::-1]):
         ledger = new_ledger("lru")
-        ledger.load_state_dict(order)
+        ledger.load_shards(order)
         assert lookup(ledger, [1, 2, 3]) == [9.0, 9.0, 1.0]
         assert ledger.drain_metrics()["ledger/live_groups"] == 3
         # The older entry takes up no place: of the four slots one is free, and each is used once.
-        saved = ledger.state_dict()
-        assert sorted([*saved["slots"].tolist(), *saved["free_slots"].tolist()]) == [0, 1, 2, 3]
-        assert sorted(saved["groups"].tolist()) == [1, 2, 3]
+        again = ledger.state_dict()
+        assert sorted([*again["slots"].tolist(), *again["free_slots"].tolist()]) == [0, 1, 2, 3]
+        assert sorted(again["groups"].tolist()) == [1, 2, 3]
 
 
 def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
@@ -56,7 +62,7 @@ def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
         for group in groups:
             store(ledger, [group])
     assert 1 in evicts._index.evicted
-    merged.load_state_dict([evicts.state_dict(), holds.state_dict()])
+    merged.load_shards([evicts.state_dict(), holds.state_dict()])
     assert not merged._index.evicted
     store(merged, [1])
     assert merged.drain_metrics()["ledger/false_evictions/lru"] == 0
@@ -64,12 +70,12 @@ def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
 
 def test_checkpoint_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match=r"ledger\.capacity: must hold the checkpoint's 3 groups, got 2"):
-        new_ledger("lru", capacity=2).load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)])
+        new_ledger("lru", capacity=2).load_shards([saved([1, 2], 1.0), saved([3], 2.0)])
     with pytest.raises(UserError, match="got 2; set it to at least 7"):
-        new_ledger("lru", capacity=2).load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)], room=4)
+        new_ledger("lru", capacity=2).load_shards([saved([1, 2], 1.0), saved([3], 2.0)], room=4)
     wide = Ledger(LedgerOptions(capacity=4), state_width=WIDTH + 1)
     with pytest.raises(UserError, match="states are 2 wide, the model's 3"):
-        wide.load_state_dict([saved_by(0, [1], 1.0)])
+        wide.load_state_dict(saved([1], 1.0))
 
 
 @pytest.mark.parametrize(("capacity", "is_warned"), [(4, True), (5, False)])
@@ -77,7 +83,7 @@ def test_a_capacity_without_room_for_groups_in_flight_is_warned_about(
     capacity: int, is_warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = new_ledger("lru", capacity=capacity)
-    ledger.load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)], room=2)
+    ledger.load_shards([saved([1, 2], 1.0), saved([3], 2.0)], room=2)
     assert ("set it to at least 5" in capsys.readouterr().err) == is_warned
 
 
@@ -97,7 +103,7 @@ def test_rows_are_saved_and_restored_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert ledger.num_row_bytes == whole["rows"].numel() * 4
     same, other = new_ledger(), new_ledger(capacity=7)
     for resumed in (same, other):
-        resumed.load_state_dict([whole])
+        resumed.load_state_dict(whole)
         found = resumed.state_dict()
         by_group = dict(zip(found["groups"].tolist(), found["rows"][:, 0].tolist(), strict=True))
         assert by_group == {1: 1.0, 2: 2.0, 3: 3.0}

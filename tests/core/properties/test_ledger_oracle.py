@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from trainer.errors import UserError
-from trainer.ledger import COUNTER_KEYS, Ledger, LedgerOptions, Owners
+from trainer.ledger import COUNTER_KEYS, Ledger, LedgerOptions
 
 WIDTH = 3
 NUM_GROUPS = 10
@@ -115,10 +115,10 @@ class LedgerMachine(RuleBasedStateMachine):
     mode = "none"
     dtype = torch.float32
 
-    def new_ledger(self, **ranks: int) -> Ledger:
-        own, owners = self.oracle, Owners("reader", **ranks)
+    def new_ledger(self) -> Ledger:
+        own = self.oracle
         options = LedgerOptions(self.mode, own.capacity, "float32", own.threshold, own.every, own.every)
-        return Ledger(options, state_width=WIDTH, dtype=self.dtype, owners=owners)
+        return Ledger(options, state_width=WIDTH, dtype=self.dtype)
 
     @initialize(capacity=st.integers(1, 8), every=st.integers(1, 4), threshold=st.integers(1, 4))
     def start(self, capacity: int, every: int, threshold: int) -> None:
@@ -179,7 +179,7 @@ class LedgerMachine(RuleBasedStateMachine):
         buffer.seek(0)
         undrained = self.ledger.undrained()
         self.ledger = self.new_ledger()
-        self.ledger.load_state_dict([torch.load(buffer, weights_only=True)])
+        self.ledger.load_state_dict(torch.load(buffer, weights_only=True))
         if keeps_counts:
             self.ledger.load_undrained(undrained)
         else:
@@ -192,12 +192,12 @@ class LedgerMachine(RuleBasedStateMachine):
         saved = self.ledger.state_dict()
         shards = []
         for rank in range(num_shards):
-            part = self.new_ledger(rank=rank, world_size=num_shards)
-            part.load_state_dict([saved], owned=lambda groups, rank=rank: groups % num_shards == rank)
+            part = self.new_ledger()
+            part.load_shards([saved], owned=lambda groups, rank=rank: groups % num_shards == rank)
             shards.append(part.state_dict())
             assert all(int(group) % num_shards == rank for group in shards[-1]["groups"])
         self.ledger = self.new_ledger()
-        self.ledger.load_state_dict(shards)
+        self.ledger.load_shards(shards)
         self.adopt_places()
         self.oracle.counts = dict.fromkeys(COUNTER_KEYS, 0)
         self.begin_step(0)

@@ -33,7 +33,7 @@ def baseline(corpus, tmp_path_factory):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("gns.enabled=false", "ledger.ownership=exchange", "checkpoint.background=true", "metrics.per_source=true"),
+        ("gns.enabled=false", "checkpoint.background=true", "metrics.per_source=true"),
         ("ledger.wipe_mode=none", "data.prefetch=0", "checkpoint.every=0", "objective.token_types=true"),
         ("train.on_non_finite=skip", "metrics.log_interval=3", "eval.every=0"),
     ],

@@ -25,7 +25,6 @@ from trainer.data.layout import refuse_empty_files
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.import_path import users_code
-from trainer.ledger.ledger import Ledger
 from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing.checkpoint import loading
@@ -48,7 +47,9 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
     is_same = num_saved == num_shards
     with loading(path, "files"):
         tensors = open_model(path, saved, rank=info.rank)
-        parts = _read_parts(path, num_saved, state, needs_all=not is_same)
+        # The usual resume: each rank reads its own files alone.
+        numbers = [shard.number for shard in state.shards] if is_same else range(num_saved)
+        parts = {number: read_rank(path, number) for number in numbers}
     with loading(path, "weights"):
         load_weights_of(state.model, tensors)
     with loading(path, "optimizer"):
@@ -70,8 +71,7 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         position = Position.of(state, saved["step"])
     # After the data cursors, which know the documents that are in flight.
     with loading(path, "ledger"):
-        # Groups in flight here need room besides those of a checkpoint of other shards.
-        _restore_ledgers(state, saved, parts, room=0 if is_same else plan.facts.groups_in_flight)
+        _restore_ledgers(state, saved, parts, is_same=is_same, in_flight=plan.facts.groups_in_flight)
     position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
@@ -88,43 +88,31 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
 
 
 def _restore_ledgers(
-    state: TrainState, saved: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], *, room: int
+    state: TrainState,
+    saved: Mapping[str, Any],
+    parts: Mapping[int, Mapping[str, Any]],
+    *,
+    is_same: bool,
+    in_flight: int,
 ) -> None:
     layout = saved.get("state_layout")
     if state.ledgers and layout != state.state_layout:
         raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
     for shard in state.shards:
-        if shard.ledger is not None:
-            # Their documents resume, perhaps after a long wait, and must not be swept.
-            shard.ledger.keep(shard.dataset.waiting_groups)
-    for number, ledger in state.ledgers.items():
-        if _is_own_ledger(parts, number, ledger):
-            ledger.load_state_dict([parts[number]["ledger"]] * ledger.owners.world_size)
-            ledger.load_undrained(parts[number]["unlogged"]["ledger"])
+        if shard.ledger is None:
             continue
-        shards, owned = [part["ledger"] for part in parts.values() if "ledger" in part], None
-        for each in state.shards:
-            groups = each.dataset.groups_in_flight
-            if each.ledger is ledger and groups is not None:
-                # No other group will be looked up.
-                owned, room = partial(np.isin, test_elements=groups), 0
-        ledger.load_state_dict(shards, owned=owned, room=room)
-
-
-def _read_parts(path: Path, num_saved: int, state: TrainState, *, needs_all: bool) -> dict[int, dict[str, Any]]:
-    """The parts of all data shards by number; only those of this rank where it needs no others."""
-    if not needs_all:
-        # The usual resume: each rank reads its own files alone.
-        own = {shard.number: read_rank(path, shard.number) for shard in state.shards}
-        if all(_is_own_ledger(own, number, ledger) for number, ledger in state.ledgers.items()):
-            return own
-    return {number: read_rank(path, number) for number in range(num_saved)}
-
-
-def _is_own_ledger(parts: Mapping[int, Mapping[str, Any]], number: int, ledger: Ledger) -> bool:
-    """Whether shard `number` saved exactly the states that this ledger holds."""
-    saved, owners = parts.get(number, {}).get("ledger"), ledger.owners
-    return saved is not None and all(saved[name] == value for name, value in owners._asdict().items())
+        # Their documents resume, perhaps after a long wait, and must not be swept.
+        shard.ledger.keep(shard.dataset.waiting_groups)
+        if is_same:
+            shard.ledger.load_state_dict(parts[shard.number]["ledger"])
+            shard.ledger.load_undrained(parts[shard.number]["unlogged"]["ledger"])
+            continue
+        shards = [part["ledger"] for part in parts.values() if "ledger" in part]
+        groups = shard.dataset.groups_in_flight
+        if groups is None:  # those in flight here need room besides the others'
+            shard.ledger.load_shards(shards, room=in_flight)
+        else:  # no other group will be looked up
+            shard.ledger.load_shards(shards, owned=partial(np.isin, test_elements=groups))
 
 
 # Changing these changes the shapes of weights, the data, or which tokens the stored states follow;

@@ -54,7 +54,7 @@ class DataShard(NamedTuple):
     """Among the shards of all ranks."""
     dataset: BlendDataset
     ledger: Ledger | None
-    """None for a model without state. Shards of a rank whose groups may move share one."""
+    """None for a model without state."""
 
 
 @dataclass
@@ -77,12 +77,8 @@ class TrainState:
 
     @property
     def ledgers(self) -> dict[int, Ledger]:
-        """By the number of the shard that saves it; empty for a model without state."""
-        found: dict[Ledger, int] = {}
-        for shard in self.shards:
-            if shard.ledger is not None:  # the first of those that share it saves it
-                found.setdefault(shard.ledger, shard.number)
-        return {number: ledger for ledger, number in found.items()}
+        """By the number of its shard; empty for a model without state."""
+        return {shard.number: shard.ledger for shard in self.shards if shard.ledger is not None}
 
     @property
     def reporters(self) -> list[tuple[str, int, Reporter]]:
@@ -369,7 +365,7 @@ class Saver:
         for index, shard in enumerate(state.shards):
             own: dict[str, Any] = {"data": position.data_states[index]}
             own["unlogged"] = position.counts(index)
-            ledger = state.ledgers.get(shard.number)
+            ledger = shard.ledger
             if ledger is not None:
                 own["ledger"] = ledger.state_dict(with_rows=False)
                 own["unlogged"]["ledger"] = ledger.undrained()

@@ -18,7 +18,6 @@ from trainer.distributed.strategy import Strategy, shard_units, strategy_for
 from trainer.errors import raise_found
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
-from trainer.ledger.snapshot import Owners
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput, extras_of, output_layer
 from trainer.objective.loss import Loss, Objective
@@ -71,19 +70,12 @@ def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
 
 
 def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> list[DataShard]:
-    """This rank's data shards, each with its own ledger unless states move between them."""
+    """This rank's data shards, each with its own ledger: a reader keeps its documents."""
     shards = info.data_shards(plan.facts.data_shards)
     options, width = plan.config.ledger, width_of(model)
     ledgers: list[Ledger | None] = [None] * len(shards)
-    if width and plan.facts.ownership == "exchange":
-        # One ledger for all shards of this rank, whose groups may move between them.
-        options = options.model_copy(update={"capacity": len(shards) * options.capacity})
-        owners = Owners("exchange", info.rank, info.world_size)
-        ledgers = [Ledger(options, state_width=width, device=device, owners=owners)] * len(shards)
-    elif width:
-        # A reader keeps its documents, so that no state moves between shards.
-        readers = [Owners("reader", shard.rank, shard.world_size) for shard in shards]
-        ledgers = [Ledger(options, state_width=width, device=device, owners=each) for each in readers]
+    if width:
+        ledgers = [Ledger(options, state_width=width, device=device) for _ in shards]
     pairs = zip(shards, ledgers, strict=True)
     return [DataShard(shard.rank, make_blend(plan, shard, model), ledger) for shard, ledger in pairs]
 

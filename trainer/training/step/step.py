@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
-from trainer.data.batch import Carry, MicroBatch
+from trainer.data.batch import MicroBatch
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
@@ -49,7 +48,6 @@ from trainer.training.step.optimizer import set_lr
 # Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
 HEAD = 7
-LEDGER_SEC = attrgetter("exchange_sec")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Launched:
     """The factor on the sum of token losses in this step's backward."""
     ready_at: float
     """When this rank reached the backward that reduces the gradient over ranks, by the step's
-    clock, without the time that it had waited in the ledger's exchanges."""
+    clock."""
     measured: Measured | None = None
     """The sums of extensions."""
 
@@ -133,8 +131,6 @@ class TrainStep:
     def __post_init__(self) -> None:
         alone = Extensions({}, self.diagnostics, device=self.device, world_size=self.world_size)
         self.extensions = self.extensions or alone
-        # Shards may share a ledger, which begins each step once.
-        self._ledgers = dict.fromkeys(self.ledgers)
         self._gns_guard = self.diagnostics.best_effort("gns")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
@@ -152,7 +148,7 @@ class TrainStep:
 
         `step` is the ledger's clock; extensions that measure logged steps do if `is_logged`.
         """
-        for each in self._ledgers:
+        for each in self.ledgers:
             each.begin_step(step)
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
         extensions = self.extensions
@@ -163,14 +159,11 @@ class TrainStep:
             self._gns_guard.run(self.gns.begin_window, len(window))
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
-        exchanged_before, drawn = sum(map(LEDGER_SEC, self._ledgers)), [0] * len(self.shards)
+        drawn = [0] * len(self.shards)
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
             ledger = self.ledgers[micro.shard] if self.ledgers else None
             carry, state = micro.carry, None
-            if carry is None and ledger is not None and ledger.is_collective:
-                # The rows of other ranks may have groups, and all ranks must take part.
-                carry = Carry.of_no_group(len(micro.targets))
             if ledger is not None and carry is not None:
                 state = ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
             # By shard and number, not by rank: the draws are the same on any number of ranks.
@@ -186,7 +179,6 @@ class TrainStep:
                 else:
                     given = {"is_first": index == 0, "is_last": is_last}
                     end, result = self.graphs(self, micro, state, self._kappa, **given)
-                self._ready_at -= sum(map(LEDGER_SEC, self._ledgers)) - exchanged_before
             if ledger is not None and carry is not None and end is not None:
                 ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
                 ledger.store(carry.group_ids, carry.cell_index, carry.is_last, end, **ends)
