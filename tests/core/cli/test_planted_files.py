@@ -14,7 +14,7 @@ from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
 
 pytestmark = pytest.mark.timeout(300)
-FILES = ("metrics.jsonl", "events.jsonl", "status.json", "config.resolved.toml", "profile/summary.json")
+FILES = ("metrics.jsonl", "events.jsonl", "status.json", "config.resolved.toml")
 PRECIOUS = "precious, and without a newline"
 
 

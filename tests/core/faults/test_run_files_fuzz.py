@@ -57,8 +57,6 @@ def whole(tmp_path_factory) -> tuple[Path, Path]:
     for steps in (4, 6):
         sets = [*EVERY_FILE, f"train.steps={steps}", f"data.source.first.weight={steps}", "checkpoint.resume=auto"]
         assert train(load_config(config, sets), Launch(config_path=config, parts=PARTS, run_dir=str(run_dir))) == 0
-    (run_dir / "profile").mkdir()
-    (run_dir / "profile" / "summary.json").write_text('{"steps": 1, "kernels": [{"name": "a", "share": 0.5}]}')
     return config, run_dir
 
 

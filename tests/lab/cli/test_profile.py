@@ -1,4 +1,4 @@
-"""`train --profile N`: a trace of N steady steps in the run directory, and where the time went."""
+"""`train --profile N`: a trace of N steady steps in the run directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import losses, train, write_tiny_config
-from trainer.lab.profile import SETTLING, WARM_UP
 
 
 def profiled(directory: Path, steps: int) -> tuple[Path, str]:
@@ -19,22 +18,18 @@ def profiled(directory: Path, steps: int) -> tuple[Path, str]:
 
 
 @pytest.mark.distributed
-def test_the_trace_has_the_steps_the_summary_where_their_time_went_and_no_loss_changes(tmp_path):
+def test_the_trace_has_the_steps_and_no_loss_changes(tmp_path):
     run_dir, said = profiled(tmp_path, 16)
     train(tmp_path / "tiny.toml", tmp_path / "plain", "train.steps=16")
     assert losses(tmp_path / "plain" / "metrics.jsonl") == losses(run_dir / "metrics.jsonl")
-    summary = json.loads((run_dir / "profile" / "summary.json").read_text())
-    assert summary["num_steps"] == 3
-    assert summary["first_step"] == SETTLING + WARM_UP + 1
-    assert summary["step_ms"] > 0
     events = json.loads(gzip.decompress((run_dir / "profile" / "trace.json.gz").read_bytes()))["traceEvents"]
     steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
     assert len(steps) == 3
-    assert said.count("profile of 3 steps") == 1
+    assert said.count("profile of 3 steps from step 11 on") == 1
     assert "USDT" not in said  # torch's own log of its profiler
 
 
 def test_a_run_that_ends_before_says_that_there_is_no_profile(tmp_path):
     run_dir, said = profiled(tmp_path, 12)
     assert "the run ended before steps 11 to 13 were recorded: there is no profile" in said
-    assert not (run_dir / "profile" / "summary.json").exists()
+    assert not any((run_dir / "profile").iterdir())
