@@ -6,6 +6,7 @@ The optimizer learns whether to step by `found_inf`, the flag of torch's loss sc
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -115,3 +116,12 @@ def scale_gradients(gradients: list[Tensor], loss_factor: Tensor, grad_sq: Tenso
     if {*map(attrgetter("dtype"), gradients)} == {torch.float32}:
         scale = scale.float()  # a scale of the gradients' own type takes one kernel for all of them
     torch._foreach_mul_(gradients, scale)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that this rank may count on: of a CUDA device, or its part of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return whole // (int(ranks) if ranks.isdigit() and int(ranks) else 1)

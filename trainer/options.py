@@ -129,14 +129,17 @@ TextSplit = Literal["file", "blank_line"]
 WipeMode = Literal["none", "full", "lru", "periodic_stale"]
 
 
+DEFAULT_CAPACITY: Final = 4096
+
+
 @part_options
 class LedgerOptions(Options):
     """Options of `trainer.ledger.Ledger`."""
 
     wipe_mode: WipeMode = "lru"
     """Evict none, all (full), the least recently stored (lru), or the stale ones."""
-    capacity: Count = 4096
-    """Number of groups a rank can hold; absent, with full rows: 8 times the rows."""
+    capacity: WholeNumber = 0
+    """Number of groups a data shard can hold; 0: full rows: one for each lane, otherwise 4,096."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the kept states."""
     stale_threshold: WholeNumber = 0
@@ -146,6 +149,11 @@ class LedgerOptions(Options):
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
 
+    @property
+    def slots(self) -> int:
+        """`capacity`, or its default."""
+        return self.capacity or DEFAULT_CAPACITY
+
     def check(self) -> None:
         """Refuse a mode without its interval."""
         if self.wipe_mode == "full" and self.wipe_every == 0:
@@ -154,6 +162,7 @@ class LedgerOptions(Options):
             raise ValueError('wipe_mode "periodic_stale" needs stale_threshold >= 1')
 
 
+DEFAULT_STREAMS: Final = 4
 PickMode = Literal["weighted", "uniform", "round_robin"]
 BatchingMode = Literal["per_row", "per_stream", "device_per_stream"]
 
@@ -162,8 +171,9 @@ BatchingMode = Literal["per_row", "per_stream", "device_per_stream"]
 class MixingOptions(Options):
     """Options of `ShardSource` and `StreamMixingDataset`: how a source's streams are mixed."""
 
-    num_streams_mixed: Size = 4
-    """K: number of streams that a source keeps open at once."""
+    num_streams_mixed: WholeNumber = 0
+    """K: number of streams that a source keeps open at once; 0: full rows: as many as there are
+    lanes, up to 256, otherwise 4."""
     pick_mode: PickMode = "weighted"
     """How to pick a micro-batch's stream. weighted: by the batches left; uniform: equally."""
     batching_mode: BatchingMode = "per_row"
@@ -175,6 +185,11 @@ class MixingOptions(Options):
     """Modality -> batch size, where it differs from batch_size."""
     repeat: bool = True
     """Start another epoch when the data is exhausted; false: end the run."""
+
+    @property
+    def streams_open(self) -> int:
+        """`num_streams_mixed`, or its default."""
+        return self.num_streams_mixed or DEFAULT_STREAMS
 
 
 @part_options

@@ -63,9 +63,9 @@ def test_a_window_does_not_wait_for_the_device(device: torch.device) -> None:
         with torch.no_grad():
             kappa = 0.1 * weights.sum()
         with synchronization_forbidden(device) if number else nullcontext():
-            gns.begin_window(4)
+            gns.begin_window(4, spread=4, by_rank=number == 2)
             for k in range(4):
-                gns.begin_micro(k == 3)
+                gns.begin_micro(k == 3, groups={k}, rows_before=1.0)
                 (0.1 * loss_sum(model, inputs[k], weights)).backward()
                 gns.end_micro(kappa, weights)
             sums = gns.local_sums()

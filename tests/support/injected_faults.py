@@ -120,19 +120,6 @@ def _spoil_states(step: int, states: torch.Tensor) -> None:
         states[0] = math.nan
 
 
-def _oversize(seed: int, path: Path) -> Path:
-    run = write_run(healthy_scenario(seed), path)
-    config = run / "config.resolved.toml"
-    config.write_text(config.read_text().replace("capacity = 64", "capacity = 1000000"))
-    environment = run / "env.json"
-    environment.write_text(environment.read_text().replace("128", "2048"))
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    for line in lines:
-        line["metrics"]["ledger/fill_fraction"] *= 64 / 1000000
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return run
-
-
 def _by_depth(*gains: float) -> Callable[[random.Random, Rows], None]:
     """Evaluations with these gains of carrying from 128, 256, ... tokens on."""
 
@@ -230,7 +217,6 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
         stale_threshold=3,
     ),
     ("cold_starts", "full wipe every 50 steps", 50, 10): _scenario(wipe_mode="full", wipe_every=50),
-    ("ledger_oversize", "8 GB for a million places, 64 used", 0, 105): _oversize,
     ("refused_rows", "states that are NaN in one step", ONSET, 5): _scenario(on_states=_spoil_states),
     ("context_unused", "a gain of carrying that ends at 512 tokens", 0, 100): _rows(_by_depth(0.05, 0.06, 0.0, 0.0)),
     ("loss_rises_with_depth", "a gain of carrying below 0 from 512 tokens on", 0, 100): _rows(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.metrics.noise_scale.estimate import Current, History
 
@@ -46,9 +47,34 @@ def histories(
 
 def of_run(history: Any, run: int) -> History:
     """The history of one run, from that of all, whose sums are arrays."""
-    one = History()
-    one.load_state_dict([[(x[run], y[run]) for x, y in level] for level in history.state_dict()])
+    one, state = History(), history.state_dict()
+    state["phases"] = [
+        (phase, [[(n, x[run], y[run]) for n, x, y in level] for level in levels]) for phase, levels in state["phases"]
+    ]
+    one.load_state_dict(state)
     return one
+
+
+def continued(
+    spread: int, rows: int, *, steps: int, runs: int, seed: int, dim: int = 20, micros: int = 4
+) -> Iterator[NDArray[np.float64]]:
+    """[3, runs] of each window: S and |G|^2, both 1 in truth, and the rows of its document before a row, on average.
+
+    A micro-batch is a row of a document of so many `rows`, the next of which comes `spread` windows later; nine tenths of
+    its noise are the document's.
+    """
+    rng = np.random.default_rng([seed, spread, rows])
+    documents = rng.standard_normal((spread, runs, micros, dim))
+    ages = rng.integers(rows, size=documents.shape[:-1])
+    for step in range(steps):
+        own, age = documents[step % spread], ages[step % spread]
+        noise = math.sqrt(0.9) * own + math.sqrt(0.1) * rng.standard_normal(own.shape)
+        gradients = dim**-0.5 + math.sqrt(micros / dim) * noise
+        big, small = (gradients.mean(axis=1) ** 2).sum(axis=-1), (gradients**2).sum(axis=(1, 2)) / micros
+        tr_sigma = (small - big) / (micros - 1)
+        yield np.array([tr_sigma, big - tr_sigma, age.mean(axis=-1)])
+        age[...] = (age + 1) % rows
+        own[age == 0] = rng.standard_normal((int((age == 0).sum()), dim))
 
 
 def covers(current: Current, truth: float) -> bool:

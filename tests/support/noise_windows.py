@@ -92,4 +92,4 @@ def assert_mean_is(values: Sequence[float], expected: float, *, power: float | N
 
 def constant_window(tr_sigma: float = 40.0, grad_sq: float = 5.0, **changes: float) -> Window:
     fields = {"between": tr_sigma, "within": tr_sigma, "small_noise": 0.5, "big_noise": 1 / 16, "num_tokens": 0.0}
-    return Window(tr_sigma=tr_sigma, grad_sq=grad_sq, world_size=2, **{**fields, **changes})
+    return Window(tr_sigma=tr_sigma, grad_sq=grad_sq, world_size=2, **{**fields, "rows_before": 0.0, **changes})

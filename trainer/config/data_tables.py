@@ -207,6 +207,10 @@ def plan_of(setting: int | BatchScheduleTable) -> MicroBatches:
 class MixingTable(Table, MixingOptions):
     """`[data.mixing]`: how streams are mixed; defaults for every source."""
 
+    spread: Size = 16
+    """c: full rows: steps from one row of a document to its next, at most; few documents make it
+    smaller (docs/mixing.md)."""
+
     # pydantic overlooks the default_factory of a dataclass.
     batch_size_by_modality: dict[Text, Size] = {}
 
@@ -214,7 +218,7 @@ class MixingTable(Table, MixingOptions):
 class MixingOverride(Table):
     """`[data.source.mixing]`: keys of `[data.mixing]` for one source; absent: as there."""
 
-    num_streams_mixed: Size | None = None
+    num_streams_mixed: WholeNumber | None = None
     pick_mode: PickMode | None = None
     batching_mode: BatchingMode | None = None
     batch_size: Size | None = None

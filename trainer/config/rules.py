@@ -76,7 +76,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     """The numbers that follow from a config. Raises UserError or `UserErrors` if it cannot work."""
     mixings = _mixings(config, sources)
     # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
-    in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
+    in_flight = sum(mixing.streams_open * largest_batch(mixing) for mixing in mixings)
     if reads_lanes(config):
         in_flight = config.data.mixing.batch_size  # a document in each row
     num_shards = data_shards(config, world_size)
@@ -94,7 +94,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         tokens_in_run=config.train.tokens or micro_tokens * config.micro_batches.batches_before(steps + 1),
         groups_in_flight=in_flight,
         capacity_to_change_ranks=in_flight * (num_shards + 1),
-        ledger_capacity=config.ledger.capacity,
+        ledger_capacity=config.ledger.slots,
         ledger_mode=config.ledger.wipe_mode,
     )
 
@@ -124,7 +124,11 @@ def _broken_rules(
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
-    if ledger.capacity < in_flight:
+    spread = config.data.mixing.spread
+    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and ledger.stale_threshold < spread:
+        problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later (data.mixing.spread)"
+        yield "ledger.stale_threshold", problem, f"set it to {spread} or more, or lower the spread"
+    if ledger.slots < in_flight:
         problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
         problem += f"others: open streams x batch size of each source), got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
@@ -73,6 +73,16 @@ class MicroBatch:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     shard: int = 0  # which of the rank's data shards it is of, from 0
     is_filler: bool = False  # a masked copy: the data set had nothing left
+
+    @property
+    def documents(self) -> Collection[Hashable]:
+        """What its rows are of: documents, or the groups of a data set that does not say."""
+        if self.is_filler:
+            return ()
+        found: Collection[Hashable] | None = getattr(self.located, "documents", None)
+        if found is None and self.carry is not None:
+            found = {group for group in self.carry.group_ids.tolist() if group >= 0}
+        return found or ()
 
     @property
     def meta(self) -> str:

@@ -67,6 +67,12 @@ class Located:
         self.origin: dict[str, Any] = {}  # more of it, where all rows are of one stream
 
     @property
+    def documents(self) -> set[tuple[str, str, int]]:
+        """The documents of all rows: source, file and number."""
+        tables = ((of.source.groups, of.document) for of, _, _ in chain.from_iterable(self._rows))
+        return {(table.namespace, table.relative_path, document) for table, document in tables}
+
+    @property
     def rows(self) -> list[list[Segment]]:
         found: list[list[Segment]] = []
         for row in self._rows:

@@ -7,7 +7,7 @@ of it, and the rest is dealt anew. Points are dropped at the end of the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -61,10 +61,10 @@ def check_states(states: Sequence[State], own: State) -> None:
             raise UserError(name, problem, "restore the old value, or start without this state")
 
 
-def resharded(states: Sequence[State], num_parts: Sequence[int]) -> tuple[int, dict[int, list[Point]]]:
+def resharded(states: Sequence[State], num_parts: Callable[[int, int], int]) -> tuple[int, dict[int, list[Point]]]:
     """The epoch to continue in, the earliest of any shard, and the points of it and later ones.
 
-    There, a shard that is ahead has taken its whole part, one that is behind nothing.
+    `num_parts`: of an epoch, for a shard. There, a shard that is ahead has taken its whole part, one that is behind nothing.
     """
     # A shard without any group stays in its first epoch: it does not tell where the run is.
     epochs = [state["epoch"] for state in states if state["pool"] or not state["is_ended"]]
@@ -74,11 +74,11 @@ def resharded(states: Sequence[State], num_parts: Sequence[int]) -> tuple[int, d
         points |= {epoch: list(parts) for epoch, parts in state["points"] if epoch >= first}
     for epoch in range(first, last + 1):
         cursors: Point = []
-        for state, number in zip(states, num_parts, strict=True):
+        for shard, state in enumerate(states):
             if state["epoch"] == epoch:
                 cursors.append([state["index"], state["pool"]])
             elif state["epoch"] > epoch:
-                cursors.append([number, []])
+                cursors.append([num_parts(epoch, shard), []])
             else:
                 cursors.append([0, []])
         points[epoch] = [*points.get(epoch, []), cursors]

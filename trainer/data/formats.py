@@ -91,6 +91,12 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
     return kind(path, column) if callable(kind) else kind
 
 
+def is_read_whole(path: Path | str, name: str = "auto") -> bool:
+    """Whether opening a file reads all of it, not just an index."""
+    name = format_name(Path(path), name)
+    return is_import_path(name) or FORMATS[name].load is None
+
+
 def takes_option(name: str, option: str) -> bool:
     """Whether the option changes how files of the format `name` are read."""
     return name in FORMATS and option in FORMATS[name].options

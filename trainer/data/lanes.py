@@ -8,6 +8,11 @@ first position of a row too. Without it each document begins a row, and its last
     lane 3   | doc 17 ............................ | doc 4 | doc 90 | doc 8 .......................
              row k                      row k+1                      row k+2
 
+There are g groups of B lanes, which take turns: the k-th micro-batch reads group k mod g. So with
+g = c m the next row of a document comes c steps later, and the rows of c steps in a row are of
+different documents (`trainer.data.spread` chooses g). When fewer groups hold all that is left, the
+documents move into these.
+
 Claims decide which source the next document comes from, so that weights are shares of tokens:
 whenever n tokens are handed to a lane, each source that can be read gains its current share of n,
 and the one they came from loses n; the largest claim is served next. Nothing is computed from the
@@ -18,14 +23,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from trainer.arrays import IGNORED
-from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.blend import BlendDataset, BlendSource, Drained
 from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.groups import Handed
 from trainer.data.shard_source import ShardSource
@@ -35,14 +41,17 @@ from trainer.metrics.logger import get_logger
 from trainer.wording import counted
 
 logger = get_logger(__name__)
+DOCUMENTS = "data/documents"
 NUM_TOKENS = attrgetter("num_tokens")
 
 
 class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from B = `rows` lanes; see `Collator` for their keys.
 
-    A source that is no `ShardSource` gives whole micro-batches of its own, by the same claims.
-    `how`, and errors, are those of `BlendDataset`; or a file is unreadable or damaged.
+    `groups`: the groups of lanes, by the micro-batches of a step; absent: 1. `documents`: those to
+    draw from, which are reported (0: unknown). A source that is no `ShardSource` gives whole
+    micro-batches of its own, by the same claims. `how`, and errors, are those of `BlendDataset`; or
+    a file is unreadable or damaged.
     """
 
     def __init__(
@@ -53,12 +62,23 @@ class LaneBlend(BlendDataset):
         row_tokens: int,
         runs_on: bool,
         tokenizer: Tokenizer,
+        groups: Mapping[int, int] = MappingProxyType({}),
+        documents: float = 0.0,
         **how: Any,
     ) -> None:
         super().__init__(sources, **how)
-        self._lanes = [Lane() for _ in range(rows)]
+        self._rows, self.groups = rows, groups
+        self._documents = {DOCUMENTS: documents} if documents else {}
+        self.metric_keys = (*self.metric_keys, *self._documents)
+        self._lanes = [Lane() for _ in range(rows * self._wanted_groups())]  # group by group
+        self._turn = 0  # the group that is read next
+        # Where each lane is. Few lanes move in a micro-batch, and each has a state.
+        self._lane_places: list[Place | None] = [None] * len(self._lanes)
         # Unfinished documents of a run with more lanes; they continue before new ones begin.
         self._waiting: list[Place] = []
+        self._waiting_since = 0  # the micro-batch
+        # Those of sources that are off: they wait until a later run reads the source again.
+        self._paused: list[Place] = []
         self._collator = Collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
         self._claims = [0.0] * len(sources)
         self._shares: list[float] = []
@@ -79,13 +99,17 @@ class LaneBlend(BlendDataset):
         self._hands: dict[int, Callable[[int], list[Handed]]] = {}
         self._shard = (0, 1)
         for index, part in self._laned.items():
-            self._hands[index] = partial(part.hand, partial(self._may_begin_epoch, part))
+            self._hands[index] = part.hand
             self._shard = (part.fixed_state["rank"], part.fixed_state["world_size"])
+
+    def drain_step_metrics(self) -> Drained:
+        """See `BlendDataset.drain_step_metrics`."""
+        return {**super().drain_step_metrics(), **self._documents}
 
     @property
     def places(self) -> list[Place | None]:
         """Where each lane is, and the groups that wait for one."""
-        return [*map(attrgetter("place"), self._lanes), *self._waiting]
+        return [*self._lane_places, *self._waiting, *self._paused]
 
     @property
     def groups_in_flight(self) -> list[int]:
@@ -95,7 +119,7 @@ class LaneBlend(BlendDataset):
     @property
     def waiting_groups(self) -> list[int]:
         """Ids of those that wait for a row to continue on."""
-        return [place.group_id for place in self._waiting]
+        return [place.group_id for place in (*self._waiting, *self._paused)]
 
     def __next__(self) -> Batch:
         """The next micro-batch.
@@ -110,16 +134,57 @@ class LaneBlend(BlendDataset):
         if self._batched:
             batch = self._whole_batch()
         if batch is None:
-            batch = self._collator.batch(self._lanes, self._refill)
-            if not batch["dataset_labels"]:
-                self._stop_or_refuse()
+            batch = self._next_rows()
             self._note_times(time.perf_counter() - began)
         self._batch_index += 1
         return batch
 
+    def _next_rows(self) -> Batch:
+        """The next row of each lane of the group whose turn it is."""
+        while True:
+            self._regroup()
+            first = self._turn * self._rows
+            lanes = self._lanes[first : first + self._rows]
+            batch = self._collator.batch(lanes, self._refill)
+            if batch["dataset_labels"]:
+                break
+            if not any(self._lane_places):
+                self._stop_or_refuse()
+            # The group has just found that nothing begins any more: the others go on.
+        self._lane_places[first : first + self._rows] = map(attrgetter("place"), lanes)
+        self._turn = (self._turn + 1) % (len(self._lanes) // self._rows)
+        return batch
+
     def masked(self) -> Batch:
         """A micro-batch of which nothing is learnt."""
-        return self._collator.batch([Lane() for _ in self._lanes], lambda *_: False)
+        return self._collator.batch([Lane() for _ in range(self._rows)], lambda *_: False)
+
+    def _wanted_groups(self) -> int:
+        """The groups of lanes at the next micro-batch, by the size of its step."""
+        return self.groups.get(self._micro_batches.at(self._micro_batches.step_of(self._batch_index)), 1)
+
+    def _regroup(self) -> None:
+        """Change the number of groups if the step has another size, or less is left to read."""
+        wanted = self._wanted_groups()
+        if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
+            being_read = sum(place is not None for place in self._lane_places)
+            wanted = max(1, min(wanted, -(-being_read // self._rows)))
+        if wanted * self._rows != len(self._lanes):
+            first = self._turn * self._rows  # those that have waited longest come first
+            lanes = [lane for lane in (*self._lanes[first:], *self._lanes[:first]) if lane.groups]
+            self._lay_out(wanted, lanes, self._waiting)
+
+    def _lay_out(self, groups: int, lanes: Sequence[Lane], waiting: Sequence[Place], turn: int = 0) -> None:
+        """Have so many groups of lanes, these and new ones; those beyond them wait."""
+        num_lanes = groups * self._rows
+        self._waiting = [place for lane in lanes[num_lanes:] if (place := lane.place)] + [*waiting]
+        self._lanes = [*lanes[:num_lanes], *(Lane() for _ in range(num_lanes - len(lanes)))]
+        self._lane_places, self._turn = [lane.place for lane in self._lanes], turn
+        self._waiting_since = self._batch_index
+        if self._waiting:
+            text = "%s continue once a row is free: %s were read at once, and now there are %s"
+            number = len(self._waiting)
+            logger.info(text, counted(number, "document"), number + num_lanes, num_lanes)
 
     def _note_open(self) -> None:
         pairs = zip(self._shares, self._ended, strict=True)
@@ -178,6 +243,9 @@ class LaneBlend(BlendDataset):
             if at:  # a state is looked up where a row begins, not within it
                 return False
             self._take_up(lane, self._waiting.pop(0))
+            if not self._waiting:
+                waited = self._batch_index - self._waiting_since
+                logger.info("all documents continue: the last waited for %s", counted(waited, "micro-batch"))
             return True
         among: Collection[int] = self._laned
         groups: list[Handed] = []
@@ -189,7 +257,6 @@ class LaneBlend(BlendDataset):
             # Claims decide document by document; for a single source, a row's come together.
             handed = self._hands[index](room if self._is_alone else 1)
             if not handed:
-                # At the end of an epoch, while a lane still reads one before it.
                 self._ended[index] = self._laned[index].is_ended
                 self._note_open()
                 self._unsaved.add(index)
@@ -204,16 +271,17 @@ class LaneBlend(BlendDataset):
         lane.groups = groups[::-1]
         return bool(groups)
 
-    def _may_begin_epoch(self, source: ShardSource) -> bool:
-        """Whether no lane reads an epoch of a source before its present one."""
-        own = [place for place in self.places if place is not None and place.source == source.name]
-        return all(place.epoch >= source.epoch for place in own)
-
     def _take_up(self, lane: Lane, place: Place) -> None:
         source = self._laned[self._by_name[place.source]]
         opened = source.open(source.streams[place.stream])
         lane.groups = opened.hand(np.array([place.group]), place.epoch)
         lane.offset, lane.rows = place.offset, place.rows
+
+    def _lane_at(self, place: Place | None) -> Lane:
+        lane = Lane()
+        if place is not None:
+            self._take_up(lane, place)
+        return lane
 
     def _note_times(self, seconds: float) -> None:
         """Note the time of opening and tokenizing by source, and the rest as reading, by shares."""
@@ -230,16 +298,16 @@ class LaneBlend(BlendDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change."""
-        lanes = [place and list(place) for place in self.places]
         own = {"claims": self._claims.copy(), "total": self._total, "longest": self._longest}
-        own |= {"lanes": lanes, "rows": len(self._lanes), "shard": list(self._shard)}
+        own |= {"lanes": self.places, "rows": self._rows, "shard": list(self._shard)}
+        own |= {"groups": len(self._lanes) // self._rows, "turn": self._turn}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a run stopped; see `BlendDataset`.
 
         `state` is this shard's, or those of all shards, in order. On another number of lanes or
-        shards, unfinished groups continue first, in the order of shards and lanes.
+        shards, unfinished groups continue first: by shard, those that have waited longest first.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         if any("lanes" not in each for each in states):
@@ -247,28 +315,43 @@ class LaneBlend(BlendDataset):
             fix = 'set it to what it was ("per_stream", say), or start a new run'
             raise UserError("data.mixing.batching_mode", problem, fix)
         super().load_state_dict(state)
-        first, num_lanes = states[0], len(self._lanes)
-        claims = dict(zip(first["names"], first["claims"], strict=True))
-        self._claims = [claims.get(name, 0.0) for name in self._names]
-        self._total, self._longest, self._shares = first["total"], first.get("longest", 0), []
         shard, num_shards = self._shard
         if len(states) == num_shards:
             states = [states[shard]]
-        places = [place and Place(*place) for own in states for place in own["lanes"]]
-        if states[0]["shard"] != [shard, num_shards]:
-            places = list(filter(None, places))[shard::num_shards]
-        elif states[0]["rows"] != num_lanes:
-            places = list(filter(None, places))
-        gone = {place.source for place in filter(None, places)} - self._by_name.keys()
+        # Another number of shards: each takes an equal part of what all have given, and owe.
+        part = 1 if states[0]["shard"][1] == num_shards else 1 / num_shards
+        pairs: Any = ((self._claims, "claims"), (self._counts, "counts"), (self._due, "expected"))
+        for numbers, key in pairs:
+            sums = np.sum([each[key] for each in states], axis=0) * part
+            found = dict(zip(states[0]["names"], sums.tolist(), strict=True))
+            numbers[:] = [found.get(name, 0) for name in self._names]
+        self._total, self._shares = sum(each["total"] for each in states) * part, []
+        self._longest = max(each.get("longest", 0) for each in states)
+        # A state of before has one group of lanes.
+        own, groups = states[0], self._wanted_groups()
+        here = [[shard, num_shards], self._rows, groups]
+        is_same = [own["shard"], own["rows"], own.get("groups", 1)] == here
+        if is_same:
+            places = [place and Place(*place) for place in own["lanes"]]
+        else:
+            places = [*filter(None, chain.from_iterable(map(_in_order, states)))]
+            if own["shard"] != here[0]:
+                places = places[shard::num_shards]
+        gone = {place.source for place in places if place is not None} - self._by_name.keys()
         if gone:
             problem = f"lacks {', '.join(sorted(gone))}, of which documents are being read"
             raise UserError("data.source", problem, "put it back, with weight = 0 until they end")
-        self._lanes = [Lane() for _ in self._lanes]
-        for lane, place in zip(self._lanes, places, strict=False):
-            if place is not None:
-                self._take_up(lane, place)
-        self._waiting = list(filter(None, places[num_lanes:]))
-        if self._waiting:
-            text = "%s continue once a row is free: %s were read at once, and now there are %s"
-            number = len(self._waiting)
-            logger.info(text, counted(number, "document"), number + num_lanes, num_lanes)
+        laned = {source.name for source in self._laned.values()}
+        self._paused = [place for place in places if place is not None and place.source not in laned]
+        places = [place if place is None or place.source in laned else None for place in places]
+        num_lanes = groups * self._rows
+        lanes = [*map(self._lane_at, places[:num_lanes])]
+        turn = own.get("turn", 0) if is_same else 0
+        self._lay_out(groups, lanes, [*filter(None, places[num_lanes:])], turn)
+
+
+def _in_order(state: Mapping[str, Any]) -> list[Place | None]:
+    """The places of a state's lanes, from the next group that is read on, and of what waits."""
+    places = [place and Place(*place) for place in state["lanes"]]
+    num_lanes, first = state.get("groups", 1) * state["rows"], state.get("turn", 0) * state["rows"]
+    return [*places[first:num_lanes], *places[:first], *places[num_lanes:]]

@@ -184,12 +184,12 @@ class StreamMixingDataset(StreamSource):
     def _key(self, shard: int, num_shards: int) -> tuple[str | int, ...]:
         return ("all" if self._is_shared else shard,)
 
-    def _parts(self, shard: int, num_shards: int) -> list[Slice]:
+    def _parts(self, epoch: int, shard: int, num_shards: int) -> list[Slice]:
         turns = enumerate(self._turns)
         return [Slice(stream, (shard - turn) % num_shards, num_shards) for stream, turn in turns]
 
     def _queue_of(self, epoch: int, before: Any, shard: int, num_shards: int) -> list[Slice]:
-        parts = self._parts(shard, num_shards)
+        parts = self._parts(epoch, shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, *self._key(shard, num_shards))
         order = keyed_generator(*key, len(before)).permutation(len(parts)).tolist()
         if before:  # those that were begun come first
@@ -249,7 +249,7 @@ class StreamMixingDataset(StreamSource):
         if self._is_shared:  # all shards' states are alike, and one may have been given alone
             states = states[:1] * states[0]["world_size"]
         super()._reshard(states)
-        dropped = len(begun_streams(self._points[self.epoch][-1])) - self._mix.num_streams_mixed
+        dropped = len(begun_streams(self._points[self.epoch][-1])) - self._mix.streams_open
         if dropped > 0:  # they are at the front of the queue, so nothing is lost
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
 

@@ -2,7 +2,8 @@
 
 In full rows files are laid end to end in a keyed order and cut into stretches of equal size, one
 per data shard, the same in all epochs: a large file is divided between shards at group boundaries,
-and no shard waits for another. Within an epoch each group is handed out exactly once.
+and no shard waits for another. Within an epoch each group is handed out exactly once. The documents
+of a source that has few for each shard are dealt one by one, anew in every epoch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -28,10 +30,14 @@ from trainer.data.tokenizer import TimedTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.hashing import KeyedUniforms, keyed_generator
 from trainer.metrics.best_effort import BestEffort
+from trainer.options import DEFAULT_STREAMS
 from trainer.wording import printable
 
 if TYPE_CHECKING:
     from trainer.data.mixing import MixOptions
+
+
+FEW = 8  # documents for each data shard; fewer are dealt anew in every epoch
 
 
 class Part(NamedTuple):
@@ -50,6 +56,53 @@ class Part(NamedTuple):
         low, high = (-(-edge * tokens // self.size) for edge in (self.low, self.high))
         found: Flags = (begins >= low) & (begins < high)
         return found
+
+
+class Few(NamedTuple):
+    """Some documents of a stream; of a stream without any, none."""
+
+    stream: int
+    documents: tuple[int, ...]
+
+    def of(self, source: OpenStream, left: Ints) -> Flags:
+        """Which groups are theirs, bool [G], whatever is left of them."""
+        return np.isin(source.groups.documents, self.documents)
+
+
+class FewDocuments:
+    """Deals the documents of a source to shards so that all are begun equally often.
+
+    No shard waits for another, so that it begins its documents of the next epoch as soon as it has
+    begun those of this one. Epoch by epoch each document, the longest first, goes to the shard that
+    was dealt the fewest tokens so far: at any time shards have been dealt equally many, to a document.
+    """
+
+    def __init__(self, documents: Sequence[tuple[int, int, int]], num_streams: int, num_shards: int) -> None:
+        # Stream, document and tokens of each; the longest first.
+        self._documents = sorted(documents, key=lambda each: -each[2])
+        self._empty = sorted(set(range(num_streams)) - {stream for stream, _, _ in documents})
+        self._loads, self._epoch = [0] * num_shards, -1
+        self._dealt: list[list[Few]] = []
+
+    @property
+    def has_documents(self) -> bool:
+        return bool(self._documents)
+
+    def deal(self, epoch: int) -> list[list[Few]]:
+        """The parts that each shard reads in an epoch."""
+        if epoch < self._epoch:
+            self._loads, self._epoch = [0] * len(self._loads), -1
+        while self._epoch < epoch:
+            self._epoch += 1
+            found: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in self._loads]
+            for stream, document, tokens in self._documents:
+                shard = self._loads.index(min(self._loads))
+                self._loads[shard] += tokens
+                found[shard][stream].append(document)
+            for stream in self._empty:
+                found[0][stream] = []
+            self._dealt = [[Few(stream, tuple(own)) for stream, own in each.items()] for each in found]
+        return self._dealt
 
 
 @lru_cache(32)
@@ -151,12 +204,13 @@ class StreamSource(ABC):
         # Held-out documents lie in the files of the training data, which warn of themselves.
         self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self._open = lru_cache(2 * mix.num_streams_mixed)(self._open_weighted)
+        self._open = lru_cache(2 * mix.streams_open)(self._open_weighted)
         self.epochs = EpochCount()
         self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
         self._exhaust_events = self._num_picks = 0
+        self._dealers: dict[int, FewDocuments | None] = {}  # by the number of shards
         self._uniforms = KeyedUniforms("pick", self.name, mix.seed, *self._key(shard, num_shards))
         self._begin(0, {})
 
@@ -165,7 +219,7 @@ class StreamSource(ABC):
         return shard, num_shards
 
     @abstractmethod
-    def _parts(self, shard: int, num_shards: int) -> Sequence[Any]:
+    def _parts(self, epoch: int, shard: int, num_shards: int) -> Sequence[Any]:
         """The parts that a shard of so many reads in an epoch."""
 
     @abstractmethod
@@ -229,7 +283,7 @@ class StreamSource(ABC):
 
     def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[Any]:
         """A shard's parts in the order of an epoch, after these of its points."""
-        parts = self._parts(shard, num_shards)
+        parts = self._parts(epoch, shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, len(before), *self._key(shard, num_shards))
         return [parts[at] for at in keyed_generator(*key).permutation(len(parts)).tolist()]
 
@@ -295,31 +349,37 @@ class StreamSource(ABC):
     def _is_first(self, part: Any) -> bool:
         """Whether it is the part of its file, one in each epoch, that counts for the whole."""
         before = [begun for point in self._past for begun, _ in point.get(part.stream, ())]
-        return part[1] == 0 and all(begun[1] for begun in before)
+        return not part[1] and all(begun[1] for begun in before)
+
+    def _num_open(self) -> int:
+        """How many readers are to be open now."""
+        return self._mix.streams_open
+
+    def _later_has_groups(self) -> bool:
+        """Whether a later epoch may have groups for this shard though this one has none."""
+        return False
 
     def _fill(self) -> None:
-        while len(self._pool.readers) < self._mix.num_streams_mixed:
+        while len(self._pool.readers) < self._num_open():
             reader = self._next_reader()
             if reader is None:
                 return
             self._pool.add(reader)
 
-    def _is_ready(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> bool:
-        """Whether a reader is open; if not, `is_ended`, or the next epoch may not begin yet."""
+    def _is_ready(self) -> bool:
+        """Whether a reader is open; if not, `is_ended`."""
         pool = self._pool
         while not pool.readers and not self.is_ended:
             self._fill()
             if pool.readers:
                 self._has_groups = True
                 self._opener.report_cuts()
-            elif not self._has_groups or not self._mix.repeat:
+            elif not (self._has_groups or self._later_has_groups()) or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
                 # Other shards continue, and nobody will count its files without a token again.
                 self.epochs.is_known = not (self._mix.repeat and self.epochs.read)
-            elif may_begin_epoch():
-                self._begin(self.epoch + 1, self._points)
             else:
-                return False
+                self._begin(self.epoch + 1, self._points)
         return not self.is_ended
 
     def _note(self) -> None:
@@ -345,7 +405,7 @@ class StreamSource(ABC):
         self._exhaust_events += 1
         successor = None
         # After a resume more may be open than now should be.
-        if len(pool.readers) <= self._mix.num_streams_mixed:
+        if len(pool.readers) <= self._mix.streams_open:
             successor = self._next_reader()
         pool.replace(slot, successor)
         self.is_ended = not (pool.readers or self._mix.repeat)
@@ -401,8 +461,7 @@ class StreamSource(ABC):
         if len(states) != first["world_size"]:
             problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
             raise UserError(self.name, problem, "give the states of all of them, in order")
-        num_parts = [len(self._parts(shard, len(states))) for shard in range(len(states))]
-        self._begin(*resharded(states, num_parts))
+        self._begin(*resharded(states, lambda epoch, shard: len(self._parts(epoch, shard, len(states)))))
         self._num_picks = max(each["num_picks"] for each in states)
         self.is_ended = all(each["is_ended"] for each in states) and not self._may_repeat()
 
@@ -416,28 +475,73 @@ class ShardSource(StreamSource):
 
     version = 5
 
-    def _parts(self, shard: int, num_shards: int) -> list[Part]:
+    def _parts(self, epoch: int, shard: int, num_shards: int) -> Sequence[Part | Few]:
+        few = self._few(num_shards)
+        if few is not None:
+            return few.deal(epoch)[shard]
         order = keyed_generator("deal", self.name, self._mix.seed).permutation(len(self.streams))
         return deal_parts(self._sizes, tuple(order.tolist()), num_shards)[shard]
 
-    def _reader(self, part: Part, cursor: Sequence[int] = (0,)) -> Reader:
+    def _few(self, num_shards: int) -> FewDocuments | None:
+        """Deals them one by one if there are few for each of so many shards."""
+        if num_shards == 1 or len(self.streams) >= FEW * num_shards:
+            return None
+        if num_shards not in self._dealers:
+            found: list[tuple[int, int, int]] = []
+            for stream in self.streams:
+                source = self._open(stream)
+                tokens = np.bincount(source.groups.documents, source.num_tokens()).astype(np.int64)
+                owners = np.unique(source.groups.documents)
+                found += [(stream.stream_id, at, int(tokens[at])) for at in owners.tolist()]
+                if len(found) >= FEW * num_shards:
+                    break
+            is_few = len(found) < FEW * num_shards
+            self._dealers[num_shards] = FewDocuments(found, len(self.streams), num_shards) if is_few else None
+        return self._dealers[num_shards]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StreamSource.state_dict`."""
+        return {**super().state_dict(), "is_few": self._few(self._num_shards) is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """See `StreamSource.load_state_dict`."""
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if self._few(self._num_shards) is not None and not all("is_few" in each for each in states):
+            # Few documents were dealt once for all epochs: the next begins.
+            epoch = max(each["epoch"] for each in states) + 1
+            states = [{**each, "epoch": epoch, "index": 0, "pool": [], "points": []} for each in states]
+        super().load_state_dict(states)
+
+    def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> Reader:
         source, left, in_order = self._unread(part.stream)
         return Reader(source, in_order(part, left), self.epoch, *cursor)
 
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         return np.where(np.arange(len(cells)) < cursor[0], cells, 0)
 
+    def _later_has_groups(self) -> bool:
+        few = self._few(self._num_shards)
+        return few is not None and few.has_documents
+
+    def _num_open(self) -> int:
+        # Many open one by one, as the first documents are handed out.
+        return min(self._mix.streams_open, max(DEFAULT_STREAMS, self._num_picks + 1))
+
     def __iter__(self) -> Iterator[list[Handed]]:
         return iter(self.hand, [])
 
-    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
+    def hand(self, room: int = 1) -> list[Handed]:
         """The next groups, of `room` tokens or all that were picked ahead; none at the end
-        (`is_ended`), or if the next epoch may not begin. UserError: a damaged file."""
+        (`is_ended`). UserError: a damaged file."""
         if not self._ahead:
-            if not self._is_ready(may_begin_epoch):
+            if not self._is_ready():
                 return []
+            uniforms: Iterable[float] = self._uniforms.ahead(self._num_picks)
+            if self._num_open() < self._mix.streams_open:  # another opens before the next pick
+                self._fill()
+                uniforms = islice(uniforms, 1)
             readers = self._pool.readers
-            self._slots = self._pool.choose(self._uniforms.ahead(self._num_picks))
+            self._slots = self._pool.choose(uniforms)
             of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
             self._ahead = [next(of_slot[slot]) for slot in self._slots][::-1]
         found: list[Handed] = []

@@ -43,7 +43,7 @@ class GroupIndex:
     """
 
     def __init__(self, options: LedgerOptions, counts: dict[str, int]) -> None:
-        self.capacity = capacity = options.capacity
+        self.capacity = capacity = options.slots
         self.num_live = 0
         # Groups that have not come back since, oldest first; beyond `capacity` they are forgotten.
         self.evicted: OrderedDict[int, Evicted] = OrderedDict()

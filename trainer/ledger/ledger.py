@@ -10,6 +10,7 @@ for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class Ledger:
         assert width is not None
         dtype = dtype or DTYPES[options.dtype]
         where = torch.device(device)
-        self._slab = Slab(width=width, capacity=options.capacity, device=where, dtype=dtype)
+        self._slab = Slab(width=width, capacity=options.slots, device=where, dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.
         self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
@@ -169,6 +170,13 @@ class Ledger:
             self._stored_at = self._step
         slots[~is_kept] = self._slab.waste_slot
         self._counts["ledger/refused_rows"] += self._slab.write(slots, states)
+
+    def reserve(self, number: int) -> None:
+        """Have room for so many more groups, before any is stored or loaded."""
+        if number:
+            slab, capacity = self._slab, self._slab.capacity + number
+            self._slab = Slab(width=slab.width, capacity=capacity, device=slab.device, dtype=slab.dtype)
+            self._index = GroupIndex(replace(self._options, capacity=capacity), self._counts)
 
     def keep(self, group_ids: Iterable[int]) -> None:
         """Let no sweep evict these groups, which wait for a row, until they are stored or end."""

@@ -12,7 +12,6 @@ from trainer.config.rules import reads_lanes
 from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import StreamOpener, file_bytes
 from trainer.errors import UserError
-from trainer.tools import limits
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, reading
 from trainer.wording import counted
@@ -61,23 +60,10 @@ def _by_bytes(plan: Plan, source: Source) -> Content:
 
 
 def lane_doubts(plan: Plan, found: Mapping[str, Content]) -> Iterator[UserError]:
-    """Why full rows would have gaps: more lanes than documents, or too long a document."""
-    rows, shards = plan.config.data.mixing.batch_size, plan.facts.data_shards
+    """More rows than documents: a step has several rows of one."""
+    rows = plan.config.data.mixing.batch_size * plan.facts.data_shards
     documents = sum(each.documents for each in found.values())
-    if not reads_lanes(plan.config) or not documents:
-        return
-    tokens = sum(each.tokens for each in found.values())
-    longest = max(each.longest for each in found.values())
-    share = tokens // (rows * shards)
-    if documents < rows * shards:
-        why = f"{counted(documents, 'document')} for {counted(rows * shards, 'lane')}, some of which stay empty"
-    elif share < limits.LOW_FILL * longest and tokens <= plan.facts.tokens_in_run:
-        why = f"the longest document has {longest:,} tokens, and an epoch {share:,} for each lane"
-    else:
-        return
-    cells = max(share // plan.config.data.seq_len, plan.config.train.tbptt_cells)
-    fix = f"set data.max_group_cells = {cells} (which loses state), add data, or use fewer ranks"
-    fitting = min(documents // shards, tokens // (shards * longest))
-    if fitting:
-        fix = f"set it to {fitting}, or {fix}"
-    yield UserError("data.mixing.batch_size", f"{rows}: {why}", fix)
+    if reads_lanes(plan.config) and 0 < documents < rows:
+        problem = f"{counted(documents, 'document')} for {counted(rows, 'row')}: a step has several of one document"
+        fix = f"set it to {max(documents // plan.facts.data_shards, 1)}, or add data"
+        yield UserError("data.mixing.batch_size", problem, fix)

@@ -10,7 +10,6 @@ than a number is a function below, which also says what to set instead.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 # Any rule
@@ -32,14 +31,6 @@ DEFAULT_LR: Final = 1e-3
 
 # The ledger and carried states
 
-# share of a rank's ledger: of the capacity suggested instead, at least this share will be in use.
-OVERSIZE_FILL: Final = 0.25
-# bytes: unused rows below it are not worth a change, where the size of the device is not known.
-OVERSIZE_BYTES: Final = 1e9
-# share of the device's memory: the same where its size is known.
-OVERSIZE_DEVICE_SHARE: Final = 0.05
-# steps: of logged fill; before that, documents are still being opened.
-OVERSIZE_STEPS: Final = 100
 # standard errors: beyond them a loss of gain is not chance, over all buckets that are looked at.
 FAR_ERRORS: Final = 4.0
 # nats/token: a gain of carrying states that is not worth their memory and time.
@@ -78,11 +69,13 @@ SMALL_BATCH: Final = 0.1
 WASTEFUL_BATCH: Final = 4.0
 # steps: a noise scale from fewer says more about the first steps than about the batch.
 NOISE_STEPS: Final = 20
+# documents over the noise scale in rows: at 7 times it is a sixth too high, N / (N - B).
+FEW_DOCUMENTS: Final = 7.0
 # standard errors: of gns/consistency.
 CONSISTENCY_ERRORS: Final = 3.0
 # consistency: ranks that read slices of one stream still differ by their rows; those that read the same data do not.
 SAME_DATA: Final = 0.02
-# consistency: gradients that differ more were clipped or scaled, or are of different kinds of data.
+# consistency: in loops of one's own, gradients that differ more were clipped or scaled, or are of different kinds of data.
 TOO_DIFFERENT: Final = 2.0
 # share of the squared gradient: what rounding leaves of the noise between equal micro-batches.
 ROUNDING: Final = 1e-6
@@ -144,26 +137,6 @@ REDONE_SHARE: Final = 0.05
 RESTARTS: Final = 2
 # seconds: a node that needs longer to multiply and to sum is not healthy, whatever it would say.
 NODE_SECONDS: Final = 120.0
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """Whether some numbers exceed a limit, in words, and the value to set then."""
-
-    is_beyond: bool
-    words: str
-    better: int
-
-
-def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
-    """At most `OVERSIZE_FILL` of a rank's ledger is used at once, and the rest is large.
-    `capacity`, `used`: rows. `device_bytes`: memory of the device; 0: of unknown size."""
-    spare = (capacity - used) * row_bytes
-    much = OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES
-    share = f"at most {used / max(capacity, 1):.1%} of its room for {capacity:,} states"
-    words = f"the ledger uses {share}; the rest takes {spare / 1e9:.2g} GB per rank"
-    better = 2 ** math.ceil(math.log2(max(2 * used, 1)))
-    return Assessment(used < OVERSIZE_FILL * capacity and spare > much, words, better)
 
 
 def surprise_bound(picks: float) -> float:

@@ -96,7 +96,9 @@ def test_the_server_knows_config_name_and_end_of_the_run(resumed):
 def test_auto_goes_offline_without_a_login_and_says_so(tmp_path):
     run_dir = tmp_path / "run"
     with WandbStub() as stub:
-        said = train(tmp_path, stub.url, "--steps", 4, "--set", 'metrics.wandb.mode="auto"', key=None)
+        said = train(
+            tmp_path, stub.url, "--steps", 4, "--set", 'metrics.wandb.mode="auto"', "--set", "eval.every=0", key=None
+        )
         assert not stub.runs
     assert [*losses(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
     assert "WARNING" not in said

@@ -138,7 +138,7 @@ def test_closing_does_not_wait_for_a_read_that_never_ends(monkeypatch):
 
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_shard_of_files_without_a_token_counts_them_or_leaves_the_epochs_unknown(write_streams, repeat):
-    streams, key = write_streams({"a": [[200], *[[0] * 30] * 4]}), "data/epochs/own"
+    streams, key = write_streams({"a": [[200], *[[0] * 30] * 20]}), "data/epochs/own"
     options = {"namespace": "own", "seq_len": 4, "repeat": repeat, "tokenizer": BytesTokenizer()}
     blends = []
     for shard in (0, 1):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
 from tests.support.noise_windows import mean_and_error
-from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 
 WORLD, MICROS, ROWS, DIM, STEPS = 2, 4, 2, 30, 200
 TR_SIGMA, GRAD_SQ = 60.0, 7.5
+KAPPAS = [0.1, 0.2, 0.3, 0.4], [0.5, 0.4, 0.1, 0.2]  # of each rank, where they are not equal
 
 
 class Linear(nn.Module):
@@ -45,6 +48,37 @@ class Measured:
     metrics: dict[str, float]
 
 
+def accumulate(
+    gns: GradientNoiseScale,
+    ddp: DistributedDataParallel,
+    inputs: Sequence[tuple[Any, ...]],
+    kappas: Sequence[float] = (),
+    *,
+    no_sync: bool = True,
+    by_rank: bool = False,
+) -> None:
+    """A window of the mean losses of `inputs`, each times its kappa; by default the mean. All rows are of one document."""
+    ddp.zero_grad()
+    gns.begin_window(len(inputs), by_rank=by_rank)
+    for k, kappa in enumerate(kappas or [1 / len(inputs)] * len(inputs)):
+        is_last = k == len(inputs) - 1
+        with contextlib.nullcontext() if is_last or not no_sync else ddp.no_sync():
+            gns.begin_micro(last=is_last, groups={0} if by_rank else ())
+            (kappa * ddp(*inputs[k]).mean()).backward()
+            gns.end_micro(kappa, ROWS)
+
+
+def finished(gns: GradientNoiseScale) -> Window | Absent:
+    sums = gns.local_sums()
+    torch.distributed.all_reduce(sums)
+    return gns.finish(sums.tolist(), float(gns.grad_sq()))
+
+
+def drawn(rank: int) -> list[tuple[Tensor]]:
+    rng = torch.Generator().manual_seed(rank)
+    return [(torch.randn(ROWS, DIM, generator=rng),) for _ in range(MICROS)]
+
+
 def measure(rank: int, *, seed_of_rank: int | None = None, skew: float = 0.0) -> Measured:
     """200 steps at the same theta; `skew` moves the rank's data along the mean, up on rank 0 and down on rank 1."""
     ddp = DistributedDataParallel(Linear())
@@ -53,18 +87,9 @@ def measure(rank: int, *, seed_of_rank: int | None = None, skew: float = 0.0) ->
     mean = 0.5 + skew * (1 - 2 * rank)
     result = Measured([], [], {})
     for _ in range(STEPS):
-        ddp.zero_grad()
-        gns.begin_window(MICROS)
-        for k in range(MICROS):
-            x = mean + math.sqrt(2.0) * torch.randn(ROWS, DIM, generator=rng)
-            with contextlib.nullcontext() if k == MICROS - 1 else ddp.no_sync():
-                gns.begin_micro(last=k == MICROS - 1)
-                (ddp(x).mean() / MICROS).backward()
-                gns.end_micro(1 / MICROS, ROWS)
-        sums = gns.local_sums()
-        torch.distributed.all_reduce(sums)
-        window = gns.finish(sums.tolist(), float(gns.grad_sq()))
-        assert isinstance(window, noise_scale.Window)
+        accumulate(gns, ddp, [(mean + math.sqrt(2.0) * torch.randn(ROWS, DIM, generator=rng),) for _ in range(MICROS)])
+        window = finished(gns)
+        assert isinstance(window, Window)
         result.tr_sigma.append(window.tr_sigma)
         result.grad_sq.append(window.grad_sq)
     result.metrics.update(gns.metrics())
@@ -89,34 +114,14 @@ def metrics_around_a_nan(rank: int) -> tuple[dict[str, float], dict[str, float],
     gns = GradientNoiseScale(ddp)
     rng = torch.Generator().manual_seed(rank)
     history = []
-    for step in range(8):
-        ddp.zero_grad()
-        gns.begin_window(2)
-        for k in range(2):
-            factor = math.nan if (step, rank, k) == (6, 1, 0) else 0.5
-            with contextlib.nullcontext() if k == 1 else ddp.no_sync():
-                gns.begin_micro(last=k == 1)
-                (factor * ddp(1.0 + torch.randn(ROWS, DIM, generator=rng)).mean()).backward()
-                gns.end_micro(0.5, ROWS)
+    for step in range(11):
+        inputs = [1.0 + torch.randn(ROWS, DIM, generator=rng) for _ in range(2)]
+        inputs[0] *= math.nan if (step, rank) == (9, 1) else 1.0
+        accumulate(gns, ddp, [(x,) for x in inputs])
         history.append(gns.step())
-        if step == 6:
+        if step == 9:
             reason = gns._absent
-    return history[5], history[6], history[7], reason
-
-
-def window_without_no_sync(rank: int) -> noise_scale.Window | noise_scale.Absent:
-    """DDP averages after every micro-batch, so `.grad` is never the rank's own sum."""
-    ddp = DistributedDataParallel(Linear())
-    gns = GradientNoiseScale(ddp)
-    rng = torch.Generator().manual_seed(rank)
-    gns.begin_window(2)
-    for k in range(2):
-        gns.begin_micro(last=k == 1)
-        (0.5 * ddp(torch.randn(ROWS, DIM, generator=rng)).mean()).backward()
-        gns.end_micro(0.5, ROWS)
-    sums = gns.local_sums()
-    torch.distributed.all_reduce(sums)
-    return gns.finish(sums.tolist(), float(gns.grad_sq()))
+    return *history[8:], reason
 
 
 class Optional(Linear):
@@ -130,32 +135,27 @@ class Optional(Linear):
         return x @ (self.theta + self.second if is_whole else self.theta)
 
 
-def window_with_an_unused_parameter(rank: int) -> noise_scale.Window | noise_scale.Absent:
-    """Rank 1 does not use a parameter in its last micro-batch: the sum over its window is nowhere to be measured."""
-    ddp = DistributedDataParallel(Optional(), find_unused_parameters=True)
+def one_window(model: nn.Module, *args: Any, **options: bool) -> Window | Absent:
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
     gns = GradientNoiseScale(ddp)
-    gns.begin_window(MICROS)
-    rng = torch.Generator().manual_seed(rank)
-    for k in range(MICROS):
-        is_last = k == MICROS - 1
-        with contextlib.nullcontext() if is_last else ddp.no_sync():
-            gns.begin_micro(last=is_last)
-            (ddp(torch.randn(ROWS, DIM, generator=rng), not (is_last and rank == 1)).mean() / MICROS).backward()
-            gns.end_micro(1 / MICROS, ROWS)
-    sums = gns.local_sums()
-    torch.distributed.all_reduce(sums)
-    return gns.finish(sums.tolist(), float(gns.grad_sq()))
+    accumulate(gns, ddp, *args, **options)
+    return finished(gns)
 
 
 def everything(rank: int, world_size: int) -> dict[str, object]:
     """In one start of the processes, which costs more than all of it."""
+    x = drawn(rank)
     return {
         "linear": measure(rank),
         "same seed": measure(rank, seed_of_rank=0),
         "skewed": measure(rank, skew=0.5),
         "nan": metrics_around_a_nan(rank),
-        "without no_sync": window_without_no_sync(rank),
-        "unused": window_with_an_unused_parameter(rank),
+        # DDP averages after every micro-batch, so `.grad` is never the rank's own sum.
+        "without no_sync": one_window(Linear(), x, no_sync=False),
+        "by rank, without no_sync": one_window(Linear(), x, no_sync=False, by_rank=True),
+        "by rank": one_window(Linear(), x, KAPPAS[rank], by_rank=True),
+        # Rank 1 does not use it in its last micro-batch: the sum over its window is nowhere to be measured.
+        "unused": one_window(Optional(), [(*each, rank == 0 or k < MICROS - 1) for k, each in enumerate(x)]),
     }
 
 
@@ -196,16 +196,31 @@ def test_a_nan_in_one_micro_batch_of_one_rank_is_one_skip_on_all(results: list[d
         assert reason == "a gradient of the window was not finite"
 
 
-def test_without_no_sync_consistency_is_absent_and_not_wrong(results: list[dict[str, noise_scale.Window]]) -> None:
+def test_without_no_sync_consistency_is_absent_and_not_wrong(results: list[dict[str, Window]]) -> None:
     window = results[0]["without no_sync"]
     assert (window.between, window.within) == (None, None)
     assert window.tr_sigma > 0.0
+    by_rank = results[0]["by rank, without no_sync"]
+    assert isinstance(by_rank, Absent)
+    assert by_rank.is_fault, "no rank has its own sum"
+
+
+def test_by_rank_only_the_sums_of_ranks_are_compared(results: list[dict[str, Window]]) -> None:
+    window = results[0]["by rank"]
+    a, b = (sum(kappa * x.mean(0) for kappa, (x,) in zip(KAPPAS[r], drawn(r), strict=True)) for r in range(WORLD))
+    grad_sq = float(a @ b) / sum(KAPPAS[0]) / sum(KAPPAS[1])
+    noise = float(a @ a + b @ b) - grad_sq * sum(sum(own) ** 2 for own in KAPPAS)
+    noise *= ROWS / sum(kappa**2 for own in KAPPAS for kappa in own)
+    assert isinstance(window, Window)
+    assert window.grad_sq == pytest.approx(grad_sq, rel=1e-4)
+    assert window.tr_sigma == pytest.approx(noise, rel=1e-4)
+    assert window.between is window.within is None
 
 
 def test_a_parameter_unused_in_the_last_micro_batch_of_one_rank_leaves_consistency_absent(
-    results: list[dict[str, noise_scale.Window]],
+    results: list[dict[str, Window]],
 ) -> None:
     window = results[0]["unused"]
-    assert isinstance(window, noise_scale.Window)
+    assert isinstance(window, Window)
     assert window.between is window.within is None
     assert math.isfinite(window.tr_sigma)

@@ -107,7 +107,7 @@ def runs(config) -> dict[str, Path]:
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_every_number_is_that_of_ddp(runs, strategy):
     assert unequal(runs["ddp"], runs[strategy]) == []
-    assert read_rows(runs[strategy] / "metrics.jsonl")["train", 10]["gns/consistency"] > 0
+    assert read_rows(runs[strategy] / "metrics.jsonl")["train", 10]["gns/tr_sigma"] > 0
 
 
 def test_samples_are_the_same(runs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.gns_windows import loss_sum, micro, norms_of_cuda, rows, window
 from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import Window
+from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
 
 
@@ -190,6 +191,35 @@ def test_a_gradient_that_is_not_finite_is_a_counted_skip(
     assert after.pop("gns/skipped") == 1.0
     before.pop("gns/skipped")
     assert after == before
+
+
+@pytest.mark.parametrize(
+    ("groups", "by_rank"), [([{1, 2}, {3}, {2}], False), ([{1}, {1}, {1}], True), ([{1}, {2}, {3}], True)]
+)
+def test_micro_batches_of_one_document_are_absent_and_leave_the_averages_alone(
+    model: nn.Module, gns: GradientNoiseScale, groups: list[set[int]], by_rank: bool
+) -> None:
+    seeds = itertools.count()
+
+    def finished(groups: list[set[int]], *, by_rank: bool = False) -> Window | Absent:
+        model.zero_grad()
+        gns.begin_window(None if by_rank else len(groups), by_rank=by_rank)
+        for k, own in enumerate(groups):
+            gns.begin_micro(k == len(groups) - 1, groups=own)
+            loss_sum(model, rows(next(seeds)), torch.ones(4)).backward()
+            gns.end_micro(4.0, 4)
+        return gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
+
+    apart: list[set[int]] = [{1, 2}, {3}, set(), {4}]
+    assert all(isinstance(finished(apart), Window) for _ in range(6))
+    before = gns.metrics()
+    absent = finished(groups, by_rank=by_rank)
+    assert isinstance(absent, Absent)
+    assert "have rows of the same document" in absent.reason
+    assert gns.metrics() == before
+    assert before["gns/skipped"] == 0.0
+    assert isinstance(finished(apart), Window)
+    assert gns.metrics() != before
 
 
 class Twice(nn.Module):

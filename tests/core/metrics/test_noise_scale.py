@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,9 +127,9 @@ def with_mean_at(num_errors: float, fluctuations: list[float]) -> list[float]:
     pair = PairAverage(0.95)
     for value in fluctuations:
         pair.update(value, value)
-    moments = pair.covariance()
-    assert moments is not None
-    shift = num_errors * math.sqrt(moments[0]) - pair.mean_x  # the error does not depend on the mean
+    fit = pair.fit()
+    assert fit is not None
+    shift = num_errors * math.sqrt(fit.covariance[0, 0]) - fit.now[0]  # the error does not depend on the mean
     return [value + shift for value in fluctuations]
 
 
@@ -172,26 +174,58 @@ def test_b_simple_waits_for_enough_windows() -> None:
     assert "gns/b_simple" not in average.metrics()
     assert average.reason == "4 of at least 5 windows have been seen"
     average.update(constant_window())
+    assert average.metrics()["gns/b_simple_low"] == pytest.approx(8.0)
+    assert str(average.reason).startswith("documents last about 1 rows: the steps averaged are 5 independent stretches")
+    for _ in range(4):
+        average.update(constant_window())
     assert average.metrics()["gns/b_simple"] == pytest.approx(8.0)
     assert average.reason is None
 
 
+@pytest.mark.parametrize(
+    ("spread", "rows", "stretches", "has_bounds"),
+    [(1, 25, 2, (False, False)), (1, 9, 5, (True, False)), (4, 7, 6, (True, False)), (1, 3, 14, (True, True))],
+)
+def test_without_eight_independent_stretches_there_is_no_upper_bound(
+    spread: int, rows: int, stretches: int, has_bounds: tuple[bool, bool]
+) -> None:
+    rng, average = random.Random(1), NoiseScaleAverage(ema=0.99)
+    average.stretches.spread = spread
+    for _ in range(40):
+        average.update(constant_window(grad_sq=5.0 + rng.gauss(0.0, 0.001), rows_before=(rows - 1) / 2))
+    metrics = average.metrics()
+    assert tuple(f"gns/b_simple_{bound}" in metrics for bound in ("low", "high")) == has_bounds
+    assert ("gns/b_simple" in metrics) == has_bounds[1]
+    known = "; it is at least 8 sequences" if has_bounds[0] else ""
+    reason = f"documents last about {rows} rows: the steps averaged are {stretches} independent stretches of at least 8"
+    assert average.reason == (None if has_bounds[1] else reason + known)
+    if "gns/b_now" not in metrics:
+        sentence = noise_scale.outlook(average)
+        assert re.search(f"documents last about {rows} rows, it takes more than [0-9]+ more steps$", sentence)
+
+
 def test_averages_equal_the_textbook_form() -> None:
-    """sum(w x) / sum(w) with w = ema^age, and the weighted covariance of the mean."""
+    """sum(w x) / sum(w) with w = ema^age, and the covariance by its deviations, stretch by stretch."""
     rng = random.Random(2)
     pairs = [(rng.gauss(3, 1), rng.gauss(-1, 2)) for _ in range(30)]
-    pair = PairAverage(0.9)
-    for x, y in pairs:
-        pair.update(x, y)
+    stretches = noise_scale.Stretches()
+    stretches.spread, stretches.rows = 2, 3.0
+    pair = PairAverage(0.9, stretches)
+    for number, (x, y) in enumerate(pairs):
+        pair.update(x, y, number % 2)
     weights = [0.9**age for age in reversed(range(30))]
     weights = [w / math.fsum(weights) for w in weights]
     mean_x, mean_y = (math.fsum(w * p[i] for w, p in zip(weights, pairs, strict=True)) for i in (0, 1))
-    share = math.fsum(w * w for w in weights)
-    cov = math.fsum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, pairs, strict=True))
-    moments = pair.covariance()
-    assert moments is not None
-    assert (pair.mean_x, pair.mean_y) == pytest.approx((mean_x, mean_y))
-    assert moments[2] == pytest.approx(cov * share / (1.0 - share))
+    # Three rows, two steps apart: every second step of six is a stretch.
+    together = [list(range(first, first + 6, 2)) for first in (0, 1, 6, 7, 12, 13, 18, 19, 24, 25)]
+    share = math.fsum(math.fsum(weights[k] for k in own) ** 2 for own in together)
+    x, y = ([weights[k] * (pair[i] - mean) for k, pair in enumerate(pairs)] for i, mean in enumerate((mean_x, mean_y)))
+    cov = math.fsum(sum(x[k] for k in own) * sum(y[k] for k in own) for own in together)
+    fit = pair.fit()
+    assert fit is not None
+    assert pair.means == tuple(fit.now) == pytest.approx((mean_x, mean_y))
+    assert fit.covariance[0, 1] == pytest.approx(cov / (1.0 - share))
+    assert (fit.stretches, fit.freedom) == pytest.approx((1.0 / share, 1.0 / share - 1.0))
 
 
 def test_the_bounds_are_fiellers() -> None:
@@ -201,33 +235,44 @@ def test_the_bounds_are_fiellers() -> None:
     for _ in range(200):
         common = rng.gauss(0.0, 0.3)
         pair.update(3.0 + common + rng.gauss(0.0, 0.2), 2.0 + 2.0 * common + rng.gauss(0.0, 0.1))
-    ratio, moments = pair.ratio(), pair.covariance()
+    ratio, fit = pair.ratio(), pair.fit()
     assert ratio is not None
-    assert moments is not None
-    var_x, var_y, cov = moments
+    assert fit is not None
+    ((var_x, cov), (_, var_y)), (mean_x, mean_y) = fit.covariance, fit.now
     distances = []
     for bound in (ratio.low, ratio.high):
         assert bound is not None
         error = math.sqrt(var_x - 2.0 * bound * cov + bound**2 * var_y)
-        distances.append((pair.mean_x - bound * pair.mean_y) / error)
+        distances.append((mean_x - bound * mean_y) / error)
     assert distances == pytest.approx([2.1009, -4.6480], rel=5e-3)  # Student's t at 18 degrees: 97.5 % and 99.99 %
 
 
 def test_resume_is_bit_exact() -> None:
-    """Also of a history so long that its oldest windows are kept in blocks."""
+    """Also of a history so long that its oldest windows are kept in blocks, and of which phase a window is."""
     rng = random.Random(4)
-    windows = [window_of(ragged_window(rng, 2, 3), tokens=100.0 + k) for k in range(300)]
+    windows: list[Window | Absent] = [window_of(ragged_window(rng, 2, 3), tokens=100.0 + k) for k in range(300)]
+    windows = [replace(window, rows_before=k % 7) for k, window in enumerate(windows) if isinstance(window, Window)]
+    windows.insert(149, Absent("x", is_fault=True))
     whole, first, second = NoiseScaleAverage(), NoiseScaleAverage(), NoiseScaleAverage()
-    for window in windows:
-        whole.update(window)
-    for window in [*windows[:150], Absent("x", is_fault=True)]:
-        first.update(window)
+    for each, part in ((whole, windows), (first, windows[:150])):
+        each.stretches.spread = 4
+        for window in part:
+            each.update(window)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.stretches.spread = 4  # as the next window says
     assert second.metrics() == first.metrics()
-    assert second.reason == first.reason or first.reason == "x"
     for window in windows[150:]:
         second.update(window)
-    assert second.metrics() == {**whole.metrics(), "gns/skipped": 1.0}
+    assert second.state_dict() == whole.state_dict()
+    assert second.metrics() == whole.metrics()
+    assert {phase for phase, _ in whole.state_dict()["history"]["phases"]} == {0, 1, 2, 3}
+
+
+def test_averages_of_before_stretches_begin_anew() -> None:
+    average = NoiseScaleAverage()
+    gauges = {"small_noise": 0.5, "big_noise": 0.1, "skipped": 3.0}
+    average.load_state_dict({"noise": {"mean_x": 2.0}, "history": [[[1.0, 2.0]]], "gauges": gauges})
+    assert average.state_dict() == NoiseScaleAverage().state_dict()
 
 
 def test_a_drain_reports_each_skip_once_also_across_a_resume() -> None:

@@ -1,4 +1,4 @@
-"""The noise scale *now* covers the truth of a process that drifts.
+"""The noise scale *now* covers the truth of a process that drifts, and both do if documents go on from step to step.
 
 Windows are simulated as in `test_noise_scale_coverage`, all runs at once; B over the batch and |G|^2 depend on the step.
 """
@@ -11,8 +11,9 @@ import math
 import numpy as np
 import pytest
 
-from tests.support.noise_processes import Process, constant, covers, histories
-from trainer.metrics.noise_scale.estimate import BLOCKS, Current, History
+from tests.support.noise_processes import Process, constant, continued, covers, histories
+from tests.support.noise_windows import constant_window
+from trainer.metrics.noise_scale.estimate import BLOCKS, Current, History, NoiseScaleAverage, Stretches
 
 RUNS = 100
 STEPS = (14, 40, 100, 215, 260, 400, 1000)
@@ -75,17 +76,48 @@ def test_the_window_grows_with_a_run_that_does_not_drift(everything: dict[tuple[
     assert spread < 0.1 * 3.0
 
 
-def test_a_history_stays_small_and_loses_nothing() -> None:
-    history, rng = History(), np.random.default_rng(0)
-    pairs = rng.standard_normal((5000, 2))
-    for x, y in pairs.tolist():
-        history.add(x, y)
-    state = history.state_dict()
-    assert sum(map(len, state)) <= BLOCKS * 9
-    assert np.allclose(sum(np.array(level).sum(axis=0) for level in state), pairs.sum(axis=0))
-    assert sum(len(level) << k for k, level in enumerate(state)) == 5000
-    newest = [list(pair) for pair in pairs.tolist()][-len(state[0]) :]
-    assert state[0] == newest
+@pytest.mark.parametrize("spread", [1, 4])
+def test_a_history_stays_small_and_loses_nothing(spread: int) -> None:
+    stretches = Stretches()
+    stretches.spread = spread
+    history, pairs = History(stretches), np.random.default_rng(0).standard_normal((5000, 2)).tolist()
+    for number, (x, y) in enumerate(pairs, 1):
+        history.add(x, y, number % spread)
+    phases = dict(history.state_dict()["phases"])
+    levels = [np.array(level) for each in phases.values() for level in each]
+    assert sum(map(len, levels)) <= BLOCKS * 9
+    numbers = np.arange(1, 5001).sum()
+    assert np.allclose(sum(level.sum(axis=0) for level in levels), [numbers, *np.sum(pairs, axis=0)])
+    assert all(sum(len(level) << k for k, level in enumerate(each)) == 5000 // spread for each in phases.values())
+    for phase, (newest, *_) in phases.items():
+        assert newest == [[k, *pairs[k - 1]] for k in range(1, 5001) if k % spread == phase][-len(newest) :]
+
+
+def shares(spread: int, rows: int, *, are_known: bool) -> dict[str, float]:
+    """Of runs: in how many both bounds hold, and there is an upper one; `are_known`: the spread and the rows."""
+    averages = [NoiseScaleAverage(0.99) for _ in range(150)]
+    for average in averages:
+        average.stretches.spread = spread if are_known else 1
+    for drawn in continued(spread, rows, steps=400, runs=len(averages), seed=5):
+        for average, (tr_sigma, grad_sq, before) in zip(averages, drawn.T.tolist(), strict=True):
+            average.update(constant_window(tr_sigma, grad_sq, rows_before=before if are_known else 0.0))
+    metrics, found = [average.metrics() for average in averages], {}
+    for key in ("gns/b_simple", "gns/b_now"):
+        bounds = [(each.get(f"{key}_low", math.nan), each.get(f"{key}_high", math.inf)) for each in metrics]
+        low, high = np.array(bounds).T
+        found |= {key: np.mean((low <= 1.0) & (high >= 1.0)), f"{key}_high": np.mean(high < math.inf)}
+    return found
+
+
+@pytest.mark.parametrize(("spread", "rows", "bounded"), [(1, 6, 0.4), (1, 20, 0.0), (4, 20, 0.0), (16, 20, 0.6)])
+def test_bounds_hold_the_truth_though_documents_go_on(spread: int, rows: int, bounded: float) -> None:
+    found, blind = (shares(spread, rows, are_known=are_known) for are_known in (True, False))
+    assert min(found["gns/b_simple"], found["gns/b_now"]) >= 0.9
+    assert found["gns/b_simple_high"] >= 0.7
+    assert found["gns/b_now_high"] >= bounded
+    # The opposite error: windows that are taken for independent.
+    assert blind["gns/b_simple"] < 0.85
+    assert spread > 1 or blind["gns/b_now"] < 0.9
 
 
 def test_too_few_steps_say_nothing() -> None:

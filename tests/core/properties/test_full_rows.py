@@ -43,6 +43,7 @@ def blend(
     rows: int = 3,
     row_tokens: int = 4,
     runs_on: bool = True,
+    groups: int = 1,
     weights: Mapping[str, WeightSpec] | None = None,
     **options: Any,
 ) -> LaneBlend:
@@ -52,7 +53,8 @@ def blend(
     for name, found in streams.items():
         dataset = ShardSource(found, *options_of({"namespace": name, **options}), shard=shard, num_shards=num_shards)
         sources.append(BlendSource(name, dataset, (weights or {}).get(name, ConstantWeight(1.0))))
-    return LaneBlend(sources, seed=0, rows=rows, row_tokens=row_tokens, runs_on=runs_on, tokenizer=WideTokens())
+    how: dict[str, Any] = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "groups": {1: groups}}
+    return LaneBlend(sources, seed=0, tokenizer=WideTokens(), **how)
 
 
 @contextmanager
@@ -133,16 +135,17 @@ LENGTHS = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_siz
     st.booleans(),
     st.integers(1, 3),
     st.sampled_from([0, 0, 1, 2]),
+    st.integers(1, 4),
     st.data(),
 )
-def test_each_document_is_read_once_and_in_order(layout, rows, row_tokens, runs_on, num_shards, cut, data):
+def test_each_document_is_read_once_and_in_order(layout, rows, row_tokens, runs_on, num_shards, cut, groups, data):
     """On all shards together, through any resumes in between."""
     expected = [document for document in documents_of(layout) if document]
     if cut:
         size = cut * row_tokens
         expected = [document[at : at + size] for document in expected for at in range(0, len(document), size)]
     found: list[list[int]] = []
-    options = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "max_group_cells": cut}
+    options = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "max_group_cells": cut, "groups": groups}
     with corpus({"one": layout}) as streams:
         for shard in range(num_shards):
             reader = blend(streams, shard=shard, num_shards=num_shards, **options)
@@ -203,19 +206,17 @@ def test_a_source_is_removed_once_no_lane_reads_it():
 
 
 @settings(max_examples=60)
-@given(LENGTHS, st.booleans(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), max_size=4))
-@example([[30] * 6], True, [(1, 4, 2), (1, 2, 3)])
-def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, runs_on, changes):
+@given(LENGTHS, st.booleans(), st.lists(st.tuples(*[st.integers(1, 3)] * 3, st.integers(0, 7)), max_size=4))
+@example([[30] * 6], True, [(1, 2, 2, 4), (1, 2, 1, 3), (1, 1, 2, 3)])
+def test_nothing_is_read_twice_or_lost_over_changes_of_shards_rows_and_groups(layout, runs_on, changes):
     """Unfinished groups continue first, from where they were; a second change may come while some still wait."""
     states: list[Any] = []
     followers, epochs, key = Follower((0, 4), runs_on), 0.0, "data/epochs/one"
     ends = [*accumulate(map(sum, layout))]
     with corpus({"one": layout}) as streams:
-        for num_shards, rows, batches in [*changes, (2, 2, 10**6)]:
-            shards = [
-                blend(streams, shard=shard, num_shards=num_shards, rows=rows, runs_on=runs_on)
-                for shard in range(num_shards)
-            ]
+        for num_shards, rows, groups, batches in [*changes, (2, 2, 1, 10**6)]:
+            how: dict[str, Any] = {"num_shards": num_shards, "rows": rows, "groups": groups, "runs_on": runs_on}
+            shards = [blend(streams, shard=shard, **how) for shard in range(num_shards)]
             followers.shape = (rows, 4)
             for number, shard in enumerate(shards):
                 if states:
@@ -236,31 +237,68 @@ def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, r
     assert set(followers.read.values()) == {1}
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_rows_are_full_from_the_first_batch_on_and_no_document_is_repeated_within_an_epoch(num_shards):
+@pytest.mark.parametrize(("num_shards", "groups"), [(1, 1), (2, 1), (4, 1), (1, 16), (2, 5)])
+def test_rows_are_always_full_and_each_epoch_has_every_token_once(num_shards, groups):
     layout = [[7, 30, 2, 11], [5, 5, 9], [40, 1, 3, 8], [12, 12], [6, 17, 3]]
+    read: Counter[tuple[str, int, int]] = Counter()
+    whole = []  # epochs that a shard has read whole
     with corpus({"one": layout}) as streams:
         for shard in range(num_shards):
             follower = Follower((2, 4), True)
-            reader = blend(streams, shard=shard, num_shards=num_shards, rows=2, repeat=True)
-            for _, batch in zip(range(300), reader, strict=False):
+            reader = blend(streams, shard=shard, num_shards=num_shards, rows=2, repeat=True, groups=groups)
+            for _, batch in zip(range(400), reader, strict=False):
                 follower.take(batch)
                 assert (batch["targets"] != -100).all()
-            epochs = Counter(epoch for _, epoch, _ in follower.read)
-            assert max(follower.read.values()) == 1
-            own = {token for _, epoch, token in follower.read if epoch == 1}
-            assert {epochs[epoch] for epoch in range(1, max(epochs) - 1)} == {len(own)}
+            read += follower.read
+            whole.append(min(place.epoch for place in reader.places if place is not None))
+    tokens = Counter(epoch for _, epoch, _ in read)
+    assert max(read.values()) == 1
+    assert min(whole) >= 3
+    assert {tokens[epoch] for epoch in range(min(whole))} == {sum(map(sum, layout))}
 
 
-def test_a_document_longer_than_an_epoch_leaves_other_lanes_dry_and_not_further_ahead():
-    with corpus({"one": [[60, 2, 2]]}) as streams:
-        reader = blend(streams, rows=3, repeat=True)
-        epochs, fills = [], []
-        for _, batch in zip(range(16), reader, strict=False):
-            epochs.append([place.epoch for place in reader.places if place is not None])
-            fills.append(float((batch["targets"] != -100).mean()))
-    assert max(max(each) - min(each) for each in epochs if each) == 1
-    assert min(fills) == pytest.approx(2 / 3)  # the long document of two epochs, and nothing else
+def test_the_next_row_of_a_document_comes_a_spread_of_steps_later():
+    """With c m groups, c steps of m micro-batches have rows of different documents only."""
+    layout = [[40] * 8 for _ in range(8)]
+    spread, m = 3, 2
+    with corpus({"one": layout}) as streams:
+        reader = blend(streams, rows=2, repeat=True, groups=spread * m)
+        rows = [
+            json.loads(str(batch["instability_meta_json"]))["rows"] for _, batch in zip(range(60), reader, strict=False)
+        ]
+    first = [{(segments[0]["stream"], segments[0]["document"]) for segments in each} for each in rows]
+    steps = [set.union(*first[at : at + m]) for at in range(0, 60, m)]
+    for at in range(len(steps) - spread):
+        assert len(set.union(*steps[at : at + spread])) == spread * m * 2
+        continued = steps[at] & steps[at + spread]
+        assert len(continued) >= m  # documents last ten rows, so that most continue
+
+
+def test_what_is_left_moves_into_fewer_groups_and_no_micro_batch_is_empty():
+    with corpus({"one": [[60, 2, 2, 3, 3, 4, 40]]}) as streams:
+        reader = blend(streams, rows=2, groups=4)
+        fills = [(batch["targets"] != -100).sum() for batch in reader]
+    with corpus({"one": [[60, 2, 2, 3, 3, 4, 40]]}) as streams:
+        before = [(batch["targets"] != -100).sum() for batch in blend(streams, rows=2)]
+    assert min(fills) > 0
+    assert len(fills) <= len(before) + 4
+
+
+def test_few_documents_are_begun_equally_often_on_any_number_of_shards():
+    """Also where one of them is longer than a shard's part of an epoch."""
+    sizes = [5, 1, 40, 200, 17]
+    for num_shards in (2, 3):
+        begun = Counter[int]()
+        with corpus({"one": [sizes]}) as streams:
+            shards = [
+                blend(streams, shard=shard, num_shards=num_shards, rows=1, repeat=True) for shard in range(num_shards)
+            ]
+            for _ in range(3000 // num_shards):
+                for shard in shards:
+                    for segment in json.loads(str(next(shard)["instability_meta_json"]))["rows"][0]:
+                        begun[segment["document"]] += segment["start"] == 0
+        assert max(begun.values()) - min(begun.values()) <= 2, begun
+        assert sum(begun.values()) > 100
 
 
 @settings(max_examples=25)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -47,30 +46,33 @@ class Shown:
 
 def simulate(rng: np.random.Generator, ratio: float, dim: int, micros: int, ema: float) -> dict[int, Shown]:
     """What runs show after each of `NUM_WINDOWS` windows."""
-    pair: Any = PairAverage(ema)  # its arithmetic works on arrays: one element per run
-    shown = {}
+    first, drawn, shown = PairAverage(ema), [], {}
     variance = ratio / dim  # of a component of the big gradient; |G|^2 = 1
     for count in range(1, max(NUM_WINDOWS) + 1):
         along = (1.0 + math.sqrt(variance) * rng.standard_normal(RUNS)) ** 2
         big = along + variance * rng.chisquare(dim - 1, RUNS)
         small = big + variance * rng.chisquare(dim * (micros - 1), RUNS)
         tr_sigma = (small - big) / (micros - 1)  # V1 = micros, V3 = 1
-        pair.update(tr_sigma, big - tr_sigma)
+        drawn.append((tr_sigma, big - tr_sigma))
+        first.update(float(tr_sigma[0]), float(big[0] - tr_sigma[0]))
         if count in NUM_WINDOWS:
-            shown[count] = read(pair, ratio)
+            shown[count] = read(np.array(drawn), ema, first, ratio)
     return shown
 
 
-def read(pair: Any, truth: float) -> Shown:
-    """The ratio of every run, by the code that a run uses."""
-    own, rows = PairAverage(pair._ema), []
-    names = own.state_dict().keys()
-    fields = [np.broadcast_to(getattr(pair, name), RUNS).tolist() for name in names]
-    for values in zip(*fields, strict=True):
-        own.load_state_dict(dict(zip(names, values, strict=True)))
-        ratio = own.ratio()
-        assert ratio is not None
-        rows.append([math.nan if x is None else x for x in (ratio.value, ratio.error, ratio.low, ratio.high)])
+def read(pairs: np.ndarray, ema: float, first: PairAverage, truth: float) -> Shown:
+    """The ratio of every run of `pairs` [windows, 2, RUNS], by the first run's fit and its formulas for all at once."""
+    weights = ema ** np.arange(len(pairs))[::-1]
+    weights /= weights.sum()
+    now, fit, rows = np.tensordot(weights, pairs, axes=1), first.fit(), []
+    deviations = weights[:, None, None] * (pairs - now)
+    covariance = np.einsum("nir,njr->rij", deviations, deviations) / (1.0 - weights @ weights)
+    assert fit is not None
+    assert np.allclose(fit.now, now[:, 0])
+    assert np.allclose(fit.covariance, covariance[0])
+    for run in range(RUNS):
+        low, high, value, error = replace(fit, now=now[:, run], covariance=covariance[run]).ratio()
+        rows.append([math.nan if x is None else x for x in (value, error, low, high)])
     return Shown(truth, *np.array(rows).T)
 
 

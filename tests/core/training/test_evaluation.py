@@ -166,11 +166,10 @@ def from_zero(plan: Plan, model: torch.nn.Module, ids: Iterable[int], size: int)
 
 
 def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int, float]]:
-    """(tokens, loss) of a document's parts of `max_group_cells` cells."""
-    size = plan.config.data.seq_len * plan.config.data.max_group_cells
+    """(tokens, loss) of a document, which no evaluation cuts."""
     assert model.state_width > 0
     parts = []
-    for logits, wanted in from_zero(plan, model, text, size):
+    for logits, wanted in from_zero(plan, model, text, len(text)):
         z = plan.config.objective.z_loss * logits.logsumexp(-1).square().sum()
         parts.append((len(wanted), float(F.cross_entropy(logits, wanted, reduction="sum") + z)))
     return parts
@@ -194,8 +193,7 @@ def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides
     texts = held_out_texts(tmp_path, FRACTION)
     known = [part for text in texts for part in parts_of(plan, model.eval(), text)]
     num_all, num = sum(map(len, texts)), len(sample.tokens)
-    of = f"{len(texts)} documents" if len(known) == len(texts) else f"{len(known)} parts of {len(texts)} documents"
-    assert read == f"{num} of {of}, {sample.tokens.sum():,} of {num_all:,} tokens"
+    assert read == f"{num} of {len(texts)} documents, {sample.tokens.sum():,} of {num_all:,} tokens"
     assert found["eval_loss"] == pytest.approx(sample.weights @ losses / num_all, rel=1e-6)
     # Each unit is one of the documents, none twice.
     left = list(known)
@@ -275,24 +273,24 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
 
 def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path, caplog):
     long = "train.steps=2000"
-    cheap, dear = plan_of(tmp_path, "eval.every=1000", long), plan_of(tmp_path, "eval.every=80", long)
+    cheap, dear = plan_of(tmp_path, "eval.every=1000", long), plan_of(tmp_path, "eval.every=200", long)
     (everything,) = eval_sets(cheap, RankInfo(), CPU)
     assert everything.sample is None
     assert everything.read.startswith("all ")
     (alone,) = eval_sets(dear, RankInfo(), CPU)
-    wide = plan_of(tmp_path, "eval.every=80", long, ranks=3)
+    wide = plan_of(tmp_path, "eval.every=200", long, ranks=3)
     ranks = [eval_sets(wide, RankInfo(rank, rank, 3), CPU)[0] for rank in range(3)]
     assert {each.read for each in ranks} == {alone.read}
     read = [int((micro.targets != -100).sum()) for each in (alone, *ranks) for micro in each.batches(None)]
     num = len(list(alone.batches(None)))
     assert sum(read[:num]) == sum(read[num:])
-    # Cells: 15 % of those that 80 steps of two micro-batches of four rows train on, those that continue a document
+    # Cells: 15 % of those that 200 steps of two micro-batches of four rows train on, those that continue a document
     # being run twice.
     by_depth = [micro.carry.cell_index[(micro.targets != -100).any(1).numpy()] for micro in alone.batches(None)]
     cells = np.concatenate(by_depth)
-    assert 0.7 * 96 < len(cells) + np.count_nonzero(cells) < 1.1 * 96
+    assert 0.7 * 240 < len(cells) + np.count_nonzero(cells) < 1.1 * 240
     (once,) = eval_sets(dear, RankInfo(), CPU, has_state=False)
-    assert 0.7 * 96 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 96
+    assert 0.7 * 240 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 240
     assert "eval.every" not in caplog.text
     eval_sets(plan_of(tmp_path, "eval.every=1", long), RankInfo(), CPU)  # eight documents take longer than a step
     assert "eval.every: an evaluation reads 8 of " in caplog.text

@@ -109,7 +109,7 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     found = ("nested" if source.root else "direct", config.data.tokenizer, config.data.vocab_size)
     assert found == (layout, tokenizer, vocab_size)
     plan = make_plan(config, Path("x.toml"), 1)
-    assert plan.facts.groups_in_flight <= config.ledger.capacity
+    assert plan.facts.groups_in_flight <= config.ledger.slots
     assert config.data.mixing.batching_mode == "per_row"
     assert config.data.max_group_cells == 0
     small = ("model.dim=16", "scheduler.warmup_steps=1", "train.device=cpu", "metrics.log_interval=1")

@@ -106,13 +106,6 @@ def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") 
     return {key: dict.fromkeys(steps, value) for key, value in values.items()}
 
 
-def oversize(**ledger: Any) -> RunRecord:
-    """99 % of 100,000 rows unused: 1.6 GB or, with bfloat16, 0.8 GB, of which 1 GB is too much."""
-    config = {"model": {"target": "my_parts:build"}, "ledger": {"capacity": 100_000, **ledger}}
-    rows = {"ledger/fill_fraction": {1: 0.01, 200: 0.01}}
-    return make_run(rows, config=config, environment={"state_width": 4_000})
-
-
 STARVED = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})
 BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
 BATCH = {**GNS, "gns/b_big": [100.0] * 40}
@@ -121,7 +114,6 @@ HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0] * 9}),
     "cold_starts": make_run({"ledger/cold_starts": [0.0] * 9}),
-    "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}, environment={"state_width": 4096}),
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
     "context_unused": make_run(depths(0.02, 0.05, 0.06)),
     "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.04)),
@@ -145,7 +137,6 @@ FAULTY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0, 0.0, 1.0]}),
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0, 0.0, 1.0]}),
     "cold_starts": make_run({"ledger/cold_starts": [0.0, 2.0], FALSE["lru"]: [0.0, 1.0]}),
-    "ledger_oversize": oversize(),
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
     "context_unused": make_run(depths(0.0, 0.001, 0.002)),
     "loss_rises_with_depth": make_run(depths(0.02, 0.05, 0.01)),
@@ -181,8 +172,7 @@ def test_healthy_rows_are_healthy_and_a_fault_is_reported_with_evidence_and_a_kn
     assert any(evidence.steps for evidence in outcome.evidence)
     assert name in ("ending", "straggling_rank", "model_contract") or outcome.knob is not None
     without = check(name, replace(FAULTY[name], config={}, environment={}))
-    # Only the config has the size of a state.
-    assert without.verdict == ("not_measured" if name == "ledger_oversize" else "finding"), without.sentence
+    assert without.verdict == "finding", without.sentence
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -238,9 +228,9 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "batch_size: a batch with no noise scale": of_ranks({**GNS, **same_data(0.0)}, 2),
     },
     "finding": {
-        "ledger_oversize: large states": oversize(dtype="float32"),
         # Two ranks and the noise between them; without it, they may be equal or not.
         "repeated_data: equal ranks": of_ranks(same_data(0.0), 2),
+        "repeated_data: dependent full rows": replace(of_ranks(same_data(1.5, error=0.1), 2), config=full_rows()),
         "repeated_data: no noise": of_ranks(same_data(None, micro_batches=1, noise=1e-09), 2),
         "batch_size: below a lower bound": make_run({**LOW, "gns/b_big": [1.0] * 40}),
         "non_finite: steps rejected without fp16": make_run(REJECTED),
@@ -256,8 +246,10 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "stuck_reader: full rows": replace(FAULTY["stuck_reader"], config=full_rows()),
         "repeated_data: one micro-batch each": of_ranks(same_data(None, micro_batches=1), 2),
         "loss_spikes: a rise far below the improvement": losses(*PLATEAU, 2.5, *AFTER_IT),
-        "ledger_oversize: half as large states": oversize(dtype="bfloat16"),
         "repeated_data: slices of one stream": of_ranks(same_data(0.3), 2),
+        "repeated_data: full rows within the error": replace(
+            of_ranks(same_data(1.5, error=0.2), 2), config=full_rows()
+        ),
         "repeated_data: noise between ranks that is not known": of_ranks(same_data(0.0, error=0.05), 2),
         "repeated_data: one rank": of_ranks(same_data(None), 1),
         "batch_size: a wide interval": make_run({**BATCH, "gns/b_now_high": [38.0] * 40}),
@@ -273,9 +265,9 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "uneven_slices: full rows": replace(FAULTY["uneven_slices"], config=full_rows()),
         "exhaust_churn: full rows": replace(FAULTY["exhaust_churn"], config=full_rows()),
         "low_fill: data of the user's own": changed("low_fill", data={"source": [{"target": "mine:data"}]}),
-        "ledger_oversize: states of unknown size": replace(oversize(), environment={}),
         "repeated_data: ranks without a measure": of_ranks(same_data(None), 2),
         "repeated_data: no gradient": of_ranks({**same_data(None, noise=0.0), "gns/grad_sq": [0.0] * 40}, 1),
+        "batch_size: few documents": make_run({**BATCH, "data/documents": [60.0] * 40}),
         "batch_size: a noise scale of few steps": make_run({**BATCH, "gns/b_now_steps": [12.0] * 40}),
         "batch_size: near a lower bound": make_run({**LOW, "gns/b_big": [2.0] * 40}),
         "batch_size: unknown in the last row": make_run(

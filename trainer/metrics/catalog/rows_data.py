@@ -77,6 +77,11 @@ ROWS: tuple[MetricSpec, ...] = (
         "0.999 or more with full rows that run on.",
         "Low: the device computes padding, or batches are small.",
     ),
+    _BlendRow("data/documents", "Documents to draw from", unit="documents", ranks="max")(
+        "Documents of an epoch over all data shards, about; of several sources 1 / sum(share^2 / documents).",
+        "Above 7 times the noise scale, counted in rows.",
+        "Fewer: a step draws them without replacement, and the noise scale comes out too high (docs/gns.md).",
+    ),
     _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
         "Epochs of a source read since the start, over all ranks: "
         "the share read of each file's tokens, weighted by file size.",

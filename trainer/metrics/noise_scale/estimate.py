@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,9 @@ MIDDLE_SQUARE = 8  # |A|^2, A the gradient accumulated over them, before any red
 TOKENS = 9  # sum of the examples' weights if those are token counts, else 0
 RANKS = 10  # 1 from every rank
 FAULTS = 11  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
-NUM_SUMS = 12
+REPEATED = 12  # micro-batches with rows of a document of which an earlier one of the window had some
+ROWS_BEFORE = 13  # mean number of rows of its document before a row, summed over ranks
+NUM_SUMS = 14
 
 MIN_SPREAD = 1e-3  # a smaller share of pairs in the square of kappa's sum is one micro-batch
 MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
@@ -63,11 +66,15 @@ LOW_QUANTILE = 1.96  # the ratio is below the lower bound in 2.5 % of all window
 HIGH_QUANTILE = 3.72  # the ratio is above the upper bound in 0.01 % of all windows
 QUANTILES = LOW_QUANTILE, HIGH_QUANTILE
 BLOCKS = 32  # of one length, before two of them become one of twice that length
+FEWEST_BLOCKS = 4  # likewise of one phase
 MIN_WINDOWS = 8  # a line has two parameters, and the scatter about it has to be known
+MIN_STRETCHES = 8  # independent ones; fewer do not tell how far the averages scatter
+FORGOTTEN = 1e-9  # weight of a pair in an exponential average below which it is dropped
 RECENT = 3  # steps after which bounds hold again if S or |G|^2 jumps
 LARGEST_JUMP = 4.0  # of B that the bounds allow for before the steps show one
 GROWTH = 1.4  # of the window from one candidate to the next
 TOLERANCE = 2.0  # normal quantile within which a window's fit agrees with all shorter ones
+LEAST_FREE = 0.1  # share of a stretch's residual that its own leverage leaves, at least
 ROUNDING = 1e-9  # relative difference that says nothing
 SHORTENED = 0.5  # share of the longest window without visible curvature that is used
 
@@ -90,6 +97,8 @@ class Window:
     """V; 1 / V is the effective number of examples of the whole step."""
     num_tokens: float
     """Tokens of the step over all ranks, 0 if unknown."""
+    rows_before: float
+    """Rows of its document before a row, on average."""
     world_size: int
 
 
@@ -116,6 +125,9 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         return Absent("a micro-batch's norm could not be measured (see the rank's log)", is_fault=True)
     if not all(map(math.isfinite, (*sums, grad_sq))):
         return Absent("a gradient of the window was not finite", is_fault=True)
+    if sums[REPEATED] > 0.0:
+        reason = "two micro-batches of the step have rows of the same document, and are not independent"
+        return Absent(f"{reason}: more documents, or fewer rows in a step, help", is_fault=False)
     kappa = sums[KAPPA]
     factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
     if kappa <= 0.0 or factor <= 0.0 or sums[BIG_NOISE] <= 0.0:
@@ -147,6 +159,7 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         small_noise=sums[SMALL_NOISE] / kappa,
         big_noise=sums[BIG_NOISE] / kappa / kappa,
         num_tokens=sums[TOKENS],
+        rows_before=sums[ROWS_BEFORE] / sums[RANKS],
         world_size=round(sums[RANKS]),
     )
 
@@ -221,10 +234,16 @@ class Fit:
     covariance: NDArray[np.float64]
     """[2, 2] of `now`."""
     freedom: float
+    stretches: float
+    """Independent ones; without `MIN_STRETCHES` of them there is no upper bound."""
 
     def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
-        return bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
+        found = bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
+        if self.stretches >= MIN_STRETCHES:
+            return found
+        # A few give a scatter, of so few degrees of freedom that it still bounds B from below.
+        return Ratio(found.low if self.stretches >= MIN_STRETCHES / 2 else None)
 
 
 class Current(NamedTuple):
@@ -238,26 +257,58 @@ class Current(NamedTuple):
     """Over all that show no curvature."""
 
 
-class History:
-    """Pairs (x, y) of all steps: the latest singly, older ones in sums over 2, 4, 8, ... steps.
+class Stretches:
+    """Which windows share documents, so that their noise is not independent.
 
-    At most `BLOCKS` sums of each length are kept: its size grows with the steps' logarithm.
+    A document's next row comes `spread` steps later: steps of one phase, those that are equal modulo
+    the spread, share documents as long as these last, and others do not. So the windows of a phase
+    within a document's length are one stretch.
     """
 
     def __init__(self) -> None:
-        # Sums over 2^level steps, oldest first.
-        self._levels: list[list[tuple[float, float]]] = [[]]
+        self.spread = 1
+        self.rows = 1.0
+        """That a document lasts: of the document of a token, on average."""
 
-    def add(self, x: float, y: float) -> None:
-        block = (x, y)
-        for level in self._levels:
+    def numbered(self, phases: NDArray[np.float64], ages: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The number of each window's stretch, from 0. `ages`: in windows."""
+        blocks = np.floor(ages / (self.rows * self.spread))
+        return np.unique(np.stack([phases, blocks]), axis=1, return_inverse=True)[1].reshape(-1)
+
+
+def sums_of(values: NDArray[np.float64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[stretches, ...]: the sums of `values` [windows, ...] over the windows of each stretch."""
+    sums = np.zeros((numbers.max(initial=-1) + 1, *values.shape[1:]))
+    np.add.at(sums, numbers, values)
+    return sums
+
+
+class History:
+    """Pairs (x, y) of all windows: the latest singly, older ones in sums over 2, 4, 8, ... of a phase.
+
+    At most `BLOCKS` sums of each length are kept: its size grows with the windows' logarithm.
+    """
+
+    def __init__(self, stretches: Stretches | None = None) -> None:
+        self._stretches = stretches or Stretches()
+        self._count = 0
+        # By phase, sums over 2^level windows, oldest first: of their numbers, of x, and of y.
+        self._phases: dict[int, list[list[tuple[float, float, float]]]] = {}
+
+    def add(self, x: float, y: float, phase: int = 0) -> None:
+        """Add a window's pair. `phase`: see `Stretches`."""
+        self._count += 1
+        most = max(BLOCKS // self._stretches.spread, FEWEST_BLOCKS)
+        levels = self._phases.setdefault(phase, [[]])
+        block = (float(self._count), x, y)
+        for level in levels:
             level.append(block)
-            if len(level) <= BLOCKS:
+            if len(level) <= most:
                 return
             # The two oldest become one block of the next level.
-            (x0, y0), (x1, y1) = level.pop(0), level.pop(0)
-            block = (x0 + x1, y0 + y1)
-        self._levels.append([block])
+            first, second = level.pop(0), level.pop(0)
+            block = (first[0] + second[0], first[1] + second[1], first[2] + second[2])
+        levels.append([block])
 
     def current(self) -> Current | None:
         """x / y at the last step with its bounds; None before `MIN_WINDOWS` pairs."""
@@ -281,51 +332,62 @@ class History:
     def _fits(self) -> Iterator[Fit]:
         """Fits over growing windows: `_recent_mean`, then lines."""
         # Weighted least squares with the heteroscedasticity-consistent covariance HC3 (MacKinnon and
-        # White 1985): the noise of both series changes with their size. Degrees of freedom are
-        # Satterthwaite's, for equal noise in every step.
-        blocks: list[tuple[float, ...]] = []
-        for level, sums in enumerate(self._levels):
-            for x, y in reversed(sums):
-                blocks.append((1 << level, x, y))
-        if len(blocks) < MIN_WINDOWS:
+        # White 1985), of sums over stretches: the noise of both series changes with their size.
+        # Degrees of freedom are Satterthwaite's, for equal noise in every step.
+        found = []
+        for phase, levels in self._phases.items():
+            for level, blocks in enumerate(levels):
+                found += [(1 << level, phase, *block) for block in blocks]
+        if len(found) < MIN_WINDOWS:
             return
-        size, *totals = np.array(blocks, dtype=np.float64).T  # newest first
-        ends = np.cumsum(size)
-        age = ends - 0.5 * (size + 1.0)  # of a block's middle; the last step's is 0
-        means = np.stack(totals, axis=1) / size[:, None]  # [blocks, 2]
-        yield _recent_mean(means[size == 1.0])
+        size, phase, numbers, *totals = np.array(found, dtype=np.float64).T
+        age = self._count - numbers / size  # of a block's middle; the last step's is 0
+        order = np.argsort(age, kind="stable")  # newest first
+        size, age, phases = size[order], age[order], phase[order]
+        means = np.stack(totals, axis=1)[order] / size[:, None]  # [blocks, 2]
+        numbered, ends = self._stretches.numbered(phases, age), np.cumsum(size)
+        stretches = len(np.unique(numbered[size == 1.0]))
+        if self._stretches.spread > 1:  # windows next to each other are of other documents
+            stretches = MIN_STRETCHES
+        yield _recent_mean(means[size == 1.0], stretches)
         wanted = float(MIN_WINDOWS)
         while wanted < GROWTH * ends[-1]:
             k = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
             wanted *= GROWTH
             w, a, z = size[:k], age[:k], means[:k]
+            _, own = np.unique(numbered[:k], return_inverse=True)
             share = w / w.sum()
             centre = a - share @ a
             spread = (w * centre) @ centre
             tilt = w * centre / spread
             weight = share - tilt * (share @ a)  # of each block in the value at age 0
             now, slope = weight @ z, tilt @ z
-            leverage = share + tilt * centre
-            residual = weight[:, None] * (z - now - a[:, None] * slope) / (1.0 - leverage)[:, None]
-            parts = weight**2 / w
+            leverage = sums_of(share + tilt * centre, own)[own]
+            residual = weight[:, None] * (z - now - a[:, None] * slope)
+            residual = sums_of(residual / np.maximum(1.0 - leverage, LEAST_FREE)[:, None], own)
+            parts = sums_of(weight**2 / w, own)
             freedom = max(parts.sum() ** 2 / (parts @ parts) - 2.0, 1.0)
-            yield Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom))
+            yield Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom), len(parts))
 
-    def state_dict(self) -> list[list[list[float]]]:
-        return [[list(block) for block in level] for level in self._levels]
+    def state_dict(self) -> dict[str, Any]:
+        phases = {phase: [[*map(list, level)] for level in levels] for phase, levels in self._phases.items()}
+        return {"count": self._count, "phases": [*map(list, phases.items())]}
 
-    def load_state_dict(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
-        self._levels = [[(float(x), float(y)) for x, y in level] for level in state] or [[]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._count = int(state["count"])
+        self._phases = {}
+        for phase, levels in state["phases"]:
+            self._phases[int(phase)] = [[(float(n), float(x), float(y)) for n, x, y in level] for level in levels]
 
 
-def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
+def _recent_mean(pairs: NDArray[np.float64], stretches: int) -> Fit:
     """The mean of the last steps. `pairs`: [n, 2] single steps, newest first."""
     # Differences of successive pairs (von Neumann 1941) give its covariance: a jump enters once.
     # Noise is taken to grow with the level, since it may have grown with it in these steps.
     steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
     growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
     covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2
-    return Fit(RECENT, now, covariance, len(steps) / 1.5)
+    return Fit(RECENT, now, covariance, len(steps) / 1.5, stretches)
 
 
 def longest_straight(fits: Sequence[Fit]) -> Fit:
@@ -333,11 +395,15 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
 
     By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially
     adaptive estimation of nonparametric regression"): while the intervals of all windows up to this
-    one share a point, curvature has not yet shifted the fit visibly.
+    one share a point, curvature has not yet shifted the fit visibly. A window of few stretches does
+    not know its interval.
     """
     low, high = np.full(2, -math.inf), np.full(2, math.inf)
     longest = fits[0]
     for fit in fits:
+        if fit.stretches < MIN_STRETCHES:
+            longest = fit
+            continue
         deviation = np.sqrt(np.diag(fit.covariance))
         margin = t_quantile(TOLERANCE, fit.freedom) * deviation + ROUNDING * abs(fit.now)
         low, high = np.maximum(low, fit.now - margin), np.minimum(high, fit.now + margin)
@@ -347,66 +413,62 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
     return longest
 
 
-@dataclass
 class PairAverage:
     """Bias-corrected exponential averages of x and y with the covariance of the two averages.
 
-    The averages are means weighted by `ema ** age`, updated in the form without cancellation (West
-    1979): dividing by the sum of the weights corrects the bias.
+    The averages are means weighted by `ema ** age`: dividing by the sum of the weights corrects the
+    bias. Their covariance comes from the deviations of whole stretches.
     """
 
-    ema: InitVar[float]
-    weight: float = 0.0
-    weight_sq: float = 0.0
-    mean_x: float = 0.0
-    mean_y: float = 0.0
-    c_xx: float = 0.0
-    c_yy: float = 0.0
-    c_xy: float = 0.0
-    count: float = 0.0
+    def __init__(self, ema: float, stretches: Stretches | None = None) -> None:
+        self._ema, self._stretches = ema, stretches or Stretches()
+        length = math.ceil(math.log(FORGOTTEN) / math.log(ema))
+        self._pairs: deque[tuple[float, float, float]] = deque(maxlen=max(length, MIN_PAIRS))  # phase, x, y
+        self.count = 0
 
-    def __post_init__(self, ema: float) -> None:
-        self._ema = ema
-
-    def update(self, x: float, y: float) -> None:
-        fresh = 1.0 - self._ema
-        self.weight = self._ema * self.weight + fresh
-        self.weight_sq = self._ema**2 * self.weight_sq + fresh**2
-        dx, dy = x - self.mean_x, y - self.mean_y
-        self.mean_x += fresh / self.weight * dx
-        self.mean_y += fresh / self.weight * dy
-        # One deviation is from the mean before the pair, the other from the one after it.
-        self.c_xx = self._ema * self.c_xx + fresh * dx * (x - self.mean_x)
-        self.c_yy = self._ema * self.c_yy + fresh * dy * (y - self.mean_y)
-        self.c_xy = self._ema * self.c_xy + fresh * dx * (y - self.mean_y)
-        self.count += 1.0
-
-    def covariance(self) -> tuple[float, float, float] | None:
-        """Variances of the averages of x and y, and covariance; None before `MIN_PAIRS` pairs."""
-        if self.count < MIN_PAIRS:
-            return None
-        share = self.weight_sq / self.weight**2  # sum of the squared weights: 1 / (effective number of pairs)
-        scale = share / (1.0 - share) / self.weight
-        return self.c_xx * scale, self.c_yy * scale, self.c_xy * scale
+    def update(self, x: float, y: float, phase: int = 0) -> None:
+        """Add a window's pair. `phase`: see `Stretches`."""
+        self.count += 1
+        self._pairs.append((float(phase), x, y))
 
     @property
-    def freedom(self) -> float:
-        """Degrees of freedom of the two variances: the effective number of pairs - 1."""
-        return self.weight**2 / self.weight_sq - 1.0
+    def means(self) -> tuple[float, float]:
+        """The averages of x and y."""
+        weights, _, _, pairs = self._weighted()
+        x, y = (weights @ pairs).tolist()
+        return x, y
+
+    def _weighted(self) -> tuple[NDArray[np.float64], ...]:
+        """Weights [n], which sum to 1, ages [n], phases [n], and pairs [n, 2]."""
+        phases, *pairs = np.array(self._pairs, dtype=np.float64).T
+        ages = np.arange(len(phases))[::-1].astype(np.float64)
+        weights = self._ema**ages
+        return weights / weights.sum(), ages, phases, np.stack(pairs, axis=1)
+
+    def fit(self) -> Fit | None:
+        """The averages with their covariance; None before `MIN_PAIRS` pairs."""
+        if self.count < MIN_PAIRS:
+            return None
+        weights, ages, phases, pairs = self._weighted()
+        own = self._stretches.numbered(phases, ages)
+        means, shares = weights @ pairs, sums_of(weights, own)
+        deviations = sums_of(weights[:, None] * (pairs - means), own)
+        share = float(shares @ shares)  # 1 / (effective number of stretches)
+        left = max(1.0 - share, LEAST_FREE)
+        return Fit(len(pairs), means, deviations.T @ deviations / left, max(1.0 / share - 1.0, 1.0), 1.0 / share)
 
     def ratio(self) -> Ratio | None:
         """x / y of the averages, with bounds; None before `MIN_PAIRS` pairs."""
-        moments = self.covariance()
-        if moments is None:
-            return None
-        return bounded_ratio(self.mean_x, self.mean_y, *moments, freedom=self.freedom)
+        fit = self.fit()
+        return None if fit is None else fit.ratio()
 
-    def state_dict(self) -> dict[str, float]:
-        return asdict(self)
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "pairs": [*map(list, self._pairs)]}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        for name in asdict(self):
-            setattr(self, name, float(state[name]))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = int(state["count"])
+        self._pairs.clear()
+        self._pairs.extend((float(phase), float(x), float(y)) for phase, x, y in state["pairs"])
 
 
 class NoiseScaleAverage:
@@ -419,58 +481,68 @@ class NoiseScaleAverage:
         UserError: `ema` is outside (0, 1).
     """
 
-    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "token_weight", "skipped", "drained")
+    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight", "skipped", "drained", "seen")
 
     def __init__(self, ema: float = 0.95) -> None:
         if not 0.0 < ema < 1.0:
             raise UserError("ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
         self._ema = ema
-        self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
-        self.history = History()
+        self.stretches = Stretches()
+        self._noise = PairAverage(ema, self.stretches)  # x = tr(Sigma), y = |G|^2
+        self.history = History(self.stretches)
         """Of the same pairs."""
-        self._consistency = PairAverage(ema)  # x = between, y = within
+        self._consistency = PairAverage(ema, self.stretches)  # x = between, y = within
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.shards_per_rank = 1
         """Data shards, each of which has a micro-batch of its own at a time."""
-        self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
+        # Averages of tokens per effective example, and of the rows before a row; the sum of weights.
+        self.token_sum = self.rows_sum = self.weight = 0.0
+        self.seen = 0.0  # windows, also those without an estimate
         self.skipped = 0.0  # since the start
         self.drained = 0.0  # the part of `skipped` that `drain_metrics` has reported
         self._absent: str | None = "no window has been seen"
 
     def update(self, window: Window | Absent) -> None:
         """Add one window. A fault is counted and changes no average."""
+        self.seen += 1.0
         if isinstance(window, Absent):
             self.skipped += float(window.is_fault)
             self._absent = window.reason
             return
         self._absent = None
-        self._noise.update(window.tr_sigma, window.grad_sq)
-        self.history.add(window.tr_sigma, window.grad_sq)
+        phase, fresh = int(self.seen) % self.stretches.spread, 1.0 - self._ema
+        self.weight = self._ema * self.weight + fresh
+        self.token_sum = self._ema * self.token_sum + fresh * window.num_tokens * window.big_noise
+        self.rows_sum = self._ema * self.rows_sum + fresh * window.rows_before
+        # A row stands in the middle of its document, on average.
+        self.stretches.rows = 1.0 + 2.0 * self.rows_sum / self.weight
+        self._noise.update(window.tr_sigma, window.grad_sq, phase)
+        self.history.add(window.tr_sigma, window.grad_sq, phase)
         if window.between is not None and window.within is not None:
-            self._consistency.update(window.between, window.within)
+            self._consistency.update(window.between, window.within, phase)
         self.small_noise, self.big_noise = window.small_noise, window.big_noise
         self.world_size = float(window.world_size)
-        if window.num_tokens > 0.0:
-            fresh = 1.0 - self._ema
-            self.token_sum = self._ema * self.token_sum + fresh * window.num_tokens * window.big_noise
-            self.token_weight = self._ema * self.token_weight + fresh
 
     @property
     def reason(self) -> str | None:
         """Why `gns/b_simple` is absent; None if it is present."""
-        ratio = self._noise.ratio()
-        if ratio is None:
-            return self._absent or f"{self._noise.count:.0f} of at least {MIN_PAIRS} windows have been seen"
+        fit = self._noise.fit()
+        if fit is None:
+            return self._absent or f"{self._noise.count} of at least {MIN_PAIRS} windows have been seen"
+        ratio = fit.ratio()
         if ratio.value is not None:
             return None
         at_least = "" if ratio.low is None else f"; it is at least {ratio.low:.3g} sequences"
+        if fit.stretches < MIN_STRETCHES:
+            text = f"documents last about {self.stretches.rows:.0f} rows: the steps averaged are"
+            return f"{text} {fit.stretches:.0f} independent stretches of at least {MIN_STRETCHES}{at_least}"
         return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
 
     def metrics(self) -> dict[str, float]:
         """The known values by catalog key; `gns/skipped` counts since the start."""
         values: dict[str, float | None] = {"gns/skipped": self.skipped}
-        if self._noise.count > 0.0:
-            values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.mean_x, self._noise.mean_y
+        if self._noise.count:
+            values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.means
             values["gns/b_small"], values["gns/b_big"] = 1.0 / self.small_noise, 1.0 / self.big_noise
             values |= self._consistency_values()
             ratio, current = self._noise.ratio(), self.history.current()
@@ -494,23 +566,24 @@ class NoiseScaleAverage:
         if value is not None:
             per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
-            if self.token_weight > 0.0:
-                values["gns/b_simple_tokens"] = value * self.token_sum / self.token_weight
+            if self.token_sum > 0.0:
+                values["gns/b_simple_tokens"] = value * self.token_sum / self.weight
             if value > 0.0:
                 values["gns/batch_ratio"] = 1.0 / self.big_noise / value
         return values
 
     def _consistency_values(self) -> dict[str, float]:
         """Between over within, and its error; the cap if within vanishes and between does not."""
-        pair = self._consistency
-        ratio, moments = pair.ratio(), pair.covariance()
-        if ratio is None or moments is None:
+        fit = self._consistency.fit()
+        if fit is None:
             return {}
+        ratio = fit.ratio()
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
             return {"gns/consistency": value, "gns/consistency_se": ratio.error}
-        is_vanishing = abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
-        if is_vanishing and is_positive(pair.mean_x, moments[0], pair.freedom):
+        between, within = fit.now.tolist()
+        is_vanishing = abs(within) * CONSISTENCY_CAP < between
+        if is_vanishing and is_positive(between, float(fit.covariance[0, 0]), fit.freedom):
             return {"gns/consistency": CONSISTENCY_CAP}
         return {}
 
@@ -524,11 +597,15 @@ class NoiseScaleAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Averages of before documents were told apart begin anew."""
+        if "seen" not in state["gauges"]:
+            return
         self.history.load_state_dict(state["history"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:
             setattr(self, name, float(state["gauges"][name]))
+        self.stretches.rows = 1.0 + 2.0 * self.rows_sum / max(self.weight, sys.float_info.min)
         self._absent = None
 
 
@@ -544,6 +621,13 @@ def outlook(noise: NoiseScaleAverage) -> str:
     if current is None or current.ratio.value is not None:
         return ""
     _, used, longest = current
+    known = "gns/b_now has no value yet"
+    if current.ratio.low:
+        known += f", it is at least {number_text(current.ratio.low, 3)} sequences"
+    if used.stretches < MIN_STRETCHES:
+        more = math.ceil(used.steps / SHORTENED * (MIN_STRETCHES / used.stretches - 1.0))
+        documents = f"documents last about {noise.stretches.rows:.0f} rows"
+        return f"{known}: {documents}, it takes more than {number_text(more)} more steps"
     signal, error = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
     relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)
     # The excess of the variance: with a scatter known from many steps, and from as few as now.
@@ -551,8 +635,7 @@ def outlook(noise: NoiseScaleAverage) -> str:
     batch, times = 1.0 / noise.big_noise, max(now, 1.1)
     numbers = math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)), batch * math.sqrt(times), batch * times, batch
     steps, least, most, today = (number_text(float(f"{number:.2g}")) for number in numbers)
-    known = f", it is at least {number_text(current.ratio.low, 3)} sequences" if current.ratio.low else ""
     takes = f"about {steps} more steps, or {least} to {most}"
     if signal <= error:
         takes = f"more than {steps} more steps, or more than {least}"
-    return f"gns/b_now has no value yet{known}: it takes {takes} sequences per step instead of {today}"
+    return f"{known}: it takes {takes} sequences per step instead of {today}"

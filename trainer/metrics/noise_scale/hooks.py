@@ -7,10 +7,13 @@ step:
     ...
     gns.begin_window(m)
     for k in range(m):                        # no_sync() around all but the last, as usual
-        gns.begin_micro(last=k == m - 1)
+        gns.begin_micro(last=k == m - 1, groups=documents_of(batch[k]))
         (loss_of(batch[k]) / m).backward()
         gns.end_micro(1 / m, b)
     metrics = gns.step()                      # before clipping and optimizer.step()
+
+The micro-batches must be independent of each other: `groups` says of which documents their rows are,
+and a step with two micro-batches of one document is left out.
 
 A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it,
 so only a few fp64 numbers are stored. A hook after the accumulation of the last micro-batch
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,22 +154,38 @@ class GradientNoiseScale(NoiseScaleAverage):
                 accumulated = partial(self._hook, owner, type(self)._accumulated)
                 self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
-    def begin_window(self, num_micros: int | None = None) -> None:
+    def begin_window(self, num_micros: int | None = None, *, spread: int = 1, by_rank: bool = False) -> None:
         """Start a window; an unfinished one is discarded.
 
-        `num_micros`: micro-batches to come; a single rank needs it for `gns/consistency`.
+        Args:
+            num_micros: micro-batches to come; a single rank needs it for `gns/consistency`.
+            spread: windows after which the rows that follow the window's in their documents come.
+            by_rank: the micro-batches of a rank continue each other's documents: compare ranks only.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
         self._middle_at: int | None = None
         if num_micros is not None and self._world_size == 1:
             self._middle_at = (num_micros + 1) // 2
+        self.stretches.spread, self._by_rank = spread, by_rank
+        self._groups: set[Hashable] = set()  # of the rows so far
+        self._repeated, self._rows_before = 0, 0.0
         self._window_start = self._micro
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
         self._window_fires.clear()
 
-    def begin_micro(self, last: bool) -> None:
-        """Call before a micro-batch's backward; `last`: the window's last, in which DDP reduces."""
+    def begin_micro(self, last: bool, *, groups: Collection[Hashable] = (), rows_before: float = 0.0) -> None:
+        """Call before a micro-batch's backward.
+
+        Args:
+            last: whether it is the window's last, in which DDP reduces.
+            groups: what its rows are of, documents for example. If those of a micro-batch are in an
+                earlier one of the window, too, the window does not enter the averages.
+            rows_before: rows of its document before a row, on average; for how long steps are correlated.
+        """
+        self._repeated += not self._groups.isdisjoint(groups)
+        self._groups.update(groups)
+        self._rows_before += rows_before
         self._micro += 1
         in_window = self._micro - self._window_start
         # On several ranks, the middle group is all of this rank's micro-batches.
@@ -232,7 +251,7 @@ class GradientNoiseScale(NoiseScaleAverage):
                 log.warning(text + "steps are skipped; pass use_reentrant=False", self._repeats)
         squared = factor.square()
         update = [factor, squared, micro_square, factor * noise, squared * noise]
-        self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault])
+        self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault, zero, zero])
         # The middle needs `.grad` to be the sum over its group for every parameter. It is not if a
         # parameter with an older gradient was not used in this micro-batch, if FSDP2 keeps the sum
         # elsewhere (it reduces in another type than it accumulates in), or if the loop reduces
@@ -269,6 +288,17 @@ class GradientNoiseScale(NoiseScaleAverage):
         # Without a hook that ran, the sums of the window are unknown, not zero.
         if not self._window_fires:
             sums[noise_scale.FAULTS] += 1.0
+        repeated = self._repeated
+        if self._by_rank:  # each rank's sum stands for its micro-batches
+            repeated = int(self._world_size == 1 or self._leaves.is_sharded)  # nobody has that sum
+            own, middle = noise_scale.KAPPA_SQUARE, noise_scale.MIDDLE_KAPPA
+            if not repeated:
+                sums[noise_scale.FAULTS] += sums[middle] != sums[noise_scale.KAPPA].square()
+            sums[own : own + 2] = sums[middle : middle + 2]
+            sums[noise_scale.MIDDLE_OWN_KAPPA : middle + 2] = 0.0
+        # Filled on the device: a tensor made from host numbers would be copied, and waited for.
+        sums[noise_scale.REPEATED].fill_(repeated)
+        sums[noise_scale.ROWS_BEFORE].fill_(self._rows_before / max(self._micro - self._window_start, 1))
         return sums
 
     def grad_sq(self) -> Tensor:

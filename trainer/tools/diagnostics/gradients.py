@@ -12,6 +12,7 @@ from trainer.tools.diagnostics.rule import (
     aligned,
     explained,
     finding,
+    has_full_rows,
     healthy,
     micro_batches,
     not_measured,
@@ -19,6 +20,7 @@ from trainer.tools.diagnostics.rule import (
     ranks,
     rule,
     series,
+    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
@@ -65,6 +67,11 @@ def repeated_data(run: RunRecord) -> Outcome:
     if value + within < limits.SAME_DATA:
         words += ": they read the same data, so the batch is smaller than it seems"
         return finding(words, evidence, knob=other_data)
+    if has_full_rows(run) and not _has_target(run):
+        if abs(value - 1.0) > within:
+            words += ": the rows of a step are not independent, and the noise scale is wrong"
+            return finding(words, evidence, severity="warning", knob=_towards_independence(run))
+        return healthy(words)
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
         words += ": gradients were clipped or scaled before they were measured, "
@@ -73,13 +80,27 @@ def repeated_data(run: RunRecord) -> Outcome:
     return healthy(words)
 
 
+def _has_target(run: RunRecord) -> bool:
+    return any("target" in table for table in sources(run))
+
+
+def _towards_independence(run: RunRecord) -> Knob:
+    """More open files, or a larger spread."""
+    streams = run.setting("data.mixing.num_streams_mixed")
+    if streams:
+        return Knob("data.mixing.num_streams_mixed", streams, 0)
+    return Knob("data.mixing.spread", run.setting("data.mixing.spread"), "larger, or more and shorter documents")
+
+
 @rule("advice", needs=[B_BIG], hint=HINT)
 def batch_size(run: RunRecord) -> Outcome:
     """A batch that is far from the noise scale of the gradient."""
     has_noise = all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ))
     if has_noise and repeated_data.check(run).verdict == "finding":
-        return explained("ranks read the same data, so the noise scale is unknown: see repeated_data")
+        return explained("the rows of a step are not independent, so the noise scale is unknown: see repeated_data")
     scale = noise_scale_of(run)
+    if scale is not None and scale.is_high:
+        return not_measured(f"the noise scale is {scale.number}: it takes more documents")
     if scale is None or not scale.is_known:
         return not_yet(f"the noise scale is {why_unknown(run)}")
     if scale.steps is not None and scale.steps < limits.NOISE_STEPS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from trainer.metrics.catalog.lookup import keys_under
-from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     Knob,
     Outcome,
@@ -13,8 +12,6 @@ from trainer.tools.diagnostics.rule import (
     finding,
     healthy,
     lower_lr,
-    not_measured,
-    not_yet,
     rule,
     series,
 )
@@ -27,12 +24,11 @@ FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/fal
 EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
-FILL = "ledger/fill_fraction"  # share of the capacity, on the fullest rank
 
 
 def _twice(run: RunRecord, key: str) -> Knob:
     current = run.setting(key)
-    if not isinstance(current, int):
+    if not isinstance(current, int) or not current:
         return Knob(key, None, "twice as many")
     return Knob(key, current, max(2 * current, 2))
 
@@ -92,23 +88,6 @@ def cold_starts(run: RunRecord) -> Outcome:
     return finding(words, *evidence, knob=knob)
 
 
-@rule("warning", needs=[FILL])
-def ledger_oversize(run: RunRecord) -> Outcome:
-    """A ledger that takes much memory and is hardly used."""
-    fill, capacity, width = series(run, FILL), run.setting("ledger.capacity"), run.environment.get("state_width")
-    if not isinstance(capacity, int) or not width:
-        return not_measured("how large a state is was not recorded")
-    if fill.steps[-1] < limits.OVERSIZE_STEPS:
-        return not_yet(f"needs {limits.OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
-    device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9
-    row_bytes = width * (2 if run.setting("ledger.dtype") == "bfloat16" else 4)
-    judged = limits.ledger_oversize(capacity, max(fill.values) * capacity, row_bytes, device)
-    if not judged.is_beyond:
-        return healthy(judged.words)
-    knob = Knob("ledger.capacity", capacity, judged.better)
-    return finding(judged.words, fill.evidence(fill.largest()), knob=knob)
-
-
 @rule("error", needs=[REFUSED])
 def refused_rows(run: RunRecord) -> Outcome:
     """States that were not finite."""
@@ -121,4 +100,4 @@ def refused_rows(run: RunRecord) -> Outcome:
     return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
 
 
-RULES = (false_evictions_lru, false_evictions_stale, cold_starts, ledger_oversize, refused_rows)
+RULES = (false_evictions_lru, false_evictions_stale, cold_starts, refused_rows)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from trainer.metrics.catalog.rows_training import ONE_BATCH_SIZE
+from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
 
@@ -26,6 +28,13 @@ class NoiseScale:
     value: float | None
     high: float | None
     steps: int | None
+    documents: float = math.inf
+    """To draw from."""
+
+    @property
+    def is_high(self) -> bool:
+        """Whether the value is too high: a step draws few documents without replacement."""
+        return self.documents < limits.FEW_DOCUMENTS * max(self.value or 0.0, self.low)
 
     @property
     def is_known(self) -> bool:
@@ -37,12 +46,12 @@ class NoiseScale:
         """Value and bounds in words."""
         if not self.is_known:
             return "not known yet"
-        if self.high is None:
-            return f"at least {number_text(self.low)}"
-        bounds = f"{number_text(self.low)} to {number_text(self.high)}"
-        if self.value is None:
-            return bounds
-        return f"{number_text(self.value)} ({bounds})"
+        text = f"at least {number_text(self.low)}"
+        if self.high is not None:
+            text = f"{number_text(self.low)} to {number_text(self.high)}"
+            if self.value is not None:
+                text = f"{number_text(self.value)} ({text})"
+        return f"{text}, too high with {self.documents:,.0f} documents" if self.is_high else text
 
     @property
     def where(self) -> str:
@@ -69,7 +78,8 @@ def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
         steps, num_steps = _column(run, f"{key}_steps").get(step), None
         if steps is not None:
             num_steps = int(steps)
-        return NoiseScale(key, step, batches[step], low, value, high, num_steps)
+        documents = _column(run, "data/documents").get(step, math.inf)
+        return NoiseScale(key, step, batches[step], low, value, high, num_steps, documents)
     return None
 
 

@@ -45,6 +45,7 @@ def check(
         from trainer.lab.contract_check import check_here, refuse_breaches, remarks
         from trainer.metrics.logger import get_logger
         from trainer.training.setup.plan import make_plan
+        from trainer.training.setup.sources import plan_lanes
 
     resolved = load_config(config_path, overrides or [])
     with located(config_path, overrides or []):
@@ -54,7 +55,9 @@ def check(
         for unmet in plan.unmet_needs(device):
             get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
         facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan)}
-        sources = _read(plan)
+        sources, lanes = _read(plan), plan_lanes(plan, plan.state_width(), device)
+        if lanes.groups:
+            facts["lanes"] = lanes.words(resolved.data.mixing.batch_size)
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)

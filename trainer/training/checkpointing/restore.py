@@ -71,7 +71,8 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         position = Position.of(state, saved["step"])
     # After the data cursors, which know the documents that are in flight.
     with loading(path, "ledger"):
-        _restore_ledgers(state, saved, parts, is_same=is_same, in_flight=plan.facts.groups_in_flight)
+        may_grow, in_flight = not plan.config.ledger.capacity, plan.facts.groups_in_flight
+        _restore_ledgers(state, saved, parts, is_same=is_same, in_flight=in_flight, may_grow=may_grow)
     position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
@@ -94,6 +95,7 @@ def _restore_ledgers(
     *,
     is_same: bool,
     in_flight: int,
+    may_grow: bool,
 ) -> None:
     layout = saved.get("state_layout")
     if state.ledgers and layout != state.state_layout:
@@ -101,6 +103,8 @@ def _restore_ledgers(
     for shard in state.shards:
         if shard.ledger is None:
             continue
+        if may_grow:  # for documents that wait, in addition to those of the lanes
+            shard.ledger.reserve(len(shard.dataset.waiting_groups))
         # Their documents resume, perhaps after a long wait, and must not be swept.
         shard.ledger.keep(shard.dataset.waiting_groups)
         if is_same:

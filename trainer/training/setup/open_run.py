@@ -271,6 +271,7 @@ def _make_train_step(
         strategy=strategy,
         extensions=extensions,
         diagnostics=state.tracker.diagnostics,
+        lane_groups=getattr(state.shards[0].dataset, "groups", {}),
         graphs=_make_graphs(plan, info, device, strategy, auxiliary),
     )
 

@@ -18,15 +18,17 @@ from trainer.distributed.strategy import Strategy, shard_units, strategy_for
 from trainer.errors import raise_found
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput, extras_of, output_layer
 from trainer.objective.loss import Loss, Objective
 from trainer.options import LedgerOptions
 from trainer.training.checkpointing.train_state import DataShard, TrainState
 from trainer.training.setup.plan import Plan, build_model, own_loss, width_of
-from trainer.training.setup.sources import evaluated_rows, make_blend
+from trainer.training.setup.sources import evaluated_rows, make_blend, plan_lanes
 from trainer.training.step.optimizer import build_optimizer
 
+logger = get_logger(__name__)
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -71,13 +73,17 @@ def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
 
 def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> list[DataShard]:
     """This rank's data shards, each with its own ledger: a reader keeps its documents."""
-    shards = info.data_shards(plan.facts.data_shards)
-    options, width = plan.config.ledger, width_of(model)
+    shards, width = info.data_shards(plan.facts.data_shards), width_of(model)
+    lanes, options = plan_lanes(plan, width, device), plan.config.ledger
+    rows = plan.config.data.mixing.batch_size
+    if lanes.groups:
+        logger.info("full rows: %s", lanes.words(rows))
+        options = options.model_copy(update={"capacity": options.capacity or lanes.num(rows)})
     ledgers: list[Ledger | None] = [None] * len(shards)
     if width:
         ledgers = [Ledger(options, state_width=width, device=device) for _ in shards]
     pairs = zip(shards, ledgers, strict=True)
-    return [DataShard(shard.rank, make_blend(plan, shard, model), ledger) for shard, ledger in pairs]
+    return [DataShard(shard.rank, make_blend(plan, shard, model, lanes), ledger) for shard, ledger in pairs]
 
 
 def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, reads_lanes
+from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards
 from trainer.config.schema import LedgerTable, ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
@@ -29,9 +29,6 @@ from trainer.training.setup.sources import Source, check_reading, leaf_tables, r
 from trainer.training.step.optimizer import Length, make_schedule
 
 logger = get_logger(__name__)
-
-LANES_HELD = 8
-"""Ledger capacity per row of a micro-batch: room for a resume on an eighth of the data shards."""
 
 
 @dataclass(frozen=True)
@@ -168,23 +165,13 @@ def state_bytes(table: LedgerTable, state_width: int) -> int:
     return state_width * (2 if table.dtype == "bfloat16" else 4)
 
 
-def _with_capacity(config: RunConfig) -> RunConfig:
-    """The config with the ledger's capacity that full rows need, where none is given."""
-    table = config.ledger
-    if not reads_lanes(config) or "capacity" in table.model_fields_set:
-        return config
-    # Each row of full rows holds one open document.
-    capacity = config.data.mixing.batch_size * LANES_HELD
-    return config.model_copy(update={"ledger": table.model_copy(update={"capacity": capacity})})
-
-
 def make_plan(
     config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
 ) -> Plan:
     """Check the config, and warn about settings that cannot be meant, if `logs_doubts`."""
     here = Path.cwd()
     # First of all, so that every rank and every check sees the same settings.
-    config = _with_capacity(_for_this_device(config))
+    config = _for_this_device(config)
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards)
     facts = check_rules(config, leaf_tables(sources), world_size)

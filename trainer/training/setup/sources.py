@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 
 from trainer.config.data_tables import ScheduleTable, SourceTable, Weight
@@ -21,17 +23,28 @@ from trainer.data.lanes import LaneBlend
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource, StreamSource
+from trainer.data.spread import (
+    LaneLimit,
+    count_documents,
+    document_limits,
+    documents_drawn_from,
+    num_groups,
+    streams_open,
+)
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
 from trainer.import_path import resolve_target
+from trainer.on_device import memory_of
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
+STATES_SHARE = 1 / 16  # of the memory, for the states of all lanes
 
 
 @dataclass(frozen=True)
@@ -172,10 +185,72 @@ def evaluated_rows(plan: Plan) -> int:
     return max(map(largest_batch, tables))
 
 
-def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
-    """The training part of a source."""
+class Lanes(NamedTuple):
+    """The lanes of full rows."""
+
+    groups: dict[int, int]
+    """Of B lanes each, by the micro-batches of a step; empty: rows are not full."""
+    reason: str = ""
+    """Why there are no more."""
+    documents: float = 0.0
+    """To draw from; see `documents_drawn_from`."""
+
+    def words(self, rows: int) -> str:
+        """For people."""
+        m, groups = min(self.groups.items())
+        text = f"{counted(groups, 'group')} of {rows} lanes"
+        if groups >= m:
+            text += f": the next row of a document comes {counted(groups // m, 'step')} later"
+        else:
+            text += f": the {m} micro-batches of a step continue each other's documents, which biases its gradient, "
+            text += "and the noise scale compares ranks alone"
+        return f"{text} ({self.reason})" if self.reason else text
+
+    def num(self, rows: int) -> int:
+        """Lanes of a data shard at most."""
+        return max(self.groups.values(), default=0) * rows
+
+
+def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
+    """How many groups of lanes each data shard has. A UserError if a file is damaged."""
+    config, facts = plan.config, plan.facts
+    if not reads_lanes(config):
+        return Lanes({})
+    own = [source for source in plan.sources if source.streams and not source.is_off]
+    shares = _largest_shares([source.weight for source in own])
+    documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
+    by_name = dict(zip(documents, shares, strict=True))
+    limits = document_limits(documents, by_name, facts.data_shards)
+    if state_width:
+        state_bytes = state_width * (2 if config.ledger.dtype == "bfloat16" else 4) * facts.shards_per_rank
+        memory = STATES_SHARE * memory_of(device)
+        reason = f"a lane's state takes {state_bytes / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
+        limits.append(LaneLimit(memory / state_bytes, reason))
+    if config.ledger.capacity:
+        limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
+    groups, why = {}, ""
+    for m in {m for _, m in config.micro_batches.points}:
+        groups[m], reason = num_groups(m, config.data.mixing.batch_size, config.data.mixing.spread, limits)
+        why = why or reason
+    return Lanes(groups, why, documents_drawn_from(documents, by_name))
+
+
+def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:
+    """The largest share that each source has at any point of a schedule."""
+    points = np.array(sorted({x for weight in weights for x in weight.points}), np.int64)
+    at = np.array([weight.evaluate_many(points) for weight in weights])
+    sums = at.sum(axis=0)
+    largest: list[float] = np.divide(at, sums, out=np.zeros_like(at), where=sums > 0).max(axis=1).tolist()
+    return largest
+
+
+def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> StreamSource:
+    """The training part of a source, for so many lanes."""
     kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
-    return kind(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
+    cut, read, mix = reading(plan, source)
+    if lanes and not mix.num_streams_mixed:
+        mix = replace(mix, num_streams_mixed=streams_open(source.streams, lanes, source.table.format))
+    return kind(source.streams, cut, read, mix, shard=info.rank, num_shards=info.world_size)
 
 
 def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
@@ -191,9 +266,9 @@ def reading(
     config, data = plan.config, plan.config.data
     mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", config.eval.holdout_fraction)
-    if is_holdout:  # evaluations run cell by cell, and each document once
+    if is_holdout:  # evaluations run cell by cell, and each document once and whole
         mix = replace(mix, repeat=False)
-        cut = replace(cut, seq_len=data.seq_len, max_group_cells=data.max_group_cells, split="holdout")
+        cut = replace(cut, seq_len=data.seq_len, max_group_cells=0, split="holdout")
     if is_whole:  # validation sets are read as they are
         cut = replace(cut, split="train", holdout_fraction=0.0)
     return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
@@ -207,14 +282,19 @@ def runs_on(plan: Plan, model: nn.Module | None) -> bool:
     return align == "stream"
 
 
-def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
+def make_blend(
+    plan: Plan,
+    info: RankInfo,
+    model: nn.Module | None = None,
+    lanes: Lanes = Lanes({}),  # noqa: B008 - immutable
+) -> BlendDataset:
     """All sources, mixed by their weights. `model`: see `runs_on`."""
-    blended = []
+    blended, num_lanes = [], lanes.num(plan.config.data.mixing.batch_size)
     for source in plan.sources:
         if source.is_off:
             dataset: Any = UnreadSource()  # keeps its place in the states of the blend
         elif source.table.target is None:  # files, read by the core
-            dataset = make_dataset(plan, source, info)
+            dataset = make_dataset(plan, source, info, num_lanes)
         else:
             make = plan.parts.need("own batches", f"source {source.name}: target")
             dataset = make(plan, source, info)
@@ -234,5 +314,7 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         row_tokens=config.row_tokens,
         runs_on=runs_on(plan, model),
         tokenizer=plan.tokenizer,
+        groups=lanes.groups,
+        documents=lanes.documents,
         **options,
     )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,6 +125,8 @@ class TrainStep:
     """Guards the noise scale, whose failure never costs the step."""
     extensions: Extensions = field(default=None)  # type: ignore[assignment]
     """Called at the moments of the step."""
+    lane_groups: Mapping[int, int] = field(default_factory=dict)
+    """Micro-batches of a shard in a step -> groups of lanes that take turns; empty: rows are not full."""
     graphs: Any = None
     """CUDA graphs that replace `run_micro`, or None."""
 
@@ -156,7 +158,10 @@ class TrainStep:
         if self.auxiliary.by_rows:
             self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
-            self._gns_guard.run(self.gns.begin_window, len(window))
+            m = len(window) // len(self.shards)
+            groups = self.lane_groups.get(m, 0)
+            about: dict[str, Any] = {"spread": max(groups // m, 1), "by_rank": 0 < groups < m}
+            self._gns_guard.run(self.gns.begin_window, len(window), **about)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
         drawn = [0] * len(self.shards)
@@ -172,7 +177,8 @@ class TrainStep:
             # Gradients are reduced over ranks in the last backward only.
             with nullcontext() if is_last else self.strategy.no_sync():
                 if self.gns is not None:
-                    self._gns_guard.run(self.gns.begin_micro, is_last)
+                    rows = 0.0 if carry is None else float(carry.cell_index.mean())
+                    self._gns_guard.run(self.gns.begin_micro, is_last, groups=micro.documents, rows_before=rows)
                 self._ready_at = time.perf_counter()
                 if self.graphs is None:
                     end, result = self.run_micro(micro, state, self._kappa)
