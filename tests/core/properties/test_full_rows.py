@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.support.memory import resident_bytes
 from tests.support.streams import WideTokens, epochs_by_hand, options_of, streams_of
-from trainer.data.blend import BlendSource
+from trainer.data.blend import BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions, TokenTable
 from trainer.data.groups import CutOptions, OpenStream, build_groups
 from trainer.data.lanes import LaneBlend
@@ -31,6 +31,7 @@ from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
 from trainer.ledger import Ledger, LedgerOptions
+from trainer.options import ONE, MicroBatches
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
 
@@ -43,17 +44,22 @@ def blend(
     rows: int = 3,
     row_tokens: int = 4,
     runs_on: bool = True,
-    groups: int = 1,
+    groups: int | Mapping[int, int] = 1,
     weights: Mapping[str, WeightSpec] | None = None,
+    off: Sequence[str] = (),
+    micro_batches: MicroBatches = ONE,
+    per_source: bool = False,
     **options: Any,
 ) -> LaneBlend:
-    """The lanes of a shard; options by name."""
+    """The lanes of a shard; options by name. `off`: sources of weight 0."""
     options = {"seq_len": row_tokens, "num_streams_mixed": 2, "repeat": False, "tokenizer": WideTokens(), **options}
     sources = []
     for name, found in streams.items():
         dataset = ShardSource(found, *options_of({"namespace": name, **options}), shard=shard, num_shards=num_shards)
         sources.append(BlendSource(name, dataset, (weights or {}).get(name, ConstantWeight(1.0))))
-    how: dict[str, Any] = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "groups": {1: groups}}
+    sources += [BlendSource(name, UnreadSource(), ConstantWeight(0.0)) for name in off]
+    how: dict[str, Any] = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "per_source": per_source}
+    how |= {"groups": {1: groups} if isinstance(groups, int) else groups, "micro_batches": micro_batches}
     return LaneBlend(sources, seed=0, tokenizer=WideTokens(), **how)
 
 

@@ -1,0 +1,133 @@
+"""How many lanes full rows have: by documents, memory and the spread; and a plan of steps of several sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.core.properties.test_full_rows import Follower, blend, corpus
+from tests.support.streams import WideTokens, options_of
+from trainer.data.spread import (
+    COUNTED_FILES,
+    MOST_OPEN,
+    LaneLimit,
+    count_documents,
+    document_limits,
+    documents_drawn_from,
+    num_groups,
+    streams_open,
+)
+from trainer.data.weights import ConstantWeight
+from trainer.options import MicroBatches
+
+
+@pytest.mark.parametrize(
+    ("m", "rows", "spread", "lanes", "groups"),
+    [
+        (8, 4, 16, math.inf, 128),
+        (8, 4, 16, 511, 64),  # half the spread
+        (8, 4, 16, 32, 8),  # a document's next row comes in the next step
+        (8, 4, 16, 31, 4),  # and in the same: a divisor of m
+        (6, 1, 16, 5, 3),
+        (3, 1, 1, 2, 1),
+        (2, 8, 5, math.inf, 10),
+        (2, 8, 16, 0.2, 1),
+    ],
+)
+def test_the_largest_number_of_groups_that_the_lanes_allow(m, rows, spread, lanes, groups):
+    found, reason = num_groups(m, rows, spread, [LaneLimit(math.inf, "never"), LaneLimit(lanes, "few")])
+    assert found == groups
+    assert reason == ("few" if groups < spread * m else "")
+
+
+def test_a_source_of_few_documents_limits_by_its_share():
+    documents, shares = {"big": 4000.0, "small": 80.0}, {"big": 0.9, "small": 0.1}
+    limits = document_limits(documents, shares, num_shards=2)
+    assert [round(each.lanes) for each in limits] == [556, 100]  # 4 documents for each lane that the share gives
+    assert "small has about 80 documents" in limits[1].reason
+    assert documents_drawn_from(documents, shares) == pytest.approx(1 / (0.81 / 4000 + 0.01 / 80))
+
+
+def test_documents_are_counted_in_few_files_and_estimated_by_bytes_in_many():
+    options = {"namespace": "one", "seq_len": 4, "tokenizer": WideTokens()}
+    few, many = [[3] * (1 + at % 5) for at in range(COUNTED_FILES)], [[6] * 3 for _ in range(50)]
+    with corpus({"few": few, "many": many}) as streams:
+        cut, read, _ = options_of(options)
+        assert count_documents(streams["few"], cut, read) == sum(map(len, few))
+        assert count_documents(streams["many"], cut, read) == pytest.approx(150, rel=0.05)
+        assert streams_open(streams["many"], 7) == 7
+        assert streams_open(streams["many"], 10**6) == 50 < MOST_OPEN
+        assert streams_open(streams["few"], 1) == 4
+
+
+def test_where_a_plan_changes_m_documents_go_on_and_those_beyond_the_lanes_wait():
+    """More groups, then fewer than documents under way; through a resume in the middle of the wait."""
+    rng = np.random.default_rng(0)
+    layout = [rng.integers(5, 60, size=12).tolist() for _ in range(3)]
+    plan, groups = MicroBatches(((0, 1), (3, 4), (6, 1))), {1: 2, 4: 12}
+    read: Counter[Any] = Counter()
+    with corpus({"one": layout}) as streams:
+        how: dict[str, Any] = {"rows": 2, "groups": groups, "micro_batches": plan}
+        reader, follower, waiting = blend(streams, **how), Follower((2, 4), True), []
+        for number, batch in enumerate(reader):
+            follower.take(batch)
+            waiting.append(len(reader.waiting_groups))
+            if number == 16:
+                state = json.loads(json.dumps(reader.state_dict()))
+                reader = blend(streams, **how)
+                reader.load_state_dict(state)
+                break
+        for batch in reader:
+            follower.take(batch)
+        read += follower.read
+    assert max(waiting) == 24 - 4  # as many as were read at once, less the lanes that are left
+    assert set(read.values()) == {1}
+    assert len(read) == sum(map(sum, layout))
+    assert not follower.open
+
+
+def test_a_source_that_is_off_after_a_resume_keeps_its_place_and_its_documents():
+    layout = {"a": [[30] * 4] * 2, "b": [[30] * 4] * 2}
+    with corpus(layout) as streams:
+        on = blend(streams, rows=4, groups=2)
+        follower = Follower((4, 4), True)
+        for _ in range(4):
+            follower.take(next(on))
+        state = json.loads(json.dumps(on.state_dict()))
+        off = blend({"a": streams["a"]}, rows=4, groups=2, off=["b"])
+        off.load_state_dict(state)
+        assert off.waiting_groups
+        assert set(off.waiting_groups) <= set(on.groups_in_flight)
+        for _ in range(6):
+            follower.take(next(off))
+        again = blend(streams, rows=4, groups=2)
+        again.load_state_dict(json.loads(json.dumps(off.state_dict())))
+        for batch in again:
+            follower.take(batch)
+    assert set(follower.read.values()) == {1}
+    assert len(follower.read) == 2 * 240
+    assert not follower.open
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_shares_after_a_resume_on_other_shards_are_those_of_all(num_shards):
+    layout, weights = {"a": [[9] * 40] * 3, "b": [[5] * 60] * 3}, {"a": ConstantWeight(1.0), "b": ConstantWeight(3.0)}
+    with corpus(layout) as streams:
+        how: dict[str, Any] = {"weights": weights, "repeat": True, "per_source": True}
+        shards = [blend(streams, shard=shard, num_shards=2, **how) for shard in range(2)]
+        for shard, number in zip(shards, (5, 60), strict=True):
+            for _ in range(number):
+                next(shard)
+        states = [json.loads(json.dumps(shard.state_dict())) for shard in shards]
+        counts = np.sum([state["counts"] for state in states], axis=0)
+        after = [blend(streams, shard=shard, num_shards=num_shards, **how) for shard in range(num_shards)]
+        for shard in after:
+            shard.load_state_dict(states)
+        drained = [shard.drain_step_metrics() for shard in after]
+    shares = [np.mean([each[f"blend/share/{name}"] for each in drained]) for name in layout]
+    assert shares == pytest.approx((counts / counts.sum()).tolist())
