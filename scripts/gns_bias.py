@@ -46,7 +46,6 @@ from trainer.model import build
 from trainer.options import BatchingMode
 
 VOCAB, SEEDS, STEPS, ORACLE_ROWS = 24, 10, 48, 3000
-BOUND_STEPS = 48
 
 
 @dataclass(frozen=True)
@@ -139,12 +138,12 @@ def frozen(corpus: Corpus, device: torch.device) -> Any:
     return model
 
 
-def truth(corpus: Corpus, model: Any, device: torch.device, visits: int) -> tuple[float, float]:
+def truth(corpus: Corpus, model: Any, device: torch.device, visits: int, num_rows: int) -> tuple[float, float]:
     """(B, its standard error) of rows of lanes that begin anew for each; noise and signal are averaged over depths."""
     setting, rng = corpus.setting, np.random.default_rng(77)
     parameters, bos = [*model.parameters()], VOCAB + 1
     gradients, weights = [], []
-    for number in range(ORACLE_ROWS):
+    for number in range(num_rows):
         stop = (number % visits + 1) * setting.length
         row = _lane_row(corpus, rng, stop)
         loss_sum, count = torch.zeros((), device=device), 0
@@ -261,7 +260,7 @@ def measure(corpus: Corpus, model: Any, device: torch.device, seed: int) -> tupl
     return gns, windows, groups
 
 
-def run(setting: Setting, device_name: str) -> dict[str, Any]:
+def run(setting: Setting, device_name: str = "cpu", seeds: int = SEEDS, num_rows: int = ORACLE_ROWS) -> dict[str, Any]:
     """A setting's row of the table."""
     torch.set_num_threads(1)
     device, began = torch.device(device_name), time.perf_counter()
@@ -270,11 +269,11 @@ def run(setting: Setting, device_name: str) -> dict[str, Any]:
         model = frozen(corpus, device)
         noise, signal, inside, shown, reason = [], [], [], 0, ""
         groups = spread = 0
-        runs = [measure(corpus, model, device, seed) for seed in range(SEEDS)]
+        runs = [measure(corpus, model, device, seed) for seed in range(seeds)]
         _, _, groups = runs[0]
         spread = max(groups // setting.m, 1) if groups else 1
         visits = max(-(-setting.steps // spread), 1)
-        b, error = truth(corpus, model, device, visits)
+        b, error = truth(corpus, model, device, visits, num_rows)
         for gns, windows, _ in runs:
             known = [each for each in windows if hasattr(each, "tr_sigma")]
             if known:
