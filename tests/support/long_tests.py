@@ -4,7 +4,6 @@
 # test's cases stay, the first ones.
 LEFT = {
     "lab/cli/test_broken_models": "rows_of_several_documents_are_refused_for_a_sharded",
-    "tools/cli/test_cbs": "a_branch_that_fails the_run_itself_is",
     "tools/cli/test_eval": "two_ranks_share_drawn",
     "core/cli/test_every_key": "every_key_of_the save_sec_sums_the the_parts_of_the",
     "core/cli/test_harmless_output": "a_run_whose_names damage_of_one_run:2",
@@ -49,7 +48,6 @@ LEFT = {
     "core/properties/test_data_schedule": "shares_of_20000_picks:1",
     "core/properties/test_ledger_oracle": "ledger_equals_the_oracle:1",
     "core/properties/test_noise_scale_coverage": "the_interval_covers_the",
-    "science/test_cbs_coverage": "error_bars_hold_and:4",
     "science/test_diagnosis_calibration": "a_fault_is_found:8 a_few_healthy_runs short_real_runs_raise",
     "science/test_key_recall": "a_stale_threshold_that an_ignored_state_is carrying_is_worth_what",
     "science/test_noise_scale_jumps": "at_most_one_bound",

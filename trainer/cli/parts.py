@@ -20,7 +20,6 @@ VERBS = {
     "diagnose": "trainer.tools.verbs.records:diagnose",
     "report": "trainer.tools.verbs.records:report",
     "compare": "trainer.tools.verbs.compare:compare",
-    "cbs": "trainer.tools.verbs.branching:cbs",
     "sample": "trainer.tools.verbs.models:sample",
     "eval": "trainer.tools.verbs.models:evaluate",
     "export": "trainer.tools.verbs.models:export",

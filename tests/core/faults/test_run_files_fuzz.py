@@ -45,8 +45,7 @@ checkpoint list {0}
 checkpoint verify {0}
 config diff {0} {1}
 payload validate {0}/metrics.jsonl
-check --config {0}/config.resolved.toml
-cbs {0} --at 3""".splitlines()
+check --config {0}/config.resolved.toml""".splitlines()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The one noise scale that report, diagnosis and `train cbs` speak of."""
+"""The one noise scale that report and diagnosis speak of."""
 
 from __future__ import annotations
 
