@@ -9,6 +9,7 @@ from scripts.gns_bias import Setting, run
 FEW = {"length": 16, "documents": 768, "files": 48, "trained": 10, "steps": 24}
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     "setting",
     [
@@ -17,8 +18,8 @@ FEW = {"length": 16, "documents": 768, "files": 48, "trained": 10, "steps": 24}
     ],
     ids=lambda setting: setting.name,
 )
-def test_it_is_that_of_independent_rows_and_its_bounds_hold(setting):
-    found = run(setting, seeds=6, num_rows=1200)
+def test_it_is_that_of_independent_rows_and_its_bounds_hold(setting, device):
+    found = run(setting, str(device), seeds=6, num_rows=1200)
     assert found["spread"] == setting.spread
     away = abs(found["b"] - found["truth"])
     assert away < 0.15 * found["truth"] + 2 * (found["b_se"] ** 2 + found["truth_se"] ** 2) ** 0.5, found
