@@ -114,7 +114,7 @@ def alone(family: str, args: argparse.Namespace, turn: Turn) -> None:
         compile_blocks(model)
     parameters, autocast = list(model.parameters()), autocast_context(config, device)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    tokens = torch.randint(plan.vocab_size, (config.data.mixing.batch_size, config.row_tokens + 1), device=device)
+    tokens = torch.randint(plan.vocab_size, (config.data.mixing.batch_size, config.data.seq_len + 1), device=device)
     for step in range(1, args.steps + 1):
         for _ in range(2):
             with autocast():
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
         with tempfile.TemporaryDirectory() as name, torch.device("meta"):
             plan = plan_here(Path(name), family, args)
             model = model_of(plan, family)
-        size, flops = sum(p.numel() for p in model.parameters()), model.flops_per_token(plan.config.row_tokens)  # type: ignore[operator]
+        size, flops = sum(p.numel() for p in model.parameters()), model.flops_per_token(plan.config.data.seq_len)  # type: ignore[operator]
         speeds = {name: [block.tokens / block.seconds for block in each[1:]] for name, each in blocks.items()}
         figures += figures_of(family, size, speeds, blocks)
         for name, each in blocks.items():

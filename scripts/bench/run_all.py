@@ -24,7 +24,6 @@ TITLES = {
     "metrics": "Metrics",
     "startup": "Start-up",
     "growth": "Growth with the size of things",
-    "tbptt": "Gradient through several cells",
     "head": "Loss and output layer at large vocabularies",
 }
 # Fewer rounds than each takes alone, so that all of them fit into a quarter of an hour on two cores.

@@ -23,11 +23,10 @@ RUNS = {
     "gated_delta, full rows": ('model.family="gated_delta"', FULL_ROWS),
     "transformer": ('model.family="transformer"',),
     "gru": ('model.family="gru"',),
-    "cells": ("train.tbptt_cells=2",),
     "blocks run again, head in chunks": AGAIN,
     "bf16, head in chunks": ("train.precision=bf16", "objective.chunk_tokens=16"),
 }
-MOST_GRAPHS = {"rglru, full rows": 1, "gated_delta, full rows": 1, "gru": 6, "cells": 4}
+MOST_GRAPHS = {"rglru, full rows": 1, "gated_delta, full rows": 1, "gru": 6}
 """Of others 2: for the first shape and for all others; evaluations run uncompiled. What a row's second cell begins with needs a
 gradient, or comes without; a model without blocks compiles with what takes its state apart."""
 

@@ -40,7 +40,6 @@ RUNS = {
     "compiled, bf16": ("train.compile=true", "train.precision=bf16"),
     "head in chunks": ("objective.chunk_tokens=16",),
     "blocks run again": ("train.activation_checkpointing=block",),
-    "cells": ("train.tbptt_cells=2",),
 }
 
 

@@ -16,7 +16,7 @@ RUNS = {
     "layers": ("metrics.per_layer=true",),
     "head in chunks": ("objective.chunk_tokens=16",),
     "full rows": (FULL_ROWS,),
-    "delta rule, cells": ('model.family="gated_delta"', "train.tbptt_cells=2"),
+    "delta rule": ('model.family="gated_delta"',),
 }
 
 

@@ -83,7 +83,6 @@ CASES: dict[str, Case] = {
     "diag_healthy": Case((MIXED,), config="healthy"),
     "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),
     "chunked": Case(("objective.z_loss=1e-4", "objective.chunk_tokens=16")),
-    "tbptt": Case(("train.tbptt_cells=2", "train.activation_checkpointing=cell")),
     "resumed_on_more_ranks": Case(("checkpoint.background=true", "distributed.strategy=fsdp"), _resumed(2, 3)),
     "resumed_in_tokens": Case(
         ("train.steps=0", "train.tokens=1200", "scheduler.name=wsd"),

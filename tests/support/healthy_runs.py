@@ -50,7 +50,6 @@ def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any
             "steps": rng.choice((20, 30, 40, 60)),
             "micro_batches": rng.choice((1, 2, 3)),
             "device": "cpu",
-            "tbptt_cells": rng.choice((1, 1, 2)),
         },
         "data": {
             "seq_len": 16,

@@ -53,7 +53,6 @@ _LAB = {
     "torch_rnn": f"{LAB}.nested_state:TorchRnn",
     "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
-    "cells of a row": f"{LAB}.pieces:Cellwise",
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",

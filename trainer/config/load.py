@@ -44,6 +44,7 @@ REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "metrics.smoothing_alpha": ((0.1,), "smooth curves where they are drawn"),
     "sample.temperature": ((1.0,), "use train sample"),
     "sample.top_k": ((0,), "use train sample"),
+    "train.tbptt_cells": ((1,), "set data.seq_len k times as long, which has the same gradient"),
     "train.micro_batches.lr": (("none",), "scale optimizer.lr yourself where m changes (docs/gns.md)"),
     "train.micro_batches.unit": (("steps",), "give the points in optimizer steps"),
     "train.max_skips": ((10,), "a run ends after more than 10 skipped steps in a row"),

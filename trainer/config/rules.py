@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
@@ -88,7 +87,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         world_size=world_size,
         data_shards=num_shards,
         steps=steps,
-        cells_per_step=tokens // config.row_tokens,
+        cells_per_step=tokens // config.data.seq_len,
         tokens_per_step=tokens,
         tokens_per_micro=micro_tokens,
         tokens_in_run=config.train.tokens or micro_tokens * config.micro_batches.batches_before(steps + 1),
@@ -102,7 +101,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
 def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: int) -> int:
     """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
     mixings = _mixings(config, sources)
-    return max(map(largest_batch, mixings), default=0) * num_shards * config.row_tokens
+    return max(map(largest_batch, mixings), default=0) * num_shards * config.data.seq_len
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
@@ -135,7 +134,7 @@ def _broken_rules(
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
-    train, data = config.train, config.data
+    train = config.train
     if train.tokens and train.steps not in (0, steps):
         problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
         yield "train.steps", problem, "set one of them to 0"
@@ -145,12 +144,6 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
     if config.scheduler.warmup_tokens and not train.tokens:
         problem = "needs a run whose length is in tokens"
         yield "scheduler.warmup_tokens", problem, "set train.tokens, or warmup_steps instead"
-    if 0 < data.max_group_cells < train.tbptt_cells:
-        problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
-        yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
-    if train.activation_checkpointing == "cell" and train.tbptt_cells == 1:
-        problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
-        yield "train.activation_checkpointing", problem, 'raise train.tbptt_cells, or choose "block"'
 
 
 def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
@@ -213,13 +206,6 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
-
-
-def check_state_rules(config: RunConfig, model: Any) -> None:
-    """Refuse settings that need a recurrent state when the model has none."""
-    if not model.state_width and config.train.tbptt_cells > 1:
-        problem = "the model has no state, through which the gradient could flow from cell to cell"
-        _refuse([("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")])
 
 
 def _refuse(found: Iterable[Mistake]) -> None:

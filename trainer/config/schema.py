@@ -62,10 +62,8 @@ class TrainTable(Table):
     """Length in target tokens over all ranks, to within two steps; 0: see steps."""
     micro_batches: BatchSize = 1
     """m: micro-batches per step and rank (gradient accumulation), or a plan (docs/gns.md)."""
-    tbptt_cells: Size = 1
-    """k: cells that the gradient flows through (TBPTT). Rows have k * data.seq_len tokens."""
-    activation_checkpointing: Literal["off", "block", "cell"] = "off"
-    """Recompute activations by block (of the nn.ModuleList) or, with tbptt_cells, by cell."""
+    activation_checkpointing: Literal["off", "block"] = "off"
+    """Recompute activations by block (of the nn.ModuleList)."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -382,13 +380,3 @@ class RunConfig(Table):
     def micro_batches(self) -> MicroBatches:
         """`train.micro_batches`, whichever form it has."""
         return plan_of(self.train.micro_batches)
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens per row of a training batch, which other parts call a cell."""
-        return self.data.seq_len * self.train.tbptt_cells
-
-    @property
-    def max_group_rows(self) -> int:
-        """Rows per group at most; 0: see `data.max_group_cells`."""
-        return self.data.max_group_cells // self.train.tbptt_cells

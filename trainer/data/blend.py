@@ -282,7 +282,9 @@ class BlendDataset:
         """
         read: dict[str, float | None] = {}
         for key, epochs in self._epochs.items():
-            read[key] = epochs.read if epochs.is_known else None
+            read[key] = None
+            if epochs.is_known:
+                read[key] = epochs.read
             epochs.read = 0.0
         if not self._total:  # but documents may be read that another shard began
             return read
@@ -337,7 +339,9 @@ class BlendDataset:
             merge, known = self._merges[key], [value for value in values if value is not None]
             # Only a mean can do without the value of a source that failed.
             is_known = len(known) == len(values) or (merge is fmean and known)
-            metrics[key] = merge(known) if is_known else None
+            metrics[key] = None
+            if is_known:
+                metrics[key] = merge(known)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 A loss "by tokens" is a number per target token, [B, T], or one for all tokens of a micro-batch, [];
 the objective takes its mean over the step's target tokens. A loss "by rows" is a number per row,
-[B]; the objective takes its mean over the rows with a target. A row that runs cell by cell takes
-the mean over its cells, weighted by target tokens. Both are sums over micro-batches and ranks, so
-that any split of a step equals one big batch.
+[B]; the objective takes its mean over the rows with a target. Both are sums over micro-batches and
+ranks, so that any split of a step equals one big batch.
 """
 
 from __future__ import annotations
@@ -98,13 +97,6 @@ def _widened(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _by_row(value: Any, by: By | None, mask: Tensor) -> Any:
-    """A loss by rows that a cellwise model gives per token, [B, T], as the targets' mean, [B]."""
-    if by != "rows" or getattr(value, "shape", None) != mask.shape:
-        return value
-    return _widened(value).masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-
-
 class AuxiliaryLosses(Auxiliary):
     """Adds the losses, by name, and metrics of an output to the objective of its logits."""
 
@@ -135,15 +127,16 @@ class AuxiliaryLosses(Auxiliary):
         """
         shape, trains = micro.targets.shape, torch.is_grad_enabled()
         mask = micro.targets != IGNORED  # [B, T]
-        losses: Mapping[str, Any] = getattr(output, "losses", None) or {}
-        found = {name: _by_row(value, self._declared.get(name), mask) for name, value in losses.items()}
+        found = dict(getattr(output, "losses", None) or {})
         refuse_output(loss_problem(found, self._declared, shape, needs_all=trains))
         found |= self._of_functions(output, micro)
         total, parts = result.loss_sum, dict(result.parts)
         for name, each in self.losses.items():
             if name not in found:
                 continue
-            applies = mask.any(dim=1) if each.by == "rows" else mask
+            applies = mask
+            if each.by == "rows":
+                applies = mask.any(dim=1)
             value = _widened(found[name]).expand(applies.shape)
             term = each.weight * value.masked_fill(~applies, 0.0).sum()
             if each.by == "tokens":
@@ -193,7 +186,9 @@ def make_auxiliary(table: ObjectiveTable, model: Any, own_loss: Callable[..., Ca
         raise UserError(f"objective.losses.{unknown[0]}", problem, fix)
     found = {}
     for name, by in declared.items():
-        weight = losses[name].weight if name in losses else 1.0
+        weight = 1.0
+        if name in losses:
+            weight = losses[name].weight
         found[name] = AuxiliaryLoss(by, weight)
     for name in own:
         each, key = losses[name], f"objective.losses.{name}"

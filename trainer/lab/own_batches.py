@@ -40,7 +40,7 @@ def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
     assert path is not None
     target = resolve_target(path, key)
     given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
-    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
+    given |= {"seq_len": plan.config.data.seq_len, **source.table.args}
     refuse_arguments(target, path, given, key=key)
     with users_code(key):
         dataset = target(**given)

@@ -189,7 +189,7 @@ def _needs_of_cuda(train: TrainTable) -> Iterator[UserError]:
 def _memory_needs(plan: Plan, num_parameters: int, state_width: int) -> dict[str, tuple[int, str]]:
     """Bytes per rank and what takes them, by the key that governs them."""
     config = plan.config
-    tokens = tokens_per_micro(config, [each.table for each in plan.sources], num_shards=1) or config.row_tokens
+    tokens = tokens_per_micro(config, [each.table for each in plan.sources], num_shards=1) or config.data.seq_len
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     logit_bytes = 4 if config.train.precision == "fp32" else 2
     shards = data_shards(config, plan.facts.world_size) // plan.facts.world_size

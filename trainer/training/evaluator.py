@@ -86,14 +86,14 @@ def rows_of(output: Any, rows: slice) -> ModelOutput:
 class Evaluator:
     """Runs evaluations, each over the same micro-batches.
 
-    `model` is for a custom task, `cell_model` runs a row, without DDP: only sums are reduced.
+    `model` is for a custom task, `row_model` runs a row, without DDP: only sums are reduced.
     """
 
     def __init__(
         self,
         plan: Plan,
         model: nn.Module,
-        cell_model: nn.Module,
+        row_model: nn.Module,
         loss: Loss,
         auxiliary: Auxiliary,
         info: RankInfo,
@@ -104,7 +104,7 @@ class Evaluator:
         strategy: Strategy,
     ) -> None:
         config, table = plan.config, plan.config.eval
-        self.model, self.accepted = cell_model, accepted_inputs(model)
+        self.model, self.accepted = row_model, accepted_inputs(model)
         self.objective, self.auxiliary, self.strategy = loss, auxiliary, strategy
         self.info, self.device, self.is_off = info, device, False  # off: the same on all ranks
         self._token_ce = config.objective.token_ce
@@ -294,7 +294,7 @@ def _eval_set(
     if num_batches < ALL:
         steps = min(plan.config.eval.every, plan.facts.steps)
         # At least so many: batches that grow later only make the share smaller.
-        trained = steps * plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
+        trained = steps * plan.config.micro_batches.least * rows
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * trained)
         runs = 1 if num_batches else runs
         draw = plan.parts.need("evaluation on a sample", "eval.batches")

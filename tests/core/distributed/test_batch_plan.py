@@ -86,3 +86,16 @@ def test_a_batch_that_auto_has_grown_is_refused_by_name(whole, m):
     sign(checkpoint)
     said = start(whole.parent, f"of {m}", "train.micro_batches=1", more=("--resume", checkpoint), code=2 * (m > 1))
     assert ('the batch had grown to train.micro_batches = 4 by "auto", which is gone' in said) == (m > 1)
+
+
+@pytest.mark.parametrize("cells", [1, 2])
+def test_rows_of_several_cells_are_refused_by_name(whole, cells):
+    """Of a checkpoint of a version where a row could have several cells."""
+    checkpoint = whole / "checkpoints" / "step_00000013"
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    state["config"]["train"]["tbptt_cells"] = cells
+    (checkpoint / STATE_FILE).write_text(json.dumps(state))
+    sign(checkpoint)
+    said = start(whole.parent, f"rows of {cells}", more=("--resume", checkpoint), code=2 * (cells > 1))
+    assert ("train.tbptt_cells = 2, which is gone" in said) == (cells > 1)
+    assert ("data.seq_len = 32" in said) == (cells > 1)

@@ -43,7 +43,6 @@ CASES: Mapping[str, tuple[int | None, tuple[str, ...]]] = {
     "rglru, documents, 2 ranks": (2, ('data.align="document"', "data.seq_len=8")),
     "gated_delta, 2 of 4 shards": (2, ("model.family=gated_delta", "distributed.shards=4")),
     "gru": (None, ("model.family=gru",)),
-    "tbptt": (None, ("train.tbptt_cells=2", "train.activation_checkpointing=cell", "data.mixing.batch_size=3")),
 }
 REPEATS = ("rglru, documents, 2 ranks", "gru")
 

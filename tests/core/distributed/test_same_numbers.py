@@ -17,9 +17,7 @@ from tests.support.runs import evaluating, losses, overrides, read_rows, write_t
 pytestmark = pytest.mark.distributed
 EXTRA = evaluating(12, batches=1000, saves=6)
 STILL, MOVING = "optimizer.lr=1e-30", "optimizer.lr=5e-3"
-CELLS, ROWS = ("data.seq_len=16", "train.tbptt_cells=2"), ("data.seq_len=32", "data.max_group_cells=4")
 CHUNKED, BLOCKS = "objective.chunk_tokens=20", "train.activation_checkpointing=block"
-BY_CELL = "train.activation_checkpointing=cell"
 COMPARED = (
     *("loss", "eval_loss", "grad_norm", "accuracy", "tokens"),
     *("objective/", "gns/", "ledger/", "stream_mixing/", "blend/"),
@@ -46,20 +44,18 @@ def check_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "common", "without", "with_it"),
+    "common",
     [
-        pytest.param(None, (MOVING, "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt"),
-        pytest.param(2, (MOVING,), ROWS, (*CELLS, BY_CELL), id="tbptt on two ranks"),
-        pytest.param(2, (), (), (CHUNKED, BLOCKS), id="chunked loss"),
+        pytest.param((), id="chunked loss"),
         *(
-            pytest.param(2, (f"model.family={family}",), (), (CHUNKED, BLOCKS), id=family, marks=pytest.mark.slow)
+            pytest.param((f"model.family={family}",), id=family, marks=pytest.mark.slow)
             for family in ("gated_delta", "transformer")
         ),
     ],
 )
-def test_no_number_depends_on_it(tmp_path, nproc, common, without, with_it):
+def test_no_number_depends_on_chunks_and_recomputation(tmp_path, common):
     runs = [
-        start(tmp_path, name, *common, *sets, nproc=nproc) for name, sets in (("with", with_it), ("without", without))
+        start(tmp_path, name, *common, *sets, nproc=2) for name, sets in (("with", (CHUNKED, BLOCKS)), ("without", ()))
     ]
     check_same(*runs)
     found, expected = map(weights, runs)
@@ -83,29 +79,21 @@ def test_diagnostics_change_no_number_and_no_weight(tmp_path):
     assert all(torch.equal(kept[name], tensor) for name, tensor in weights(measured).items())
 
 
-def test_a_run_with_all_of_them_resumes_bit_for_bit_and_refuses_others(tmp_path):
-    sets = (MOVING, "train.tbptt_cells=2", CHUNKED)
-    whole = start(tmp_path, "whole", *sets, BY_CELL, nproc=2)
+def test_a_run_with_all_of_them_resumes_bit_for_bit(tmp_path):
+    sets = (MOVING, CHUNKED)
+    whole = start(tmp_path, "whole", *sets, BLOCKS, nproc=2)
     middle = whole / "checkpoints" / "step_00000006"
     # Recomputed or not, the numbers are the same: it may change.
     again = start(tmp_path, "again", *sets, nproc=2, more=("--resume", middle))
     assert not checkpoint_differences(whole / "checkpoints" / "latest", again / "checkpoints" / "latest")
     expected = losses(whole / "metrics.jsonl")
     assert losses(again / "metrics.jsonl") == {step: loss for step, loss in expected.items() if step > 6}
-    config = write_tiny_config(tmp_path, EXTRA)
-    said = train(config, tmp_path / "other", *sets, "train.tbptt_cells=1", code=2, more=("--resume", middle))
-    assert "train.tbptt_cells: 2 -> 1" in said
 
 
 @pytest.mark.parametrize(
     ("sets", "text"),
     [
-        (("train.tbptt_cells=9",), "train.tbptt_cells: 9 is more cells than a group has"),
-        ((BY_CELL,), 'train.activation_checkpointing: is "cell", which saves nothing'),
-        (
-            ("train.tbptt_cells=2", "model.target=tests.support.models:dropout"),
-            "train.tbptt_cells: the model has no state",
-        ),
+        (("train.activation_checkpointing=cell",), "train.activation_checkpointing: must be"),
         (
             (CHUNKED, "model.target=tests.support.models:no_head"),
             "objective.chunk_tokens: the model's output layer is not",

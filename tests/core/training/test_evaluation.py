@@ -133,9 +133,9 @@ def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
 def evaluate(plan: Plan, model: torch.nn.Module, sets: Sequence[Any], info: RankInfo = RankInfo(), **parts: Any):  # noqa: B008
     """The numbers of an evaluation of these sets; `parts`: some of the evaluator's, by name."""
     own = {"auxiliary": Auxiliary(), "diagnostics": Diagnostics(), "strategy": Strategy(), **parts}
-    cell_model, loss = model_and_loss(model, plan, CPU)
+    row_model, loss = model_and_loss(model, plan, CPU)
     order = own["auxiliary"], info, CPU, own["diagnostics"], sets
-    found = Evaluator(plan, model, cell_model, loss, *order, strategy=own["strategy"]).run(1)
+    found = Evaluator(plan, model, row_model, loss, *order, strategy=own["strategy"]).run(1)
     assert found
     return found
 

@@ -36,12 +36,12 @@ def test_one_micro_batch_on_one_rank_has_no_noise_scale_and_the_reason_is_given(
 
 def test_a_rule_between_tables_says_where_its_key_is_written(config, capsys):
     line = config.read_text().splitlines().index("micro_batches = 2") + 1
-    config.write_text(config.read_text().replace("micro_batches = 2", "tbptt_cells = 99"))
+    config.write_text(config.read_text().replace("micro_batches = 2", 'precision = "fp16"'))
     written = checked(config, capsys, BY_BATCH)
     assert written.returncode == 2
-    assert written.stderr.startswith(f"{config}:{line}: train.tbptt_cells: ")
-    overridden = checked(config, capsys, BY_BATCH, "train.tbptt_cells=99")
-    assert overridden.stderr.startswith("--set train.tbptt_cells=99: train.tbptt_cells: 99 is more cells than a group")
+    assert written.stderr.startswith(f"{config}:{line}: train.precision: ")
+    overridden = checked(config, capsys, BY_BATCH, "train.precision=fp16")
+    assert overridden.stderr.startswith('--set train.precision=fp16: train.precision: "fp16" needs a CUDA device')
 
 
 EVAL = """

@@ -213,7 +213,7 @@ def _judge_gradient(trial: Trial) -> Verdict:
     if not all(each.isfinite().all() for each in found):
         text = "the gradient of a cell that continues a group is not finite"
         return Verdict("gradient", "broken", text)
-    through = "which matters with train.tbptt_cells > 1"
+    through = "which matters in a loop that trains through it"
     try:
         whole = of_whole()
         first = subject(tokens[:, :n], start, with_grad=True)

@@ -45,9 +45,17 @@ def context_unused(run: RunRecord) -> Outcome:
         of = f" of {name}" if name else ""
         gains = ", ".join(f"{gain} at {at:,}" for at, gain in curve.gains[-3:])
         words = f"the model uses no context beyond {depth:,} tokens{of}: carrying gains {gains}"
-        knob = Knob.of(run, "train.tbptt_cells", 2, "to learn what to keep")
+        knob = _longer_rows(run)
         return finding(words, series(run, _gain_key(name, start)).evidence(), knob=knob)
     return healthy("carrying gains " + ", ".join(deepest))
+
+
+def _longer_rows(run: RunRecord) -> Knob:
+    """The gradient flows through a row: longer ones teach the model what to keep."""
+    tokens = run.setting("data.seq_len")
+    if not isinstance(tokens, int):
+        return Knob("data.seq_len", None, "twice as long")
+    return Knob("data.seq_len", tokens, 2 * tokens)
 
 
 def _is_negative(gain: Number) -> bool:
@@ -81,7 +89,7 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
         inside = f" in {name}" if name else ""
         words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} "
         words += f"tokens on, {gains[depth]} from {depth:,} on; states were never trained that long"
-        knob = Knob.of(run, "train.tbptt_cells", 2)
+        knob = _longer_rows(run)
         if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
             knob = Knob("ledger.wipe_mode", "full", "lru")
         return finding(words, *(series(run, _gain_key(name, at)).evidence() for at in risen), knob=knob)

@@ -90,11 +90,11 @@ def evaluate_checkpoint(
         # Which documents are held out follows from the names that the run had for its files.
         state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
         plan, _ = check_data(plan, state, info, compares=False)
-    cell_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
+    row_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
     auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)
     evaluator = Evaluator(
-        plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
+        plan, saved.model, row_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
     )
     found = evaluator.run(saved.step or 0)
     if not found:

@@ -158,16 +158,16 @@ def _check_resume(config: RunConfig, resume: str) -> None:
     from trainer.files import is_url
     from trainer.model.families import with_sizes
     from trainer.training.checkpointing import checkpoint
-    from trainer.training.checkpointing.restore import check_config
+    from trainer.training.checkpointing.restore import check_config, refuse_gone
 
     if resume not in ("off", "auto") and not is_url(resume):
-        saved = checkpoint.named(resume, checkpoint.read_state)["config"]
-        check_config(saved, with_sizes(config, saved))
+        state = checkpoint.named(resume, checkpoint.read_state)
+        refuse_gone(state)
+        check_config(state["config"], with_sizes(config, state["config"]))
 
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Derived values, without memory and the model's contract.
-    Raises UserError: the model lacks the state that a setting needs."""
+    """Derived values, without memory and the model's contract."""
     from trainer.config.rules import why_no_noise_scale
     from trainer.tools.summary import alignment
     from trainer.training.setup.plan import ledger_bytes

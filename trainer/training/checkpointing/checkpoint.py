@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.config.load import without_removed
+from trainer.config.load import flatten, without_removed
 from trainer.errors import UserError
 from trainer.files import (
     did_you_mean,
@@ -164,7 +164,9 @@ def read_state(path: Path) -> dict[str, Any]:
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     _refuse_renamed(path.resolve(), state["step"], path / STATE_FILE)
-    return {**state, "config": without_removed(state["config"], any_value=True)}
+    # A resume, unlike verbs, has to know how many cells a row had.
+    cells = flatten(state["config"]).get("train.tbptt_cells", 1)
+    return {**state, "config": without_removed(state["config"], any_value=True), "tbptt_cells": cells}
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def _restore_ledgers(
 
 # Changing these changes the shapes of weights, the data, or which tokens the stored states follow;
 # the data set itself refuses what changes its cells.
-BREAKING: tuple[str, ...] = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "train.tbptt_cells")
+BREAKING: tuple[str, ...] = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len")
 BREAKING += ("run.seed", "optimizer.name", "optimizer.target", "optimizer.group")
 # The checkpoint has its own weights; trust and contract only refuse models.
 HARMLESS = ("model.weights", "model.trust", "model.contract")
@@ -145,8 +145,14 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
             logger.warning("resuming with another config: %s: %r -> %r", key, before, after)
 
 
-def refuse_grown_batch(saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a batch that `"auto"` has grown: no plan by steps says when it did."""
+def refuse_gone(saved: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a batch that `"auto"` has grown, since no plan by steps says when it
+    did; and one whose rows were several cells."""
+    if saved["tbptt_cells"] != 1:
+        tokens = saved["config"]["data"]["seq_len"] * saved["tbptt_cells"]
+        problem = f"the checkpoint was made with train.tbptt_cells = {saved['tbptt_cells']}, which is gone"
+        fix = f"begin a run with its weights ([model] weights) and data.seq_len = {tokens}, which has the same gradient"
+        raise UserError("--resume", problem, fix)
     before = saved["config"]["train"]["micro_batches"]
     if isinstance(before, Mapping) and before["schedule"] == "auto" and saved["micro_batches"][0] > before["start"]:
         grown = saved["micro_batches"][0]

@@ -36,7 +36,6 @@ from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, environment
 from trainer.training.setup.parts import (
     autocast_context,
-    in_cells,
     make_state,
     make_strategy,
     max_tokens_per_micro,
@@ -113,11 +112,10 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     )
     if info.is_main:
         plan.call("first messages", plan, state, device, run_dir)
-    cell_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
+    row_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
-    row_model = in_cells(cell_model, plan)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
     # No part refers to the run, so that a finished run is freed, and the process group with it.
@@ -134,7 +132,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     stack.callback(watchdog.close)
     evaluator = None
     if config.eval.every:
-        own = (plan, state.model, cell_model, loss, auxiliary, info, device, diagnostics, sets)
+        own = (plan, state.model, row_model, loss, auxiliary, info, device, diagnostics, sets)
         evaluator = Evaluator(*own, strategy=strategy)
     extensions = Extensions({}, diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)

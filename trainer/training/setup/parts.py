@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import check_state_rules
 from trainer.config.schema import ModelTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, shard_units, strategy_for
@@ -43,7 +42,6 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     # Before the parameters get their memory on the device.
     (strategy or Strategy()).shard(model, partial(prepared_units, model, config))
     model = model.to(device)
-    check_state_rules(config, model)
     if not plan.has_built_in_model:  # whose needs were not known before
         raise_found(plan.unmet_needs(device, model=model))
     flops = getattr(model, "flops_per_token", None)  # for MFU; a custom model need not say
@@ -127,21 +125,9 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
     return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
 
 
-def in_cells(model: nn.Module, plan: Plan) -> nn.Module:
-    """The model as the training step calls it, cell by cell with `tbptt_cells`."""
-    train = plan.config.train
-    if train.tbptt_cells == 1:
-        return model
-    recompute = train.activation_checkpointing == "cell"
-    run_in_cells = plan.parts.need("cells of a row", "train.tbptt_cells")
-    built: nn.Module
-    built = run_in_cells(model, cell=plan.config.data.seq_len, cells=train.tbptt_cells, recompute=recompute)
-    return built
-
-
 def max_tokens_per_micro(plan: Plan) -> int:
     """The most tokens of a micro-batch. It scales the loss, for which any constant works."""
-    return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.row_tokens
+    return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.data.seq_len
 
 
 def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> Strategy:

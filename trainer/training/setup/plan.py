@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards
+from trainer.config.rules import Facts, check_rules, data_shards
 from trainer.config.schema import LedgerTable, ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
@@ -102,15 +102,13 @@ class Plan:
         return self._model_size[0]
 
     def state_width(self) -> int:
-        """Numbers in a group's recurrent state; 0: none. A UserError if it breaks a rule."""
+        """Numbers in a group's recurrent state; 0: none."""
         return self._model_size[1]
 
     @cached_property
     def _model_size(self) -> tuple[int, int]:
         """(trained parameters, state width), computed once: building many layers takes long."""
         model = self.weightless_model()
-        # Rules that only the model can answer, such as the width of its state.
-        check_state_rules(self.config, model)
         return size_of(model)
 
     def unmet_needs(
@@ -204,8 +202,8 @@ def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
     least = 1
     if config.model.target is None:
         least = family_of(config.model).least_tokens
-    if config.row_tokens < least:
-        problem = f"rows of {config.row_tokens} tokens are too short to train {config.model.family}"
+    if config.data.seq_len < least:
+        problem = f"rows of {config.data.seq_len} tokens are too short to train {config.model.family}"
         raise UserError("data.seq_len", problem, f"set it to {least} or more")
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")

@@ -22,7 +22,7 @@ from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import changed_settings, check_config, refuse_grown_batch
+from trainer.training.checkpointing.restore import changed_settings, check_config, refuse_gone
 from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
@@ -74,7 +74,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
             logger.info("--resume auto: no checkpoint found; starting at step 0")
     elif found is not None:  # before the data are compared, which another tokenizer changes
         with checkpoint.loading(found[0], "config"):
-            refuse_grown_batch(found[1])
+            refuse_gone(found[1])
             check_config(found[1]["config"], with_sizes(config, found[1]["config"]))
     return run_dir, found, claimed
 

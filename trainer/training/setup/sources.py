@@ -265,10 +265,9 @@ def reading(
     """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
     config, data = plan.config, plan.config.data
     mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
-    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", config.eval.holdout_fraction)
-    if is_holdout:  # evaluations run cell by cell, and each document once and whole
-        mix = replace(mix, repeat=False)
-        cut = replace(cut, seq_len=data.seq_len, max_group_cells=0, split="holdout")
+    cut = CutOptions(source.name, data.seq_len, data.max_group_cells, "train", config.eval.holdout_fraction)
+    if is_holdout:  # evaluations read each document once and whole
+        mix, cut = replace(mix, repeat=False), replace(cut, max_group_cells=0, split="holdout")
     if is_whole:  # validation sets are read as they are
         cut = replace(cut, split="train", holdout_fraction=0.0)
     return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
@@ -311,7 +310,7 @@ def make_blend(
     return LaneBlend(
         blended,
         rows=config.data.mixing.batch_size,
-        row_tokens=config.row_tokens,
+        row_tokens=config.data.seq_len,
         runs_on=runs_on(plan, model),
         tokenizer=plan.tokenizer,
         groups=lanes.groups,
