@@ -72,17 +72,9 @@ class MicroBatch:
     # Reported by the data set with it; None is a value that it should have reported and could not.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     shard: int = 0  # which of the rank's data shards it is of, from 0
+    # What the rows are of: documents, or the groups of a data set that does not say.
+    documents: Collection[Hashable] = ()
     is_filler: bool = False  # a masked copy: the data set had nothing left
-
-    @property
-    def documents(self) -> Collection[Hashable]:
-        """What its rows are of: documents, or the groups of a data set that does not say."""
-        if self.is_filler:
-            return ()
-        found: Collection[Hashable] | None = getattr(self.located, "documents", None)
-        if found is None and self.carry is not None:
-            found = {group for group in self.carry.group_ids.tolist() if group >= 0}
-        return found or ()
 
     @property
     def meta(self) -> str:
@@ -107,7 +99,7 @@ class MicroBatch:
         first = self if "segment_ids" in self.extras else self.rows(slice(1))
         carry = first.carry and Carry.of_no_group(len(first.targets))
         targets, metrics = torch.full_like(first.targets, IGNORED), {MASKED_SHARE: 1.0, FILL: 0.0}
-        return replace(first, targets=targets, carry=carry, metrics=metrics, is_filler=True)
+        return replace(first, targets=targets, carry=carry, metrics=metrics, documents=(), is_filler=True)
 
     def to(self, device: torch.device) -> MicroBatch:
 
@@ -160,4 +152,7 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
     located = extras.get("instability_meta_json", "{}")
-    return MicroBatch(inputs, targets, carry, extras, located)
+    documents = getattr(located, "documents", None)
+    if documents is None and carry is not None:
+        documents = {*carry.group_ids.tolist()} - {-1}
+    return MicroBatch(inputs, targets, carry, extras, located, documents=documents or ())

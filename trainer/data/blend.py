@@ -136,6 +136,7 @@ class BlendDataset:
         if times:
             self._time_names = names if per_source else ["all"] * len(names)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
+        self._constants: dict[str, float] = {}  # metrics that stay as they are
         self._latest: dict[int, dict[str, float | None]] = {}  # the last report of each source
         self._undrained: set[int] = set()
         self._register_metrics()
@@ -305,6 +306,7 @@ class BlendDataset:
         metrics.update(self._seconds)
         self._seconds.clear()
         metrics.update(read)
+        metrics.update(self._constants)
         return metrics
 
     def _report_of(self, index: int) -> dict[str, float | None]:

@@ -64,13 +64,8 @@ class Located:
 
     def __init__(self, rows: Sequence[Sequence[Read]], group_ids: Ints, cell_index: Ints) -> None:
         self._rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
+        self.documents: set[tuple[str, int, int]] = set()  # of the rows: source, stream and number
         self.origin: dict[str, Any] = {}  # more of it, where all rows are of one stream
-
-    @property
-    def documents(self) -> set[tuple[str, str, int]]:
-        """The documents of all rows: source, file and number."""
-        tables = ((of.source.groups, of.document) for of, _, _ in chain.from_iterable(self._rows))
-        return {(table.namespace, table.relative_path, document) for table, document in tables}
 
     @property
     def rows(self) -> list[list[Segment]]:
@@ -177,12 +172,14 @@ class Collator:
             del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
+        located = Located(found.rows, batch["group_ids"], batch["cell_index"])
         for of, _, size in chain.from_iterable(found.rows):
-            of.source.epochs.read += size * of.source.epochs_per_token
+            source = of.source
+            source.epochs.read += size * source.epochs_per_token
+            located.documents.add((source.groups.namespace, source.stream.stream_id, of.document))
         # Tuples: they have no entry for each row.
         batch["dataset_labels"] = tuple(found.labels)
         batch["dataset_segments"] = tuple(found.modalities)
-        located = Located(found.rows, batch["group_ids"], batch["cell_index"])
         batch["instability_meta_json"] = located
         return batch
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import IGNORED
-from trainer.data.blend import BlendDataset, BlendSource, Drained
+from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.groups import Handed
 from trainer.data.shard_source import ShardSource
@@ -68,9 +68,11 @@ class LaneBlend(BlendDataset):
     ) -> None:
         super().__init__(sources, **how)
         self._rows, self.groups = rows, groups
-        self._documents = {DOCUMENTS: documents} if documents else {}
-        self.metric_keys = (*self.metric_keys, *self._documents)
-        self._lanes = [Lane() for _ in range(rows * self._wanted_groups())]  # group by group
+        if documents:
+            self._constants[DOCUMENTS] = documents
+            self.metric_keys = (*self.metric_keys, DOCUMENTS)
+        self._groups_now, self._is_planned = self._wanted_groups(), len(groups) > 1
+        self._lanes = [Lane() for _ in range(rows * self._groups_now)]  # group by group
         self._turn = 0  # the group that is read next
         # Where each lane is. Few lanes move in a micro-batch, and each has a state.
         self._lane_places: list[Place | None] = [None] * len(self._lanes)
@@ -101,10 +103,6 @@ class LaneBlend(BlendDataset):
         for index, part in self._laned.items():
             self._hands[index] = part.hand
             self._shard = (part.fixed_state["rank"], part.fixed_state["world_size"])
-
-    def drain_step_metrics(self) -> Drained:
-        """See `BlendDataset.drain_step_metrics`."""
-        return {**super().drain_step_metrics(), **self._documents}
 
     @property
     def places(self) -> list[Place | None]:
@@ -165,7 +163,9 @@ class LaneBlend(BlendDataset):
 
     def _regroup(self) -> None:
         """Change the number of groups if the step has another size, or less is left to read."""
-        wanted = self._wanted_groups()
+        wanted = self._groups_now
+        if self._is_planned:
+            wanted = self._wanted_groups()
         if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
             being_read = sum(place is not None for place in self._lane_places)
             wanted = max(1, min(wanted, -(-being_read // self._rows)))
@@ -319,7 +319,9 @@ class LaneBlend(BlendDataset):
         if len(states) == num_shards:
             states = [states[shard]]
         # Another number of shards: each takes an equal part of what all have given, and owe.
-        part = 1 if states[0]["shard"][1] == num_shards else 1 / num_shards
+        part = 1.0
+        if states[0]["shard"][1] != num_shards:
+            part = 1 / num_shards
         pairs: Any = ((self._claims, "claims"), (self._counts, "counts"), (self._due, "expected"))
         for numbers, key in pairs:
             sums = np.sum([each[key] for each in states], axis=0) * part
@@ -346,8 +348,7 @@ class LaneBlend(BlendDataset):
         places = [place if place is None or place.source in laned else None for place in places]
         num_lanes = groups * self._rows
         lanes = [*map(self._lane_at, places[:num_lanes])]
-        turn = own.get("turn", 0) if is_same else 0
-        self._lay_out(groups, lanes, [*filter(None, places[num_lanes:])], turn)
+        self._lay_out(groups, lanes, [*filter(None, places[num_lanes:])], is_same * own.get("turn", 0))
 
 
 def _in_order(state: Mapping[str, Any]) -> list[Place | None]:

@@ -160,6 +160,7 @@ class StreamSource(ABC):
     """
 
     version: ClassVar[int]  # of the saved state
+    first_open: ClassVar[int] = 10**9  # streams that are opened before the first pick
     mode: str = "per_row"  # the batching mode, which a state belongs to
     # Keys of a state of which another value means that the rest of the epoch is dealt anew.
     layout: Sequence[str] = ("rank", "world_size")
@@ -189,6 +190,8 @@ class StreamSource(ABC):
         self.is_ended = False
         self.epoch = 0
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
+        self._most_open = mix.streams_open
+        self._to_open = min(self._most_open, self.first_open)  # now
         # The part of a state that is constant throughout a run.
         self.fixed_state: dict[str, Any] = {
             "version": self.version,
@@ -351,16 +354,12 @@ class StreamSource(ABC):
         before = [begun for point in self._past for begun, _ in point.get(part.stream, ())]
         return not part[1] and all(begun[1] for begun in before)
 
-    def _num_open(self) -> int:
-        """How many readers are to be open now."""
-        return self._mix.streams_open
-
     def _later_has_groups(self) -> bool:
         """Whether a later epoch may have groups for this shard though this one has none."""
         return False
 
     def _fill(self) -> None:
-        while len(self._pool.readers) < self._num_open():
+        while len(self._pool.readers) < self._to_open:
             reader = self._next_reader()
             if reader is None:
                 return
@@ -405,7 +404,7 @@ class StreamSource(ABC):
         self._exhaust_events += 1
         successor = None
         # After a resume more may be open than now should be.
-        if len(pool.readers) <= self._mix.streams_open:
+        if len(pool.readers) <= self._most_open:
             successor = self._next_reader()
         pool.replace(slot, successor)
         self.is_ended = not (pool.readers or self._mix.repeat)
@@ -473,7 +472,7 @@ class StreamSource(ABC):
 class ShardSource(StreamSource):
     """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
-    version = 5
+    version, first_open = 5, DEFAULT_STREAMS
 
     def _parts(self, epoch: int, shard: int, num_shards: int) -> Sequence[Part | Few]:
         few = self._few(num_shards)
@@ -523,10 +522,6 @@ class ShardSource(StreamSource):
         few = self._few(self._num_shards)
         return few is not None and few.has_documents
 
-    def _num_open(self) -> int:
-        # Many open one by one, as the first documents are handed out.
-        return min(self._mix.streams_open, max(DEFAULT_STREAMS, self._num_picks + 1))
-
     def __iter__(self) -> Iterator[list[Handed]]:
         return iter(self.hand, [])
 
@@ -537,7 +532,9 @@ class ShardSource(StreamSource):
             if not self._is_ready():
                 return []
             uniforms: Iterable[float] = self._uniforms.ahead(self._num_picks)
-            if self._num_open() < self._mix.streams_open:  # another opens before the next pick
+            if self._to_open < self._most_open:
+                # Many streams open one by one, as the first documents are handed out.
+                self._to_open = min(self._most_open, max(self.first_open, self._num_picks + 1))
                 self._fill()
                 uniforms = islice(uniforms, 1)
             readers = self._pool.readers
