@@ -1,6 +1,6 @@
-"""Fingerprints of data files: enough to notice on a resume that a file has changed.
+"""What must match for a saved state of data to fit: the files, and how a source reads them.
 
-A mark is the file's size and a hash of blocks spread over it, or of the whole of a small file. Times
+A mark of a file is its size and a hash of blocks spread over it, or of the whole of a small file. Times
 of modification are not used: copying a corpus changes them, and nothing else.
 """
 
@@ -16,9 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from trainer.data.documents import ReadOptions
 from trainer.data.formats import files_of
+from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream
 from trainer.errors import UserError
+from trainer.hashing import stable_hash
 from trainer.wording import few
 
 FINGERPRINT_KEY = "data"  # in a checkpoint's state.json
@@ -120,3 +123,41 @@ def compare(saved: Fingerprint, now: Fingerprint) -> list[str]:
         if listed:
             found.append(f"source {name}: {', '.join(listed)}")
     return found
+
+
+def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions, **settings: object) -> dict[str, Any]:
+    """Everything that must match for a state to fit: how files are read and cut, and which."""
+    paths = [part for stream in streams for part in (stream.relative_path, stream.modality)]
+    tokenizer = options.tokenizer
+    # A column or an end that is not set stands in no state of earlier versions.
+    unset = (("column", None), ("text_eod", None))
+    read = {key: value for key, value in vars(options).items() if (key, value) not in unset}
+    return {
+        **asdict(cut),
+        **settings,
+        **read,
+        "tokenizer": f"{tokenizer.name} ({tokenizer.vocab_size} ids)",
+        "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
+    }
+
+
+def check_states(states: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> None:
+    """Raise UserError unless a dataset like the `own` saved the states, in rank order."""
+    expected = own["fingerprint"]
+    name = str(expected["namespace"])
+    version, known = own["version"], [state for state in states if isinstance(state, Mapping)]
+    known = [state for state in known if state.get("version") == version]
+    ranks = [(state["rank"], state["world_size"]) for state in known]
+    all_ranks = [(rank, len(states)) for rank in range(len(states))]
+    # One state alone may be that of any rank.
+    if not ranks or (ranks != all_ranks and len(states) > 1):
+        problem = "these are not the states that all ranks of a dataset of this version saved, "
+        raise UserError(name, f"{problem}in rank order", "load those of one checkpoint")
+    for saved in (state["fingerprint"] for state in states):
+        found = []
+        for key, value in expected.items():
+            if saved.get(key) != value:
+                found.append(f"{key} was {saved.get(key)!r} and is {value!r}")
+        if found:
+            problem = f"the saved state does not fit: {', '.join(found)}"
+            raise UserError(name, problem, "restore the old value, or start without this state")

@@ -21,7 +21,7 @@ import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
-from trainer.data.epochs import Point, check_states, fingerprint, resharded
+from trainer.data.fingerprint import check_states, fingerprint
 from trainer.data.formats import is_import_path
 from trainer.data.groups import NOTHING, CutOptions, EpochCount, Handed, OpenStream, StreamOpener, file_bytes
 from trainer.data.layout import Stream
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from trainer.data.mixing import MixOptions
 
 
+Cursor = list[Any]
+"""Of a shard in an epoch: `[parts taken from the queue, [[stream, how far it was read...], ...]]`."""
+Point = list[Cursor]
+"""Of all shards, when their number changed in the middle of an epoch: the rest is dealt anew. Points
+are dropped at its end."""
 FEW = 8  # documents for each data shard; fewer are dealt anew in every epoch
 
 
@@ -467,6 +472,30 @@ class StreamSource(ABC):
     def _may_repeat(self) -> bool:
         # After data that ended in a run without `repeat`; a shard that never picked has no groups.
         return self._mix.repeat and self._num_picks > 0
+
+
+def resharded(states: Sequence[Mapping[str, Any]], num_parts: Callable[[int, int], int]) -> tuple[int, dict[int, list[Point]]]:
+    """The epoch to continue in, the earliest of any shard, and the points of it and later ones.
+
+    `num_parts`: of an epoch, for a shard. There, a shard that is ahead has taken its whole part, one that is behind nothing.
+    """
+    # A shard without any group stays in its first epoch: it does not tell where the run is.
+    epochs = [state["epoch"] for state in states if state["pool"] or not state["is_ended"]]
+    first, last = min(epochs, default=states[0]["epoch"]), max(epochs, default=states[0]["epoch"])
+    points: dict[int, list[Point]] = {}
+    for state in states:
+        points |= {epoch: list(parts) for epoch, parts in state["points"] if epoch >= first}
+    for epoch in range(first, last + 1):
+        cursors: Point = []
+        for shard, state in enumerate(states):
+            if state["epoch"] == epoch:
+                cursors.append([state["index"], state["pool"]])
+            elif state["epoch"] > epoch:
+                cursors.append([num_parts(epoch, shard), []])
+            else:
+                cursors.append([0, []])
+        points[epoch] = [*points.get(epoch, []), cursors]
+    return first, points
 
 
 class ShardSource(StreamSource):

@@ -248,7 +248,8 @@ def take_step(
         return finish(run, previous, operations) or stopped_by(run), None
     if window is None:
         return "data exhausted", None
-    log_change(run, step)
+    if len(run.micro_batches.points) > 1:
+        log_change(run, step)
     run.watchdog.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
         run.train_step.accumulate(step, window, is_logged=logs(run, step))
