@@ -17,7 +17,7 @@ MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json) $(MATRIX)/mixed/cpp
 # Tests wait for processes and pipes much of the time: 3 on two cores.
 WORKERS ?= 3
-BENCHES := loop step gns recurrence ledger rows metrics startup growth head
+BENCHES := loop step gns recurrence ledger rows metrics growth head
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: without bytecode on disk each would compile the package again.

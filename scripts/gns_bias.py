@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +43,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.options import BatchingMode
 
+COLUMNS = ("documents, rows x m", "spread", "independent rows", "measured", "over the truth", "bounds that hold it")
 VOCAB, SEEDS, STEPS, ORACLE_ROWS = 24, 10, 48, 3000
 
 
@@ -294,33 +293,27 @@ def run(setting: Setting, device_name: str = "cpu", seeds: int = SEEDS, num_rows
     return found
 
 
-def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| documents, rows x m | spread | independent rows | measured | over the truth | bounds that hold it |"
-    yield "|---|---|---|---|---|---|"
-    for each in found:
-        known = "b" in each
-        measured = f"{each['b']:.1f} +- {each['b_se']:.1f}" if known else "absent"
-        ratio = f"{each['b'] / each['truth']:.2f}" if known else ""
-        held = f"{each['covered']} of {each['bounds']}" if each["bounds"] else ""
-        truth = f"{each['truth']:.1f} +- {each['truth_se']:.1f}"
-        yield f"| {each['name']} | {each['spread']} | {truth} | {measured} | {ratio} | {held} |"
+def cells(each: dict[str, Any]) -> tuple[object, ...]:
+    """A row of the table."""
+    measured, ratio = "absent", ""
+    if "b" in each:
+        measured, ratio = f"{each['b']:.1f} +- {each['b_se']:.1f}", f"{each['b'] / each['truth']:.2f}"
+    truth = f"{each['truth']:.1f} +- {each['truth_se']:.1f}"
+    return each["name"], each["spread"], truth, measured, ratio, f"{each['covered']} of {each['bounds']}"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     settings = [each for each in SETTINGS if args.only in each.name]
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     with ProcessPoolExecutor(args.jobs) as pool:
-        found = []
         for each in pool.map(partial(run, device_name=args.device), settings):
-            found.append(each)
-            print(each, file=sys.stderr, flush=True)
-    print("\n".join(lines(found)))
-    return 0
+            print(f"| {' | '.join(map(str, cells(each)))} |", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,7 +22,6 @@ TITLES = {
     "ledger": "Ledger",
     "rows": "Full rows",
     "metrics": "Metrics",
-    "startup": "Start-up",
     "growth": "Growth with the size of things",
     "head": "Loss and output layer at large vocabularies",
 }
