@@ -39,7 +39,7 @@ def check_same(one: Path, other: Path) -> None:
         for name in (name for name in row if name.startswith(COMPARED) and not name.startswith(MEASURED)):
             tolerance = 1e-2 if name.startswith("gns/") else 2e-5
             assert first[key][name] == pytest.approx(row[name], rel=tolerance, abs=1e-7), (key, name)
-    assert {"loss", "grad_norm", "gns/b_simple", "objective/z_loss"} <= second["train", 12].keys()
+    assert {"loss", "grad_norm", "gns/tr_sigma", "objective/z_loss"} <= second["train", 12].keys()
     assert second["eval", 12]["eval_loss"] > 0
 
 
