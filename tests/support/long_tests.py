@@ -13,7 +13,6 @@ LEFT = {
     "tools/cli/test_payload_validate": "what_a_shipped_config:2",
     "core/cli/test_planted_files": "reading_verbs_neither_wait:8",
     "core/cli/test_program": "every_way_to_launch:1",
-    "lab/cli/test_remote": "a_corpus_by_url",
     "tools/cli/test_report": "the_charts_show_the",
     "tools/cli/test_slow_data": "the_slow_source_and:2",
     "core/cli/test_stalled_run": "a_run_that_works",

@@ -60,7 +60,6 @@ _LAB = {
     "loss in chunks": f"{LAB}.pieces:in_chunks",
     "losses by depth": f"{LAB}.depth:Depth",
     "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
-    "mirror": f"{LAB}.mirror",
     "muon": f"{LAB}.optimizers:build_muon",
     "nested states": f"{LAB}.nested_state:carry_flat",
     "out of memory": f"{LAB}.memory:explain",
@@ -71,6 +70,7 @@ _LAB = {
     "shard check": f"{LAB}.contract_check:refuse_bypassed_units",
     "tensorboard": f"{LAB}.tensorboard:TensorboardSink",
     "tokenized text": f"{LAB}.tokenized",
+    "uploads": f"{LAB}.remote:Uploads",
 }
 
 

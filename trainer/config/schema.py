@@ -333,7 +333,7 @@ class CheckpointTable(Table):
     background: bool = False
     """Write the files in a background thread while training continues."""
     remote: Text | None = None
-    """URL to mirror checkpoints to, "s3://bucket/prefix", one per run (docs/reliability.md)."""
+    """URL to upload checkpoints to, "s3://bucket/prefix", one per run (docs/reliability.md)."""
     resume: Text = "off"
     """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path or URL."""
 

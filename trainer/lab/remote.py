@@ -1,292 +1,237 @@
-"""A run's checkpoints in a store: `URL/step_00000100/` as on disk, and `URL/RUN.json`.
+"""A run's checkpoints in a store that an fsspec URL names: `URL/step_00000100/`, as on disk.
 
-As on disk, the marker `COMPLETE` is what makes a checkpoint exist. It is written when every other
-file has been read back and has the hash that the marker lists, and deleted before any of them.
-RUN.json names the owner: two runs that shared a store by mistake would delete each other's
-checkpoints. It could go where every file system of a cluster outlives its nodes.
+Rank 0 puts a checkpoint there after it is published, the marker `COMPLETE` last: without it there
+is none. A resume gets one, and verifies it like any other on disk. Credentials and endpoints are
+those that the backend reads from its own environment and files (AWS_ENDPOINT_URL,
+AWS_ACCESS_KEY_ID, ~/.aws for s3): none stand in a config, which is copied into every run.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
+import errno
+import importlib
 import shutil
+import threading
 import time
-import uuid
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
+from urllib.parse import urlsplit
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.errors import UserError
-from trainer.files import (
-    is_url,
-    open_plain,
-    parse_json,
-    read_bytes,
-    read_json,
-    remove_tree,
-    sync_directory,
-    write_file,
-    write_json,
-)
-from trainer.lab.storage import MissingError, Storage, StorageError, StoredFile
+from trainer.files import is_url, read_bytes, remove_tree, sync_directory, write_file
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
+from trainer.metrics.sinks import EventWriter
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
 from trainer.training.checkpointing.tensor_files import CheckpointError
-from trainer.training.run_dir import ID_FILE, RunDir
+from trainer.training.run_dir import RunDir
+from trainer.training.signals import StopRequest
+from trainer.wording import error_text
 
 KEY = "checkpoint.remote"
-OWNER_FILE = "RUN.json"
 ABANDONED = "ABANDONED"  # the marker's name in a checkpoint of a branch that the run has left
-ATTEMPTS, FIRST_WAIT_SEC = 5, 1.0
+# Stores that have keys, not directories: s3fs would make a bucket that does not exist.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
+ATTEMPTS, WAIT_SEC = 3, 5.0  # of an upload, in addition to the backend's own
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CLOSE_SEC = 1800.0  # that the end of a run waits for the last upload
 
 Found = tuple[Path, dict[str, Any]]
-T = TypeVar("T")
 logger = get_logger(__name__)
 
 
-class Owner(NamedTuple):
-    """Which run a store belongs to, and which process of it writes there."""
-
-    id: str
-    name: str
-    writer: str
+class StoreError(Exception):
+    """A store did not do what it was asked; one line with the URL and the reason."""
 
 
-class RemoteCheckpoints:
-    """The checkpoints below a URL. Methods raise `StorageError` if a request fails."""
+class MissingError(StoreError):
+    """There is no such file or bucket."""
+
+
+class Store:
+    """The checkpoints below a URL. Methods raise StoreError if the backend fails. Raises UserError:
+    the URL has a password, its protocol is unknown, or a package is missing. `key`: the config key
+    or option that the URL comes from."""
 
     def __init__(self, url: str, *, key: str = KEY) -> None:
-        self.storage = Storage(url, key=key)
-        self.url = self.storage.url
+        protocol, _, rest = url.partition("://")
+        self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
+        self._has_directories = protocol not in OBJECT_STORES
+        fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
+        try:
+            if urlsplit(url).password is not None:
+                fix, self.url = "set the credentials in the environment", "a URL with a password in it"
+                raise ValueError("every run would copy it into its config")
+            if not rest.strip("/"):
+                raise ValueError("it names no bucket or directory")
+            core = importlib.import_module("fsspec.core")
+            # A cached listing would show what this process itself has seen, not what is there.
+            self._fs, root = core.url_to_fs(self.url, use_listings_cache=False)
+        except Exception as error:  # noqa: BLE001 - backends raise anything
+            if isinstance(error, ImportError):
+                fix = "run: pip install fsspec s3fs, or the package that is named"
+            problem = f"{self.url} cannot be used as a store: {_reason_of(error)}"
+            raise UserError(key, problem, fix) from None
+        self._root = str(root).rstrip("/")
 
-    def files(self) -> dict[int, dict[str, StoredFile]]:
+    def names(self) -> dict[int, set[str]]:
         """Step -> the files of its directory, complete or not."""
-        steps: dict[int, dict[str, StoredFile]] = {}
-        for name, file in self.storage.files().items():
-            directory, _, rest = name.partition("/")
-            step = step_of(Path(directory))
-            if rest and step >= 0 and directory == checkpoint_name(step):
-                steps.setdefault(step, {})[rest] = file
+        steps: dict[int, set[str]] = {}
+        with self._translating(""):
+            self._fs.invalidate_cache()
+            for path in map(Path, self._fs.find(self._root)):
+                if step_of(path.parent) >= 0:
+                    steps.setdefault(step_of(path.parent), set()).add(path.name)
         return steps
 
-    def complete(self) -> list[int]:
+    def steps(self) -> list[int]:
         """The steps of the complete checkpoints, newest first."""
-        return sorted((step for step, files in self.files().items() if MARKER in files), reverse=True)
+        return sorted((step for step, names in self.names().items() if MARKER in names), reverse=True)
 
     def marker(self, step: int) -> bytes:
-        """The content of a checkpoint's marker; raises `MissingError` if there is none."""
-        return self.storage.read(f"{checkpoint_name(step)}/{MARKER}")
+        """The content of a checkpoint's marker."""
+        name = f"{checkpoint_name(step)}/{MARKER}"
+        with self._translating(name):
+            return bytes(self._fs.cat_file(self._path(name)))
 
-    def _listed(self, step: int, marker: bytes) -> dict[str, Any]:
-        """The files that a marker lists. Raises CheckpointError: it is damaged."""
-        return parse_marker(marker, f"{self.url}/{checkpoint_name(step)}/{MARKER}")
+    def put(self, local: Path) -> None:
+        """Upload a complete checkpoint, the marker last. Raises OSError, CheckpointError: it is
+        gone, or its marker is damaged."""
+        for name in (MARKER, ABANDONED):  # of another content
+            with suppress(MissingError), self._translating(local.name):
+                self._fs.rm_file(self._path(local.name, name))
+        files = parse_marker(read_bytes(local / MARKER), local / MARKER)
+        for name in (*files, MARKER):
+            with self._translating(f"{local.name}/{name}"):
+                path = self._path(local.name, name)
+                if self._has_directories:
+                    self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._fs.put_file(str(local / name), path)
+                size, wanted = self._fs.info(path)["size"], (local / name).stat().st_size
+                if size != wanted:
+                    raise ValueError(f"has {size} bytes there, not {wanted}")
 
-    def owner(self) -> Owner | None:
-        """The content of RUN.json; None without one."""
-        try:
-            found = parse_json(self.storage.read(OWNER_FILE))
-            return Owner(str(found["id"]), str(found["name"]), str(found["writer"]))
-        except MissingError:
-            return None
-        except (ValueError, KeyError, TypeError):
-            raise StorageError(f"{self.url}/{OWNER_FILE}: is damaged") from None
-
-    def set_owner(self, owner: Owner) -> None:
-        self.storage.write(OWNER_FILE, (json.dumps(owner._asdict(), indent=1) + "\n").encode())
-
-    def upload(self, local: Path, verified: set[str]) -> int:
-        """Upload a complete checkpoint, the marker last; returns its bytes. `verified`: files that
-        are in the store, to which others are added.
-
-        Raises StorageError: a request failed, or a file does not read back as the marker says;
-        OSError, CheckpointError: the local marker is gone or damaged.
-        """
-        name, marker = local.name, read_bytes(local / MARKER)
-        listed = parse_marker(marker, local / MARKER)
-        marker_name, there = f"{name}/{MARKER}", self.storage.files(name)
-        if MARKER in there:  # of another content: from now on there is no checkpoint here
-            self.storage.remove([marker_name])
-        unknown = there.keys() - listed.keys() - {MARKER}
-        self.storage.remove([f"{name}/{file}" for file in unknown])
-        for file in [each for each in listed if each not in verified]:
-            self.storage.put(local / file, f"{name}/{file}")
-            problem = self._difference(f"{name}/{file}", listed[file])
-            if problem:
-                raise StorageError(problem)
-            verified.add(file)
-        self.storage.write(marker_name, marker)
-        if self.storage.read(marker_name) != marker:
-            self.storage.remove([marker_name])  # nobody may resume from it
-            raise StorageError(f"{self.url}/{marker_name}: is not what was uploaded")
-        return sum(int(expected["bytes"]) for expected in listed.values())
-
-    def _difference(self, name: str, expected: Mapping[str, Any]) -> str:
-        """How a stored file differs from what the marker says of it; empty if it does not."""
-        size = self.storage.info(name).size
-        if size != expected["bytes"]:
-            return f"{self.url}/{name}: has {size} bytes, not {expected['bytes']}"
-        if self.storage.sha256(name, size) == expected["sha256"]:
-            return ""
-        return f"{self.url}/{name}: is damaged (its hash is not what {MARKER} says)"
-
-    def verify(self, step: int) -> None:
-        """Compare every file of a complete checkpoint with the marker. Raises CheckpointError."""
-        for file, expected in self._listed(step, self.marker(step)).items():
-            try:
-                problem = self._difference(f"{checkpoint_name(step)}/{file}", expected)
-            except MissingError as error:
-                problem = str(error)
-            if problem:
-                raise CheckpointError(problem)
-
-    def download(self, step: int, checkpoints: Path) -> Path:
-        """Make the checkpoint a local one, in place of its like: staged, hashed, marker last.
-        Raises CheckpointError: a file is missing, truncated or changed, and nothing is left of it
-        here."""
+    def get(self, step: int, checkpoints: Path) -> Found:
+        """Make the checkpoint a local one, in place of its like, and verify it. Raises
+        CheckpointError: it is missing or damaged, and nothing is left of it here; OSError: the
+        local disk is full."""
         name = checkpoint_name(step)
         staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
+        started = time.monotonic()
         try:
             marker = self.marker(step)
-            for file, expected in self._listed(step, marker).items():
-                # What arrives damaged may have been damaged on the way: it is asked for once more.
-                if not any(self._arrives(f"{name}/{file}", staging / file, expected) for _ in range(2)):
-                    problem = f"is damaged (its size or hash is not what {MARKER} says)"
-                    raise CheckpointError(f"{self.url}/{name}/{file}: {problem}")
+            write_file(staging / MARKER, marker)
+            for file in parse_marker(marker, f"{self.url}/{name}/{MARKER}"):
+                with self._translating(f"{name}/{file}", local=staging):
+                    self._fs.get_file(self._path(name, file), str(staging / file))
+            state = checkpoint.verify(staging)
             if target.exists():
                 remove_tree(target)
-            staging.rename(target)  # whole, but for the marker
-        except MissingError as error:
-            raise CheckpointError(str(error)) from None
+            staging.rename(target)
+        except (CheckpointError, MissingError) as error:
+            text = str(error).replace(str(staging), f"{self.url}/{name}")
+            raise CheckpointError(text) from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        write_file(target / MARKER, marker)
         sync_directory(checkpoints)
-        return target
+        logger.info("downloaded %s/%s in %.1f s", self.url, name, time.monotonic() - started)
+        return target, state
 
-    def _arrives(self, name: str, local: Path, expected: Mapping[str, Any]) -> bool:
-        """Download a file; whether it is what the marker says."""
-        self.storage.get(name, local)
-        with open_plain(local) as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        return bool(local.stat().st_size == expected["bytes"] and digest == expected["sha256"])
+    def prune(self, *, keep_last: int, keep_every: int) -> None:
+        """Delete checkpoints as those on disk are."""
+        for step in self.steps()[keep_last:]:
+            if not keep_every or step % keep_every:
+                self._remove(step, {MARKER})
 
-    def remove(self, step: int) -> None:
-        """Delete a checkpoint, the marker first; `clean` deletes what a failure leaves."""
-        name = checkpoint_name(step)
-        self.storage.remove([f"{name}/{MARKER}"])
-        self.storage.remove([f"{name}/{file}" for file in self.storage.files(name)])
-        self.storage.remove_directory(name)
-
-    def clean(self) -> list[int]:
-        """Delete what interrupted uploads and deletions have left; returns their steps."""
-        left = [step for step, files in self.files().items() if not files.keys() & {MARKER, ABANDONED}]
-        for step in left:
-            self.remove(step)
-        return left
-
-    def set_aside_after(self, step: int) -> list[int]:
-        """Mark the checkpoints of later steps as abandoned: nobody resumes from them.
-
-        Their files stay, as in the local directory, until the run has a checkpoint of that step
-        again.
-        """
-        later = [each for each in self.complete() if each > step]
-        for each in later:
-            name = checkpoint_name(each)
-            self.storage.write(f"{name}/{ABANDONED}", self.marker(each))
-            self.storage.remove([f"{name}/{MARKER}"])
+    def tidy(self, step: int) -> list[int]:
+        """Delete what interrupted uploads have left, and mark the checkpoints of later steps as
+        abandoned: nobody resumes from them. Returns their steps."""
+        later = []
+        for each, names in self.names().items():
+            if not names & {MARKER, ABANDONED}:
+                self._remove(each, names)
+            elif MARKER in names and each > step:
+                directory = self._path(checkpoint_name(each))
+                with self._translating(checkpoint_name(each)):
+                    self._fs.mv(f"{directory}/{MARKER}", f"{directory}/{ABANDONED}")
+                later.append(each)
         return later
 
+    def _remove(self, step: int, names: set[str]) -> None:
+        """Delete a checkpoint; its marker first, if it has one."""
+        directory = self._path(checkpoint_name(step))
+        with self._translating(checkpoint_name(step)):
+            if MARKER in names:
+                self._fs.rm_file(f"{directory}/{MARKER}")
+            self._fs.rm(directory, recursive=True)
 
-def kept(steps: Collection[int], *, keep_last: int, keep_every: int) -> set[int]:
-    """The steps that retention keeps: the newest, and multiples of `keep_every` (0: none)."""
-    newest = sorted(steps, reverse=True)[:keep_last]
-    return {*newest, *(step for step in steps if keep_every and step % keep_every == 0)}
-
-
-class Claimed(NamedTuple):
-    """A run's store at its start."""
-
-    remote: RemoteCheckpoints
-    owner: Owner | None  # None: the store did not answer, and the run has only its own directory
-    claim: Callable[[], Owner]  # claims it later
-
-
-def claim(remote: RemoteCheckpoints, run_dir: Path, name: str, *, resumes: bool, may_adopt: bool) -> Owner:
-    """Claim the store for this run and process, or find that it is. Writes RUN.json alone.
-
-    A store without a checkpoint can be claimed by any run: there is nothing to lose. `may_adopt`:
-    this one has no checkpoint, and takes over those of a run of its name. Raises UserError: the
-    store holds the checkpoints of another run, or of one that is not to be resumed; StorageError.
-    """
-    found, own = remote.owner(), _saved_id(run_dir)
-    if any(remote.complete()) and (not resumes or found is None or found.id != own):
-        is_new_node = resumes and may_adopt and own is None
-        if not is_new_node or (found is not None and found.name != name):
-            whose = "a run" if found is None else f"another run ({found.name})"
-            problem = f"{remote.url} holds the checkpoints of {whose}"
+    def claim(self, name: str, *, resumes: bool) -> None:
+        """Leave the run's name. Raises UserError: the store holds checkpoints, and they are not to
+        be resumed: two runs in one place would delete each other's."""
+        if not resumes and self.steps():
+            problem = f"{self.url} holds the checkpoints of another run"
             raise UserError(KEY, problem, "name a prefix of its own, or continue that run with --resume auto")
-        own = found and found.id
-    owner = Owner(own or uuid.uuid4().hex, name, uuid.uuid4().hex)
-    remote.set_owner(owner)
-    if remote.owner() != owner:  # two runs may claim it at once: the last one has it
-        raise StorageError(f"{remote.url}: does not give back what was just written")
-    return owner
+        with self._translating("RUN"):
+            if self._has_directories:
+                self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(self._path("RUN"), f"{name}\n".encode())
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root, *parts])
+
+    @contextmanager
+    def _translating(self, name: str, *, local: Path | None = None) -> Iterator[None]:
+        """Make one kind of error of whatever a backend raises, but for a full disk where it writes
+        to `local`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - botocore's errors, aiohttp's, OSError
+            if local is not None and isinstance(error, OSError) and error.errno in FULL:
+                raise OSError(error.errno, error.strerror, str(local)) from None
+            kind = MissingError if isinstance(error, FileNotFoundError) else StoreError
+            raise kind(f"{self.url}/{name}: {_reason_of(error)}".replace("/:", ":")) from None
 
 
-def _saved_id(run_dir: Path) -> str | None:
-    try:
-        return str(read_json(run_dir / ID_FILE)["id"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def save_id(run_dir: Path, owner: Owner, url: str) -> None:
-    """Keep the id in the run directory. Raises OSError: it cannot be written."""
-    write_json(run_dir / ID_FILE, {"id": owner.id, "url": url})
+def _reason_of(error: Exception) -> str:
+    """An error of a backend in one line."""
+    return error_text(error).partition("\n")[0]
 
 
 def find_checkpoint(
     config: RunConfig, run_dir: RunDir, resume: str, prepare: Callable[[], None]
-) -> tuple[Found | None, Claimed | None]:
+) -> tuple[Found | None, Store | None]:
     """The checkpoint to continue from, made a local one, and the run's store (rank 0).
 
     `resume`: `off`, `auto`, or a checkpoint's path or URL. `prepare` makes and locks the run
     directory, before something is downloaded into it. Raises UserError: the store cannot be used,
-    holds another run's checkpoints, or cannot be read where nothing else has one; or as
-    `checkpoint.find`.
+    or holds another run's checkpoints; or as `checkpoint.find`.
     """
     if config.checkpoint.remote is None:
         return _named_or_local(run_dir, resume, prepare), None
-    remote = RemoteCheckpoints(config.checkpoint.remote)
-    own_steps = checkpoint.complete_checkpoints(run_dir.checkpoints)
-    may_adopt = not own_steps and (resume == "auto" or resume.startswith(f"{remote.url}/"))
-    how = {"resumes": resume != "off", "may_adopt": may_adopt}
-    claim_it = partial(claim, remote, run_dir.path, config.run.name, **how)
+    store = Store(config.checkpoint.remote)
+    own = (f"{store.url}/", f"{run_dir.checkpoints.absolute()}/")
     try:
-        owner = claim_it()
-    except StorageError as error:
-        has_local = bool(own_steps)
-        if resume != "auto":
-            has_local = resume != "off" and not is_url(resume)
-        if not has_local:
-            raise _unreadable(KEY, error) from None
-        logger.warning("%s; resuming without the store, and mirroring is tried again during the run", error)
-        return checkpoint.find(run_dir.checkpoints, resume), Claimed(remote, None, claim_it)
-    claimed = Claimed(remote, owner, claim_it)
-    if resume == "auto":
-        return _newest(remote, run_dir, prepare), claimed
-    return _named_or_local(run_dir, resume, prepare), claimed
+        store.claim(config.run.name, resumes=resume == "auto" or resume.startswith(own))
+        if resume == "auto":
+            return _newest(store, run_dir, prepare), store
+    except StoreError as error:
+        found = None
+        if not is_url(resume):
+            found = checkpoint.find(run_dir.checkpoints, resume)
+        if found is None:
+            raise _unusable(KEY, error) from None
+        logger.warning("%s; resuming without the store, and uploads are tried again during the run", error)
+        return found, store
+    return _named_or_local(run_dir, resume, prepare), store
 
 
-def _unreadable(key: str, error: StorageError) -> UserError:
+def _unusable(key: str, error: StoreError) -> UserError:
     return UserError(key, f"cannot be used: {error}", "check the URL, the endpoint and the credentials")
 
 
@@ -295,81 +240,133 @@ def _named_or_local(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -
         return checkpoint.find(run_dir.checkpoints, resume)
     parent, _, name = resume.rstrip("/").rpartition("/")
     step, local = step_of(Path(name)), run_dir.checkpoints / name
-    fix = "name a complete one (train checkpoint list URL), and a --run-dir that does not have another of its step"
+    fix = "name a complete one, URL/step_NNNNNNNN, and a --run-dir that does not have another of its step"
     try:
         if step < 0 or name != checkpoint_name(step):
             raise CheckpointError(f"{resume} is no checkpoint")
-        remote = RemoteCheckpoints(parent, key="--resume")
-        marker = _asked_again(lambda: remote.marker(step))
+        store = Store(parent, key="--resume")
         if not (local / MARKER).exists():
-            return _downloaded(remote, step, run_dir, prepare)
-        if read_bytes(local / MARKER) != marker:
+            prepare()
+            return store.get(step, run_dir.checkpoints)
+        if read_bytes(local / MARKER) != store.marker(step):
             raise CheckpointError(f"{run_dir.path} has another {name} than {resume}")
         return local, checkpoint.verify(local)
-    except MissingError:
-        problem = f"{resume} is not there, or is not complete"
-    except CheckpointError as error:
-        problem = str(error)
-    except StorageError as error:
-        raise _unreadable("--resume", error) from None
-    raise UserError("--resume", problem, fix)
+    except (CheckpointError, MissingError) as error:
+        raise UserError("--resume", str(error), fix) from None
+    except StoreError as error:
+        raise _unusable("--resume", error) from None
 
 
-def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
+def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
     """The newest checkpoint that is whole, of the directory and the store; of the same step the
-    local one. Raises UserError: there are some, and none is whole; or the store cannot be read."""
-    local = {step_of(p): p for p in run_dir.checkpoints.glob("step_*") if step_of(p) >= 0}
-    older = "falling back to the checkpoint before it"
+    local one. Raises UserError: there are some, and none is whole."""
+    found, newest, refusal = None, -1, None
     try:
-        there = {step for step in _asked_again(remote.complete) if not _was_left(remote, step, run_dir)}
-        for step in sorted(local.keys() | there, reverse=True):  # the newest first
-            try:
-                if step in local:
-                    return local[step], checkpoint.verify(local[step])
-            except CheckpointError as error:
-                where = "taking that of the store" if step in there else older
-                logger.warning("%s; %s", error, where)
-            try:
-                if step in there:
-                    return _downloaded(remote, step, run_dir, prepare)
-            except CheckpointError as error:
-                logger.warning("%s; %s", error, older)
-    except StorageError as error:
-        raise _unreadable("--resume auto", error) from None
-    number = len(local.keys() | there)
-    if number:
-        where = f"{run_dir.checkpoints} and {remote.url}"
-        problem = f"none of the {number} checkpoints in {where} is whole"
-        raise UserError("--resume auto", problem, "start a new run")
-    return None
-
-
-def _was_left(remote: RemoteCheckpoints, step: int, run_dir: RunDir) -> bool:
-    """Whether a checkpoint is of a branch that the run has left, unknown to the store yet."""
-    try:
-        left = read_bytes(run_dir.checkpoints / "abandoned" / checkpoint_name(step) / MARKER)
-        return left == remote.marker(step)
-    except FileNotFoundError:
-        return False
-
-
-def _downloaded(remote: RemoteCheckpoints, step: int, run_dir: RunDir, prepare: Callable[[], None]) -> Found:
-    prepare()  # not before: a run that is refused leaves no directory
-    started = time.monotonic()
-    path = _asked_again(lambda: remote.download(step, run_dir.checkpoints))
-    logger.info("downloaded %s/%s in %.1f s", remote.url, path.name, time.monotonic() - started)
-    return path, checkpoint.verify(path)
-
-
-def _asked_again(request: Callable[[], T]) -> T:
-    """The request's result, asked for a few times. Raises StorageError; MissingError: at once."""
-    for attempt in range(ATTEMPTS - 1):
+        found = checkpoint.find(run_dir.checkpoints, "auto")
+        if found is not None:
+            newest = step_of(found[0])
+    except UserError as error:  # none here is whole
+        refusal = error
+    later = [step for step in store.steps() if step > newest and not _was_left(store, step, run_dir)]
+    for step in later:
+        prepare()  # not before: a run that is refused leaves no directory
         try:
-            return request()
-        except MissingError:
-            raise
-        except StorageError as error:
-            wait = FIRST_WAIT_SEC * 2.0**attempt * random.uniform(0.5, 1.5)
-            logger.warning("%s; trying again in %.1f s", error, wait)
-            time.sleep(wait)
-    return request()
+            return store.get(step, run_dir.checkpoints)
+        except CheckpointError as error:
+            logger.warning("%s; falling back to the checkpoint before it", error)
+    if found is None and (later or refusal):
+        problem = f"no checkpoint in {run_dir.checkpoints} or {store.url} is whole"
+        raise UserError("--resume auto", problem, "start a new run")
+    return found
+
+
+def _was_left(store: Store, step: int, run_dir: RunDir) -> bool:
+    """Whether a checkpoint is of a branch that the run has left, unknown to the store yet."""
+    marker = run_dir.checkpoints / "abandoned" / checkpoint_name(step) / MARKER
+    return marker.exists() and read_bytes(marker) == store.marker(step)
+
+
+class Uploads:
+    """Puts the newest checkpoint into the store, in a thread of rank 0 that no step waits for.
+
+    Of those that are saved while another is uploaded, the newest waits. A failure costs one
+    checkpoint of the store, never the run.
+    """
+
+    def __init__(
+        self, store: Store, run_dir: RunDir, table: CheckpointTable, step: int, diagnostics: Diagnostics
+    ) -> None:
+        """`step`: that the run continues from; later ones in the store are of another branch."""
+        self._store, self._checkpoints, self._step = store, run_dir.checkpoints, step
+        self._retention = {"keep_last": table.keep_last, "keep_every": table.keep_every}
+        self._lock = threading.Lock()  # between choosing a checkpoint and deleting one
+        self._next: Path | None = None
+        self._busy: int | None = None
+        self._published, self._uploaded = "", ""  # the last of each
+        self._wake, self._is_closing, self._has_warned = threading.Event(), False, False
+        # Of its own, and never closed: the thread may write an event until the process ends.
+        self._events = EventWriter(run_dir.events)
+        self._guard = diagnostics.best_effort("events of checkpoint.remote")
+        self._thread = threading.Thread(target=self._run, name="remote checkpoints", daemon=True)
+        self._thread.start()
+
+    def publish(self, path: Path) -> None:
+        """Note a complete checkpoint, and prune local ones but the one that is being uploaded."""
+        with self._lock:
+            self._next, self._published = path, path.name
+            checkpoint.prune(self._checkpoints, **self._retention, spared=self._busy)
+        self._wake.set()
+
+    def wait(self, stop: StopRequest) -> None:
+        """Wait until the store has the last checkpoint, or a stop is requested meanwhile."""
+        was_requested, end = stop.requested, time.monotonic() + CLOSE_SEC
+        self._is_closing = True
+        self._wake.set()
+        while self._thread.is_alive() and time.monotonic() < end and not (stop.requested and not was_requested):
+            self._thread.join(0.1)
+        checkpoint.prune(self._checkpoints, **self._retention, spared=self._busy)
+        if self._published and self._uploaded == self._published:
+            logger.info("%s has the last checkpoint, %s", self._store.url, self._uploaded)
+        elif self._published:
+            last = self._checkpoints / self._published
+            logger.warning("%s does not have the last checkpoint: copy %s there", self._store.url, last)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                path, self._next, self._busy = self._next, None, None
+                if path is not None:
+                    self._busy = step_of(path)
+            if path is not None:
+                self._upload(path)
+            elif self._is_closing:
+                return
+            else:
+                self._wake.wait()
+                self._wake.clear()
+
+    def _upload(self, path: Path) -> None:
+        started = time.monotonic()
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                if self._step >= 0:
+                    for step in self._store.tidy(self._step):
+                        text = "%s: step %d is of a branch that this run has left; marked %s there"
+                        logger.warning(text, self._store.url, step, ABANDONED)
+                    self._step = -1  # once
+                self._store.put(path)
+                self._uploaded, seconds = path.name, time.monotonic() - started
+                self._event("remote_uploaded", global_step=step_of(path), seconds=round(seconds, 3), attempts=attempt)
+                self._store.prune(**self._retention)
+            except Exception as error:  # noqa: BLE001 - whatever a backend raises
+                self._event("remote_failed", global_step=step_of(path), attempt=attempt, error=error_text(error))
+                if not self._has_warned:
+                    text = "%s cannot be uploaded now: %s; the run goes on, and this is tried again"
+                    logger.warning(text, path.name, error)
+                self._has_warned = True
+            if self._uploaded == path.name or self._next is not None:
+                return
+            time.sleep(WAIT_SEC * attempt)
+
+    def _event(self, name: str, **values: Any) -> None:
+        self._guard.run(self._events.write, {"event": name, "url": self._store.url, **values})

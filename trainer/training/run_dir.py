@@ -28,7 +28,6 @@ from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refus
 logger = get_logger(__name__)
 METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
-ID_FILE = "remote.json"
 """The run's id in its store."""
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
@@ -110,7 +109,7 @@ class RunDir:
         """
         with self._writing():
             # Before anything is written: a link may point elsewhere, and a pipe blocks for ever.
-            own = [self.path / name for name in (*OWN_FILES, LOCK_NAME, ID_FILE)]
+            own = [self.path / name for name in (*OWN_FILES, LOCK_NAME)]
             latest = self.checkpoints / LATEST
             if not latest.is_symlink():  # as we make it
                 own.append(latest)

@@ -65,6 +65,4 @@ def test_verify_reads_every_file_and_fails_for_one_flipped_byte(run_dir, tmp_pat
 def test_what_has_no_checkpoint_is_refused_with_one_line(tmp_path, capsys):
     result = program(["checkpoint", "list", tmp_path / "nowhere"], capsys)
     assert result.returncode == 2
-    assert result.stderr == (
-        f"{tmp_path / 'nowhere'}: has no checkpoint; name a run (runs/NAME-TIME) that saved one, or the store of one\n"
-    )
+    assert result.stderr == (f"{tmp_path / 'nowhere'}: has no checkpoint; name a run (runs/NAME-TIME) that saved one\n")

@@ -119,7 +119,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.files import is_url
     from trainer.lab.optimizers import resolve_own
     from trainer.lab.pieces import recompute_blocks
-    from trainer.lab.storage import Storage
+    from trainer.lab.remote import Store
     from trainer.lab.weights import check_fit, read_weights
     from trainer.model.protocol import output_layer
     from trainer.tools.corpus.documents import refuse_empty
@@ -148,7 +148,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     _check_resume(config, plan.resume)
     for key, url in (("checkpoint.remote", config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
         if url is not None and is_url(url):
-            Storage(url, key=key)  # which sends nothing
+            Store(url, key=key)  # which sends nothing
 
 
 def _check_resume(config: RunConfig, resume: str) -> None:

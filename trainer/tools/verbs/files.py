@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -18,14 +17,11 @@ from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
-from trainer.files import is_url, read_lines
+from trainer.files import read_lines
 from trainer.tools.verbs.shared import JsonOption, RunDirArgument, output, print_json, put_text, writing
 
-EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
+EXIT_DIFFERENT, EXIT_INVALID = 1, 1
 OutOption = Annotated[str | None, Option(help="File to write; default: stdout.", metavar="FILE")]
-PlaceArgument = Annotated[
-    str, Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
-]
 
 config = typer.Typer(help="The config's schema, its keys, and the differences of two configs.", no_args_is_help=True)
 checkpoint = typer.Typer(help="Checkpoints of a run.", no_args_is_help=True)
@@ -105,13 +101,13 @@ class CheckpointEntry:
 
 
 @checkpoint.command("list")
-def list_(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
+def list_(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
     """List the checkpoints a run can resume from, newest first, without reading their tensors."""
     _print(run_dir, _entries(run_dir, is_deep=False), "complete", as_json=as_json)
 
 
 @checkpoint.command()
-def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
+def verify(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
     """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
     entries = _entries(run_dir, is_deep=True)
     _print(run_dir, entries, "verified", as_json=as_json)
@@ -121,112 +117,25 @@ def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
         raise UserErrors([UserError("checkpoint", problem, fix) for problem in problems])
 
 
-@checkpoint.command()
-def push(
-    run_dir: RunDirArgument,
-    to: Annotated[str | None, Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")] = None,
-) -> None:
-    """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
-    from trainer.config.load import load_config
-    from trainer.lab.mirror import start_mirror
-    from trainer.lab.remote import Claimed, RemoteCheckpoints, claim
-    from trainer.lab.storage import StorageError
-    from trainer.metrics.best_effort import Diagnostics
-    from trainer.training.run_dir import RunDir
-
-    run = RunDir(Path(run_dir))
-    _paths(run_dir)
-    resolved = load_config(run.resolved_config)
-    url = to or resolved.checkpoint.remote
-    if url is None:
-        raise UserError(run_dir, "the run was not given a store", "name one with --to")
-    with run.lock():
-        remote = RemoteCheckpoints(url, key="--to" if to else "checkpoint.remote")
-        try:
-            owner = claim(remote, run.path, resolved.run.name, resumes=True, may_adopt=False)
-        except StorageError as error:
-            raise _unusable(url, error) from None
-        claimed = Claimed(remote, owner, lambda: owner)
-        mirror = start_mirror(claimed, run, resolved.checkpoint, -1, Diagnostics())
-        if not mirror.wait():
-            raise typer.Exit(EXIT_NOT_PUSHED)
-
-
-def _none_in(place: str) -> UserError:
-    fix = "name a run (runs/NAME-TIME) that saved one, or the store of one"
-    return UserError(place, "has no checkpoint", fix)
-
-
-def _unusable(url: str, error: Exception) -> UserError:
-    fix = "check the URL, the endpoint and the credentials"
-    return UserError(url, f"cannot be used: {error}", fix)
-
-
-def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
-    """The checkpoints of a run directory or a store, newest first."""
-    if is_url(place):
-        return _stored_entries(place, is_deep=is_deep)
-    return [_entry_of(path, is_deep=is_deep) for path in _paths(place)]
-
-
-def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
-    from trainer.files import parse_json
-    from trainer.lab.remote import RemoteCheckpoints
-    from trainer.lab.storage import StorageError
-    from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, checkpoint_name
-
-    remote, entries = RemoteCheckpoints(url, key="URL"), []
-    try:
-        found = remote.files()
-
-        def read(step: int) -> Any:
-            if is_deep and MARKER in found[step]:
-                remote.verify(step)
-            return parse_json(remote.storage.read(f"{checkpoint_name(step)}/{STATE_FILE}"))
-
-        for step in sorted(found, reverse=True):
-            path = f"{remote.url}/{checkpoint_name(step)}"
-            problem, world_size = _state_of(path, partial(read, step))
-            if MARKER not in found[step]:
-                problem = f"{path}: is not complete (no {MARKER})"
-            num_bytes = sum(file.size for file in found[step].values())
-            entries.append(CheckpointEntry(step, path, num_bytes, world_size, problem))
-    except StorageError as error:
-        raise _unusable(url, error) from None
-    if not entries:
-        raise _none_in(url)
-    return entries
-
-
-def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
-    """(what is wrong with a checkpoint, its number of ranks), as `read` of its state.json says."""
-    from trainer.lab.storage import StorageError
-    from trainer.training.checkpointing.tensor_files import CheckpointError
-
-    try:
-        return None, int(read()["world_size"])
-    except CheckpointError as error:
-        return str(error), None
-    except (StorageError, ValueError, KeyError, TypeError):
-        return f"{path}: its state.json is missing or damaged", None
-
-
-def _paths(run_dir: str) -> list[Path]:
+def _entries(run_dir: str, *, is_deep: bool) -> list[CheckpointEntry]:
     """The run's checkpoints, complete or not, newest first."""
     from trainer.training.checkpointing.checkpoint import step_of
 
     found = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if step_of(path) >= 0]
     if not found:
-        raise _none_in(run_dir)
-    return sorted(found, key=step_of, reverse=True)
+        raise UserError(run_dir, "has no checkpoint", "name a run (runs/NAME-TIME) that saved one")
+    return [_entry_of(path, is_deep=is_deep) for path in sorted(found, key=step_of, reverse=True)]
 
 
 def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
-    from trainer.training.checkpointing.checkpoint import read_state, step_of
-    from trainer.training.checkpointing.checkpoint import verify as verify_files
+    from trainer.training.checkpointing.checkpoint import read_state, step_of, verify
+    from trainer.training.checkpointing.tensor_files import CheckpointError
 
-    read = verify_files if is_deep else read_state
-    problem, world_size = _state_of(str(path), partial(read, path))
+    problem, world_size = None, None
+    try:
+        world_size = int((verify if is_deep else read_state)(path)["world_size"])
+    except CheckpointError as error:
+        problem = str(error)
     num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     return CheckpointEntry(step_of(path), str(path), num_bytes, world_size, problem)
 

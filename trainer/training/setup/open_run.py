@@ -72,7 +72,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 
     `stack` closes the parts that are opened here; `after_group`, closed after the process group,
     waits for uploads while no rank waits."""
-    run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
+    run_dir, found, store = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
     # Sizes that the config leaves to the model family are those of the checkpoint.
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
@@ -102,11 +102,11 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
     retain: Callable[[Path], None] | None = None
-    if claimed is not None:
-        mirrors = plan.parts.need("mirror", "checkpoint.remote")
-        mirror = mirrors.start_mirror(claimed, run_dir, config.checkpoint, position.step, diagnostics)
-        after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
-        retain = mirror.publish
+    if store is not None:
+        start = plan.parts.need("uploads", "checkpoint.remote")
+        uploads = start(store, run_dir, config.checkpoint, position.step, diagnostics)
+        after_group.callback(uploads.wait, launch.stop)
+        retain = uploads.publish
     events, wandb_run_id = open_record(
         plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout
     )

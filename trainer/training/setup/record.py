@@ -53,7 +53,7 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
 
 
 def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    config, resume, claimed = plan.config, effective_resume(plan.resume), None
+    config, resume, store = plan.config, effective_resume(plan.resume), None
     table = config.run.model_copy(update={"dir": plan.place(config.run.dir)})
     run_dir = choose_run_dir(config.model_copy(update={"run": table}), given, resume)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
@@ -62,7 +62,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
     if config.checkpoint.remote is not None or is_url(resume):
         key = "checkpoint.resume" if config.checkpoint.remote is None else "checkpoint.remote"
         find = plan.parts.need("checkpoints in a store", key)
-        found, claimed = find(config, run_dir, resume, partial(_make_ready, run_dir, stack))
+        found, store = find(config, run_dir, resume, partial(_make_ready, run_dir, stack))
     else:
         found = checkpoint.find(run_dir.checkpoints, resume)
     if found is None and resume == "auto":
@@ -76,7 +76,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
         with checkpoint.loading(found[0], "config"):
             refuse_gone(found[1])
             check_config(found[1]["config"], with_sizes(config, found[1]["config"]))
-    return run_dir, found, claimed
+    return run_dir, found, store
 
 
 def refuse_other_tokenizer(plan: Plan, given: str | None) -> None:
