@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
+MOST_OPEN_FILES = 65_536  # that a process asks for
 _LEFTOVER = re.compile(r"\..+\.\d+\.tmp")  # see `_temporary`
 
 
@@ -244,3 +246,15 @@ def _inner(value: Any) -> Iterable[Any]:
 def _not_plain(path: str | Path, mode: int) -> OSError:
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
     return OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))
+
+
+def allow_open_files() -> int:
+    """Raise the limit of files that this process may have open as far as it may; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MOST_OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        allowed = min(hard, MOST_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= allowed:
+        return allowed
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,3 +109,13 @@ def test_a_did_you_mean_differs_in_one_name_and_exists(tmp_path: Path) -> None:
 def test_names_of_files():
     assert all(map(is_file_name, ("a", ".a", "a b", "ä", "...", "a\nb")))
     assert not any(map(is_file_name, ("", ".", "..", "a/b", "/a", "a\0", None, 7, ["a"])))
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    code = "import resource; from trainer.files import allow_open_files; resource.setrlimit(7, (300, 1000))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(allow_open_files(), resource.getrlimit(7))"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "1000 (1000, 1000)\n", done.stderr

@@ -35,7 +35,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import did_you_mean, is_url
+from trainer.files import allow_open_files, did_you_mean, is_url
 from trainer.import_path import resolve_target
 from trainer.on_device import memory_of
 from trainer.wording import counted
@@ -226,6 +226,9 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
         memory = STATES_SHARE * memory_of(device)
         reason = f"a lane's state takes {state_bytes / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
         limits.append(LaneLimit(memory / state_bytes, reason))
+    # A lane's document, the streams that are open, and a cache of twice as many.
+    files = allow_open_files()
+    limits.append(LaneLimit(files / 5 / facts.shards_per_rank, f"a process may have {files:,} files open"))
     if config.ledger.capacity:
         limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
     groups, why = {}, ""
