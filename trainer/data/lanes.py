@@ -331,6 +331,8 @@ class LaneBlend(BlendDataset):
         self._longest = max(each.get("longest", 0) for each in states)
         # A state of before has one group of lanes.
         own, groups = states[0], self._wanted_groups()
+        if all(map(self._ended.__getitem__, self._laned)):  # what is left is in fewer groups
+            groups = min(groups, own.get("groups", 1))
         here = [[shard, num_shards], self._rows, groups]
         is_same = [own["shard"], own["rows"], own.get("groups", 1)] == here
         if is_same:
