@@ -61,7 +61,7 @@ def run(setting: Setting, seed: int, corpus: Path, work: Path) -> dict[str, floa
     is_single = spread == "single"
     given = {"steps": steps, "m": m, "rows": ROWS // int(m), "cells": int(is_single), "corpus": corpus}
     given["spread"] = "" if is_single or spread == "none" else f"spread = {spread}"
-    length = 32 if setting.corpus.startswith("recall") else 128
+    length = 6 if setting.corpus.startswith("recall") else 128
     run_dir, seconds = train(setting, seed, CONFIG.format(length=length, **given), work)
     last = rows_of(run_dir, "eval")[-1]
     trained = [row["loss"] for row in rows_of(run_dir, "train")]
