@@ -147,8 +147,8 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
         raise UserError("data", f"a micro-batch has {problem}", fix)
     targets, carry = inputs.pop("targets"), None
     if not missing:
-        optional = {key: inputs.pop(key) for key in OPTIONAL_CARRY_KEYS if key in inputs}
-        carry = Carry(*map(inputs.pop, CARRY_KEYS), **optional)
+        optional = {key: np.asarray(inputs.pop(key)) for key in OPTIONAL_CARRY_KEYS if key in inputs}
+        carry = Carry(*map(np.asarray, map(inputs.pop, CARRY_KEYS)), **optional)
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
     located = extras.get("instability_meta_json", "{}")

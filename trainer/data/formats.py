@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.data import documents
 from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
-from trainer.data.text_formats import jsonl_kind, jsonl_pieces, load_text, parquet_kind, parquet_pieces, text_pieces
+from trainer.data.text_formats import is_mapped, jsonl_kind, jsonl_pieces, load_text, parquet_kind, parquet_pieces, text_pieces
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
@@ -91,9 +91,11 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
     return kind(path, column) if callable(kind) else kind
 
 
-def is_read_whole(path: Path | str, name: str = "auto") -> bool:
+def is_read_whole(path: Path | str, options: ReadOptions) -> bool:
     """Whether opening a file reads all of it, not just an index."""
-    name = format_name(Path(path), name)
+    name = format_name(Path(path), options.format)
+    if name == "text":
+        return not is_mapped(options)
     return is_import_path(name) or FORMATS[name].load is None
 
 

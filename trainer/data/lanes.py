@@ -33,7 +33,7 @@ import numpy as np
 from trainer.arrays import IGNORED
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch, Collator, Lane, Place
-from trainer.data.groups import Handed
+from trainer.data.groups import Handed, OpenStream
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -79,6 +79,7 @@ class LaneBlend(BlendDataset):
         # Unfinished documents of a run with more lanes; they continue before new ones begin.
         self._waiting: list[Place] = []
         self._waiting_since = 0  # the micro-batch
+        self._reopened: dict[tuple[str, int], OpenStream] = {}  # while lanes are restored
         # Those of sources that are off: they wait until a later run reads the source again.
         self._paused: list[Place] = []
         self._collator = Collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
@@ -129,16 +130,17 @@ class LaneBlend(BlendDataset):
             self._shares = self.shares_at(self._batch_index)
             self._note_open()
         batch = None
-        if self._batched:
-            batch = self._whole_batch()
-        if batch is None:
-            batch = self._next_rows()
-            self._note_times(time.perf_counter() - began)
+        while batch is None:
+            if self._batched:
+                batch = self._whole_batch()
+            if batch is None:
+                batch = self._next_rows()
+                self._note_times(time.perf_counter() - began)
         self._batch_index += 1
         return batch
 
-    def _next_rows(self) -> Batch:
-        """The next row of each lane of the group whose turn it is."""
+    def _next_rows(self) -> Batch | None:
+        """The next row of each lane of the group whose turn it is; None: only other sources go on."""
         while True:
             self._regroup()
             first = self._turn * self._rows
@@ -147,6 +149,8 @@ class LaneBlend(BlendDataset):
             if batch["dataset_labels"]:
                 break
             if not any(self._lane_places):
+                if self._batched and self._largest(self._batched) >= 0:
+                    return None
                 self._stop_or_refuse()
             # The group has just found that nothing begins any more: the others go on.
         self._lane_places[first : first + self._rows] = map(attrgetter("place"), lanes)
@@ -272,8 +276,10 @@ class LaneBlend(BlendDataset):
         return bool(groups)
 
     def _take_up(self, lane: Lane, place: Place) -> None:
-        source = self._laned[self._by_name[place.source]]
-        opened = source.open(source.streams[place.stream])
+        opened = self._reopened.get((place.source, place.stream))
+        if opened is None:
+            source = self._laned[self._by_name[place.source]]
+            opened = source.open(source.streams[place.stream])
         lane.groups = opened.hand(np.array([place.group]), place.epoch)
         lane.offset, lane.rows = place.offset, place.rows
 
@@ -344,12 +350,17 @@ class LaneBlend(BlendDataset):
         gone = {place.source for place in places if place is not None} - self._by_name.keys()
         if gone:
             problem = f"lacks {', '.join(sorted(gone))}, of which documents are being read"
-            raise UserError("data.source", problem, "put it back, with weight = 0 until they end")
+            raise UserError("data.source", problem, "put it back, with a weight above 0 until they end")
         laned = {source.name for source in self._laned.values()}
         self._paused = [place for place in places if place is not None and place.source not in laned]
         places = [place if place is None or place.source in laned else None for place in places]
+        # Each file once, though many lanes may read it.
+        for name, stream in {(place.source, place.stream) for place in places if place is not None}:
+            source = self._laned[self._by_name[name]]
+            self._reopened[name, stream] = source.open(source.streams[stream])
         num_lanes = groups * self._rows
         lanes = [*map(self._lane_at, places[:num_lanes])]
+        self._reopened.clear()
         self._lay_out(groups, lanes, [*filter(None, places[num_lanes:])], is_same * own.get("turn", 0))
 
 

@@ -534,10 +534,12 @@ class ShardSource(StreamSource):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """See `StreamSource.load_state_dict`."""
         states = [state] if isinstance(state, Mapping) else list(state)
-        if self._few(self._num_shards) is not None and not all("is_few" in each for each in states):
+        is_old = any(isinstance(each, Mapping) and "is_few" not in each for each in states)
+        if is_old and any(self._few(number) for number in (self._num_shards, states[0].get("world_size", 1))):
             # Few documents were dealt once for all epochs: the next begins.
             epoch = max(each["epoch"] for each in states) + 1
-            states = [{**each, "epoch": epoch, "index": 0, "pool": [], "points": []} for each in states]
+            fresh = {"epoch": epoch, "index": 0, "pool": [], "points": []}
+            states = [{**each, **fresh, "observed": {**each["observed"], "waits": []}} for each in states]
         super().load_state_dict(states)
 
     def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> Reader:

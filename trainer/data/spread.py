@@ -69,6 +69,8 @@ def count_documents(streams: Sequence[Stream], cut: CutOptions, read: ReadOption
             error.where = f"source {cut.namespace}"
             raise
     by_byte = sum(counts) / max(int(sizes[drawn].sum()), 1)
+    if max(counts) <= 1:  # each file is a document
+        by_byte = 0.0
     kept = 1.0 - cut.holdout_fraction
     return sum(counts) + float(np.maximum(sizes[others] * by_byte, kept).sum())
 
@@ -89,14 +91,15 @@ def document_limits(documents: Mapping[str, float], shares: Mapping[str, float],
     return found
 
 
-def streams_open(streams: Sequence[Stream], lanes: int, format: str = "auto") -> int:
+def streams_open(streams: Sequence[Stream], lanes: int, read: ReadOptions) -> int:
     """How many streams of a source are open at once by default: one for each lane.
 
     At most `MOST_OPEN`, and of files that are read whole at their opening `OPEN_BYTES` (others cost
     their index, about a hundredth of their size), but at least `FEWEST_OPEN`.
     """
-    costs = [
-        file_bytes(each) * (1.0 if not each.tokens and is_read_whole(each.path, format) else 0.01) for each in streams
-    ]
+    costs = []
+    for each in streams:
+        is_whole = not each.tokens and is_read_whole(each.path, read)
+        costs.append(file_bytes(each) * (1.0 if is_whole else 0.01))
     by_cost = OPEN_BYTES / max(sum(costs) / len(costs), 1.0)
     return min(len(streams), max(FEWEST_OPEN, int(min(lanes, MOST_OPEN, by_cost))))

@@ -67,9 +67,14 @@ def _ended(texts: Sequence[TokenArray], options: ReadOptions) -> list[TokenArray
     return found
 
 
+def is_mapped(options: ReadOptions) -> bool:
+    """Whether text files themselves are mapped: with the bytes tokenizer, and no id at the ends."""
+    return isinstance(options.tokenizer, BytesTokenizer) and options.text_eod is None
+
+
 def load_text(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a text file. With the bytes tokenizer the file itself is mapped."""
-    if isinstance(options.tokenizer, BytesTokenizer) and options.text_eod is None:
+    """The documents of a text file."""
+    if is_mapped(options):
         mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         bounds = _bounds(mapped, options.text_split)
         return TokenTable(mapped, bounds[:-1], np.diff(bounds))

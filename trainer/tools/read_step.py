@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from trainer.arrays import IGNORED
 from trainer.cli.parts import PARTS
@@ -33,7 +34,7 @@ from trainer.training.checkpointing.restore import check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sources import make_blend
+from trainer.training.setup.sources import make_blend, plan_lanes
 from trainer.wording import counted
 
 LATER = "another launch of the run lies in between: the settings used here are those of {}"
@@ -57,7 +58,8 @@ class Origin:
     def blends(self) -> list[BlendDataset]:
         """The readers of the data shards, before the first step that is read."""
         own = RankInfo().data_shards(self.plan.facts.data_shards)
-        blends = [make_blend(self.plan, shard) for shard in own]
+        lanes = plan_lanes(self.plan, self.plan.state_width(), torch.device("cpu"))
+        blends = [make_blend(self.plan, shard, lanes=lanes) for shard in own]
         if self.path is not None:
             with checkpoint.loading(self.path, "data cursors"):
                 shards = range(self.state["data_shards"])

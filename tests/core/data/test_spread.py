@@ -60,9 +60,9 @@ def test_documents_are_counted_in_few_files_and_estimated_by_bytes_in_many():
         cut, read, _ = options_of(options)
         assert count_documents(streams["few"], cut, read) == sum(map(len, few))
         assert count_documents(streams["many"], cut, read) == pytest.approx(150, rel=0.05)
-        assert streams_open(streams["many"], 7) == 7
-        assert streams_open(streams["many"], 10**6) == 50 < MOST_OPEN
-        assert streams_open(streams["few"], 1) == 4
+        assert streams_open(streams["many"], 7, read) == 7
+        assert streams_open(streams["many"], 10**6, read) == 50 < MOST_OPEN
+        assert streams_open(streams["few"], 1, read) == 4
 
 
 def test_where_a_plan_changes_m_documents_go_on_and_those_beyond_the_lanes_wait():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,8 +54,13 @@ def check(
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         for unmet in plan.unmet_needs(device):
             get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
-        facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan)}
         sources, lanes = _read(plan), plan_lanes(plan, plan.state_width(), device)
+        if lanes.groups:
+            num_lanes = lanes.num(resolved.data.mixing.batch_size)
+            table = plan.config.ledger.model_copy(update={"capacity": plan.config.ledger.capacity or num_lanes})
+            derived = replace(plan.facts, groups_in_flight=num_lanes, ledger_capacity=table.capacity)
+            plan = replace(plan, config=plan.config.model_copy(update={"ledger": table}), facts=derived)
+        facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan)}
         if lanes.groups:
             facts["lanes"] = lanes.words(resolved.data.mixing.batch_size)
         report = "--no-contract" if no_contract else check_here(plan)

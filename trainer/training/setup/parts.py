@@ -21,7 +21,7 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput, extras_of, output_layer
 from trainer.objective.loss import Loss, Objective
-from trainer.options import LedgerOptions
+from trainer.options import DEFAULT_CAPACITY, LedgerOptions
 from trainer.training.checkpointing.train_state import DataShard, TrainState
 from trainer.training.setup.plan import Plan, build_model, own_loss, width_of
 from trainer.training.setup.sources import evaluated_rows, make_blend, plan_lanes
@@ -76,7 +76,9 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     rows = plan.config.data.mixing.batch_size
     if lanes.groups:
         logger.info("full rows: %s", lanes.words(rows))
-        options = options.model_copy(update={"capacity": options.capacity or lanes.num(rows)})
+        others = any(source.table.target is not None for source in plan.sources)
+        capacity = options.capacity or lanes.num(rows) + others * DEFAULT_CAPACITY
+        options = options.model_copy(update={"capacity": capacity})
     ledgers: list[Ledger | None] = [None] * len(shards)
     if width:
         ledgers = [Ledger(options, state_width=width, device=device) for _ in shards]

@@ -155,7 +155,7 @@ def width_of(model: nn.Module) -> int:
 
 def ledger_bytes(table: LedgerTable, state_width: int) -> int:
     """Memory of the states of one data shard's ledger."""
-    return table.capacity * state_bytes(table, state_width)
+    return table.slots * state_bytes(table, state_width)
 
 
 def state_bytes(table: LedgerTable, state_width: int) -> int:

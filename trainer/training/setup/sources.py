@@ -217,6 +217,8 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     if not reads_lanes(config):
         return Lanes({})
     own = [source for source in plan.sources if source.streams and not source.is_off]
+    if not own:  # data sets of the user's own alone
+        return Lanes({})
     shares = _largest_shares([source.weight for source in own])
     documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
     by_name = dict(zip(documents, shares, strict=True))
@@ -226,9 +228,10 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
         memory = STATES_SHARE * memory_of(device)
         reason = f"a lane's state takes {state_bytes / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
         limits.append(LaneLimit(memory / state_bytes, reason))
-    # A lane's document, the streams that are open, and a cache of twice as many.
+    # A lane's document; and of each source the streams that are open, and a cache of twice as many.
     files = allow_open_files()
-    limits.append(LaneLimit(files / 5 / facts.shards_per_rank, f"a process may have {files:,} files open"))
+    handles = (1 + 3 * len(own)) * facts.shards_per_rank
+    limits.append(LaneLimit(0.8 * files / handles, f"a process may have {files:,} files open"))
     if config.ledger.capacity:
         limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
     groups, why = {}, ""
@@ -252,7 +255,7 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> 
     kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
     cut, read, mix = reading(plan, source)
     if lanes and not mix.num_streams_mixed:
-        mix = replace(mix, num_streams_mixed=streams_open(source.streams, lanes, source.table.format))
+        mix = replace(mix, num_streams_mixed=streams_open(source.streams, lanes, read))
     return kind(source.streams, cut, read, mix, shard=info.rank, num_shards=info.world_size)
 
 
