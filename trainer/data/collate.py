@@ -63,14 +63,14 @@ class Located:
     """The content of a micro-batch's rows, as JSON once it is asked for."""
 
     def __init__(self, rows: Sequence[Sequence[Read]], group_ids: Ints, cell_index: Ints) -> None:
-        self._rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
+        self.reads, self._group_ids, self._cell_index = rows, group_ids, cell_index
         self.documents: set[tuple[str, int, int]] = set()  # of the rows: source, stream and number
         self.origin: dict[str, Any] = {}  # more of it, where all rows are of one stream
 
     @property
     def rows(self) -> list[list[Segment]]:
         found: list[list[Segment]] = []
-        for row in self._rows:
+        for row in self.reads:
             found.append([])
             for of, offset, size in row:
                 start, table = of.first + offset, of.source.groups

@@ -14,14 +14,15 @@ different documents (`trainer.data.spread` chooses g). When fewer groups hold al
 documents move into these.
 
 Claims decide which source the next document comes from, so that weights are shares of tokens:
-whenever n tokens are handed to a lane, each source that can be read gains its current share of n,
-and the one they came from loses n; the largest claim is served next. Nothing is computed from the
+whenever a lane reads n tokens, each source that can be read gains its current share of n, and the
+one they came from loses n; the largest claim is served next. Nothing is computed from the
 past, so a weight that changes causes no catching up.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -67,7 +68,7 @@ class LaneBlend(BlendDataset):
         **how: Any,
     ) -> None:
         super().__init__(sources, **how)
-        self._rows, self.groups = rows, groups
+        self._rows, self._row_tokens, self.groups = rows, row_tokens, groups
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
@@ -154,6 +155,13 @@ class LaneBlend(BlendDataset):
                 self._stop_or_refuse()
             # The group has just found that nothing begins any more: the others go on.
         self._lane_places[first : first + self._rows] = map(attrgetter("place"), lanes)
+        # Of documents that go on; those that begin were charged as they were handed out.
+        going_on: defaultdict[str, int] = defaultdict(int)
+        for row in batch["instability_meta_json"].reads:
+            if row and row[0][1]:
+                going_on[row[0][0].source.groups.namespace] += row[0][2]
+        for name, num_tokens in going_on.items():
+            self._charge(self._by_name[name], num_tokens)
         self._turn = (self._turn + 1) % (len(self._lanes) // self._rows)
         return batch
 
@@ -208,8 +216,8 @@ class LaneBlend(BlendDataset):
                 best = index
         return best
 
-    def _hand(self, index: int, num_tokens: int) -> None:
-        """Settle the claims for tokens that a source has given."""
+    def _charge(self, index: int, num_tokens: int) -> None:
+        """Settle the claims for tokens of a source that are read."""
         claims, due, whole = self._claims, self._due, self._whole
         for i, (share, is_open) in enumerate(self._open):
             if is_open:
@@ -220,8 +228,6 @@ class LaneBlend(BlendDataset):
         claims[index] -= num_tokens
         self._counts[index] += num_tokens
         self._total += num_tokens
-        self._unsaved.add(index)
-        self._undrained.add(index)
 
     def _whole_batch(self) -> Batch | None:
         """A batch of a source that makes its own, if one has the largest claim."""
@@ -238,7 +244,9 @@ class LaneBlend(BlendDataset):
             self._seconds[f"time/own_code/{self._time_names[index]}"] += time.perf_counter() - began
         num_targets = int((np.asarray(batch["targets"]) != IGNORED).sum())
         # At least 1, or batches without targets would come again and again.
-        self._hand(index, max(num_targets, 1))
+        self._charge(index, max(num_targets, 1))
+        self._unsaved.add(index)
+        self._undrained.add(index)
         return batch
 
     def _refill(self, lane: Lane, at: int, room: int) -> bool:
@@ -253,6 +261,7 @@ class LaneBlend(BlendDataset):
             return True
         among: Collection[int] = self._laned
         groups: list[Handed] = []
+        left = max(room, self._row_tokens - at)  # of the row
         while room > 0:
             index = self._largest(among)
             if index < 0:
@@ -270,8 +279,11 @@ class LaneBlend(BlendDataset):
                 sizes = list(map(NUM_TOKENS, handed))
                 self._longest = max(self._longest, *sizes)
                 num_tokens = sum(sizes)
-                self._hand(index, num_tokens)
+                self._charge(index, min(num_tokens, left))
+                self._unsaved.add(index)
+                self._undrained.add(index)
                 room -= num_tokens
+                left -= num_tokens
         lane.groups = groups[::-1]
         return bool(groups)
 
