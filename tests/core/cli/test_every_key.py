@@ -63,7 +63,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     directory = tmp_path_factory.mktemp("every_key")
     (directory / "slow_saves.py").write_text(SLOW_SAVES)
     (directory / "mine.jsonl").write_text('{"text": "to be or not to be"}\n' * 40)
-    make_corpus(directory / "corpus", documents=8)
+    make_corpus(directory / "corpus", documents=14)
     sets = (
         "data.mixing.repeat=false",
         "model.target=slow_saves:build",
@@ -80,7 +80,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 def long_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """One rank that hardly learns, so that the noise scale does not drift and all its bounds become known."""
     directory = tmp_path_factory.mktemp("long")
-    sets = ("train.micro_batches=4", "optimizer.lr=1e-6")
+    make_corpus(directory / "corpus", documents=160)
+    sets = ('data.mixing={batching_mode="per_row", batch_size=4}', "train.micro_batches=4", "optimizer.lr=1e-6")
+    sets += ("ledger.capacity=0", "data.max_group_cells=0")
     sets += ("train.steps=80", "metrics.log_interval=2", "model.num_layers=1", "train.spike_sigma=6")
     train(write_tiny_config(directory), directory / "run", *sets)
     return read_rows(directory / "run" / "metrics.jsonl")

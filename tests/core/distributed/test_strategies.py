@@ -203,7 +203,7 @@ def test_muon_steps_the_same(config, tmp_path):
             *("objective.chunk_tokens=8", "distributed.reshard_after_forward=false"),
             *("train.activation_checkpointing=block", "model.args={tie_embeddings=true}"),
         ),
-        pytest.param((FULL_ROWS, "model.family=gated_delta"), marks=pytest.mark.slow),
+        pytest.param((FULL_ROWS, "model.family=gated_delta", "train.micro_batches=1"), marks=pytest.mark.slow),
         pytest.param(("train.compile=true", "eval.every=0", "sample.every=0"), marks=pytest.mark.slow),
     ],
     ids=lambda sets: sets[0],

@@ -123,8 +123,7 @@ def test_every_number_is_that_of_uncut_documents_and_of_cells_from_zero(tmp_path
     found = by_depth(evaluated(plan, model))
     texts = held_out_texts(tmp_path, FRACTION)
     assert max(map(len, texts)) > 16 * CELL
-    parts, owners = parts_of(plan, model, texts, cell, cell * plan.config.data.max_group_cells)
-    assert (len(parts) > len(texts)) == ("data.max_group_cells=3" in overrides)
+    parts, owners = parts_of(plan, model, texts, cell)  # no evaluation cuts them
     wanted = expected(parts, np.ones(len(parts)), cell, owners)
     assert found == pytest.approx(wanted, abs=1e-6)
     assert all(is_known(f"eval/depth/{key}") and is_known(f"eval/books/depth/{key}") for key in found)

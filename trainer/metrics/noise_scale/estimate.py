@@ -240,7 +240,7 @@ class Fit:
     def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
         found = bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
-        if self.stretches >= MIN_STRETCHES:
+        if round(self.stretches) >= MIN_STRETCHES:  # eight phases of unequal weight are a little fewer
             return found
         # A few give a scatter, of so few degrees of freedom that it still bounds B from below.
         return Ratio(found.low if self.stretches >= MIN_STRETCHES / 2 else None)
@@ -401,7 +401,7 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
     low, high = np.full(2, -math.inf), np.full(2, math.inf)
     longest = fits[0]
     for fit in fits:
-        if fit.stretches < MIN_STRETCHES:
+        if round(fit.stretches) < MIN_STRETCHES:
             longest = fit
             continue
         deviation = np.sqrt(np.diag(fit.covariance))
@@ -533,7 +533,7 @@ class NoiseScaleAverage:
         if ratio.value is not None:
             return None
         at_least = "" if ratio.low is None else f"; it is at least {ratio.low:.3g} sequences"
-        if fit.stretches < MIN_STRETCHES:
+        if round(fit.stretches) < MIN_STRETCHES:
             text = f"documents last about {self.stretches.rows:.0f} rows: the steps averaged are"
             return f"{text} {fit.stretches:.0f} independent stretches of at least {MIN_STRETCHES}{at_least}"
         return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
