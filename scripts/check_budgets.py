@@ -31,17 +31,17 @@ AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (21_010, 16_000),
+    "core: lines": (20_770, 16_000),
     "core: files": (97, 75),
-    "trainer: lines": (41_210, 31_000),
-    "trainer: files": (187, 187),
-    "tests: lines": (39_530, 30_000),
+    "trainer: lines": (35_400, 31_000),
+    "trainer: files": (171, 171),
+    "tests: lines": (35_800, 30_000),
     "launches in make test": (136, 136),  # counted and checked in tests/conftest.py
-    "scripts: lines": (4_710, 4_710),
-    "words of documentation, with the CHANGELOG": (28_000, 28_000),
+    "scripts: lines": (4_670, 4_670),
+    "words of documentation, with the CHANGELOG": (27_500, 27_500),
     "functions with more than 10 parameters": (3, 3),
-    "places that make a UserError": (245, 245),
-    "config keys": (145, 145),
+    "places that make a UserError": (226, 226),
+    "config keys": (134, 134),
     "conditional expressions in 1,000 lines of code": (13, 13),
     "lines above 100 characters in 1,000": (29, 29),
     "lines of code for each comment line": (14, 14),

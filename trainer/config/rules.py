@@ -125,10 +125,11 @@ def _broken_rules(
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     spread = config.data.mixing.spread
     if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and ledger.stale_threshold < spread:
-        problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later (data.mixing.spread)"
+        problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later "
+        problem += "(data.mixing.spread)"
         yield "ledger.stale_threshold", problem, f"set it to {spread} or more, or lower the spread"
     if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and len(config.micro_batches.points) > 1:
-        problem = '"periodic_stale" would drop the states of documents that wait where the plan lowers m'
+        problem = '"periodic_stale" would drop states of documents that wait where the plan lowers m'
         yield "ledger.wipe_mode", problem, 'use "lru"'
     if ledger.slots < in_flight:
         problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "

@@ -141,10 +141,22 @@ class LaneBlend(BlendDataset):
         return batch
 
     def _next_rows(self) -> Batch | None:
-        """The next row of each lane of the group whose turn it is; None: only other sources go on."""
+        """The next row of each lane whose turn it is; None: only other sources go on."""
         while True:
-            self._regroup()
+            # Another number of groups if the step has another size, or less is left to read.
+            wanted = self._groups_now
+            if self._is_planned:
+                wanted = self._wanted_groups()
+            if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
+                being_read = sum(place is not None for place in self._lane_places)
+                wanted = max(1, min(wanted, -(-being_read // self._rows)))
             first = self._turn * self._rows
+            if wanted * self._rows != len(self._lanes):
+                # Those that have waited longest come first.
+                in_order = (*self._lanes[first:], *self._lanes[:first])
+                kept = [lane for lane in in_order if lane.groups]
+                self._lay_out(wanted, kept, self._waiting)
+                first = 0
             lanes = self._lanes[first : first + self._rows]
             batch = self._collator.batch(lanes, self._refill)
             if batch["dataset_labels"]:
@@ -171,20 +183,8 @@ class LaneBlend(BlendDataset):
 
     def _wanted_groups(self) -> int:
         """The groups of lanes at the next micro-batch, by the size of its step."""
-        return self.groups.get(self._micro_batches.at(self._micro_batches.step_of(self._batch_index)), 1)
-
-    def _regroup(self) -> None:
-        """Change the number of groups if the step has another size, or less is left to read."""
-        wanted = self._groups_now
-        if self._is_planned:
-            wanted = self._wanted_groups()
-        if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
-            being_read = sum(place is not None for place in self._lane_places)
-            wanted = max(1, min(wanted, -(-being_read // self._rows)))
-        if wanted * self._rows != len(self._lanes):
-            first = self._turn * self._rows  # those that have waited longest come first
-            lanes = [lane for lane in (*self._lanes[first:], *self._lanes[:first]) if lane.groups]
-            self._lay_out(wanted, lanes, self._waiting)
+        step = self._micro_batches.step_of(self._batch_index)
+        return self.groups.get(self._micro_batches.at(step), 1)
 
     def _lay_out(self, groups: int, lanes: Sequence[Lane], waiting: Sequence[Place], turn: int = 0) -> None:
         """Have so many groups of lanes, these and new ones; those beyond them wait."""
@@ -257,7 +257,8 @@ class LaneBlend(BlendDataset):
             self._take_up(lane, self._waiting.pop(0))
             if not self._waiting:
                 waited = self._batch_index - self._waiting_since
-                logger.info("all documents continue: the last waited for %s", counted(waited, "micro-batch"))
+                text = "all documents continue: the last waited for %s"
+                logger.info(text, counted(waited, "micro-batch"))
             return True
         among: Collection[int] = self._laned
         groups: list[Handed] = []
@@ -373,7 +374,8 @@ class LaneBlend(BlendDataset):
         num_lanes = groups * self._rows
         lanes = [*map(self._lane_at, places[:num_lanes])]
         self._reopened.clear()
-        self._lay_out(groups, lanes, [*filter(None, places[num_lanes:])], is_same * own.get("turn", 0))
+        waiting = [*filter(None, places[num_lanes:])]
+        self._lay_out(groups, lanes, waiting, is_same * own.get("turn", 0))
 
 
 def _in_order(state: Mapping[str, Any]) -> list[Place | None]:

@@ -52,7 +52,7 @@ MIDDLE_SQUARE = 8  # |A|^2, A the gradient accumulated over them, before any red
 TOKENS = 9  # sum of the examples' weights if those are token counts, else 0
 RANKS = 10  # 1 from every rank
 FAULTS = 11  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
-REPEATED = 12  # micro-batches with rows of a document of which an earlier one of the window had some
+REPEATED = 12  # micro-batches with a document that an earlier one of the window has, too
 ROWS_BEFORE = 13  # mean number of rows of its document before a row, summed over ranks
 NUM_SUMS = 14
 
@@ -126,7 +126,7 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     if not all(map(math.isfinite, (*sums, grad_sq))):
         return Absent("a gradient of the window was not finite", is_fault=True)
     if sums[REPEATED] > 0.0:
-        reason = "two micro-batches of the step have rows of the same document, and are not independent"
+        reason = "two micro-batches of the step have rows of the same document: they are not independent"
         return Absent(f"{reason}: more documents, or fewer rows in a step, help", is_fault=False)
     kappa = sums[KAPPA]
     factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
@@ -240,7 +240,8 @@ class Fit:
     def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
         found = bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
-        if round(self.stretches) >= MIN_STRETCHES:  # eight phases of unequal weight are a little fewer
+        # Eight phases of unequal weight are a little fewer.
+        if round(self.stretches) >= MIN_STRETCHES:
             return found
         # A few give a scatter, of so few degrees of freedom that it still bounds B from below.
         return Ratio(found.low if self.stretches >= MIN_STRETCHES / 2 else None)
@@ -260,8 +261,8 @@ class Current(NamedTuple):
 class Stretches:
     """Which windows share documents, so that their noise is not independent.
 
-    A document's next row comes `spread` steps later: steps of one phase, those that are equal modulo
-    the spread, share documents as long as these last, and others do not. So the windows of a phase
+    A document's next row comes `spread` steps later: steps of one phase (equal modulo the spread)
+    share documents as long as these last, and others do not. So the windows of a phase
     within a document's length are one stretch.
     """
 
@@ -495,7 +496,7 @@ class NoiseScaleAverage:
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.shards_per_rank = 1
         """Data shards, each of which has a micro-batch of its own at a time."""
-        # Averages of tokens per effective example, and of the rows before a row; the sum of weights.
+        # Averages of tokens per effective example, and of rows before a row; the sum of weights.
         self.token_sum = self.rows_sum = self.weight = 0.0
         self.seen = 0.0  # windows, also those without an estimate
         self.skipped = 0.0  # since the start

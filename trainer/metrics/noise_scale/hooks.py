@@ -12,8 +12,8 @@ step:
         gns.end_micro(1 / m, b)
     metrics = gns.step()                      # before clipping and optimizer.step()
 
-The micro-batches must be independent of each other: `groups` says of which documents their rows are,
-and a step with two micro-batches of one document is left out.
+The micro-batches must be independent: `groups` says of which documents their rows are, and a
+step with two micro-batches of one document is left out.
 
 A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it,
 so only a few fp64 numbers are stored. A hook after the accumulation of the last micro-batch
@@ -160,7 +160,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         Args:
             num_micros: micro-batches to come; a single rank needs it for `gns/consistency`.
             spread: windows after which the rows that follow the window's in their documents come.
-            by_rank: the micro-batches of a rank continue each other's documents: compare ranks only.
+            by_rank: a rank's micro-batches continue each other's documents: compare ranks only.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
@@ -181,7 +181,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             last: whether it is the window's last, in which DDP reduces.
             groups: what its rows are of, documents for example. If those of a micro-batch are in an
                 earlier one of the window, too, the window does not enter the averages.
-            rows_before: rows of its document before a row, on average; for how long steps are correlated.
+            rows_before: rows of its document before a row, on average: how long steps correlate.
         """
         self._repeated += not self._groups.isdisjoint(groups)
         self._groups.update(groups)

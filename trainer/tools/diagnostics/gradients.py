@@ -89,7 +89,8 @@ def _towards_independence(run: RunRecord) -> Knob:
     streams = run.setting("data.mixing.num_streams_mixed")
     if streams:
         return Knob("data.mixing.num_streams_mixed", streams, 0)
-    return Knob("data.mixing.spread", run.setting("data.mixing.spread"), "larger, or more and shorter documents")
+    spread = run.setting("data.mixing.spread")
+    return Knob("data.mixing.spread", spread, "larger, or more and shorter documents")
 
 
 @rule("advice", needs=[B_BIG], hint=HINT)
@@ -97,7 +98,7 @@ def batch_size(run: RunRecord) -> Outcome:
     """A batch that is far from the noise scale of the gradient."""
     has_noise = all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ))
     if has_noise and repeated_data.check(run).verdict == "finding":
-        return explained("the rows of a step are not independent, so the noise scale is unknown: see repeated_data")
+        return explained("the rows of a step are not independent: see repeated_data")
     scale = noise_scale_of(run)
     if scale is not None and scale.is_high:
         return not_measured(f"the noise scale is {scale.number}: it takes more documents")

@@ -202,8 +202,8 @@ class Lanes(NamedTuple):
         if groups >= m:
             text += f": the next row of a document comes {counted(groups // m, 'step')} later"
         else:
-            text += f": the {m} micro-batches of a step continue each other's documents, which biases its gradient, "
-            text += "and the noise scale compares ranks alone"
+            text += f": the {m} micro-batches of a step continue each other's documents, "
+            text += "which biases its gradient, and the noise scale compares ranks alone"
         return f"{text} ({self.reason})" if self.reason else text
 
     def num(self, rows: int) -> int:
