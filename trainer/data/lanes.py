@@ -141,7 +141,7 @@ class LaneBlend(BlendDataset):
         return batch
 
     def _next_rows(self) -> Batch | None:
-        """The next row of each lane whose turn it is; None: only other sources go on."""
+        """The next row of each lane whose turn it is; None: only targets are left."""
         while True:
             # Another number of groups if the step has another size, or less is left to read.
             wanted = self._groups_now
@@ -165,9 +165,9 @@ class LaneBlend(BlendDataset):
                 if self._batched and self._largest(self._batched) >= 0:
                     return None
                 self._stop_or_refuse()
-            # The group has just found that nothing begins any more: the others go on.
+            # Nothing begins any more: read the groups that still have documents.
         self._lane_places[first : first + self._rows] = map(attrgetter("place"), lanes)
-        # Of documents that go on; those that begin were charged as they were handed out.
+        # Documents that continue; new ones were charged when they were handed out.
         going_on: defaultdict[str, int] = defaultdict(int)
         for row in batch["instability_meta_json"].reads:
             if row and row[0][1]:

@@ -598,7 +598,7 @@ class NoiseScaleAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Averages of before documents were told apart begin anew."""
+        """Continue from `state_dict`. Averages in the format of earlier versions are dropped."""
         if "seen" not in state["gauges"]:
             return
         self.history.load_state_dict(state["history"])
