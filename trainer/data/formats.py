@@ -13,7 +13,15 @@ import numpy as np
 
 from trainer.data import documents
 from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
-from trainer.data.text_formats import is_mapped, jsonl_kind, jsonl_pieces, load_text, parquet_kind, parquet_pieces, text_pieces
+from trainer.data.text_formats import (
+    is_mapped,
+    jsonl_kind,
+    jsonl_pieces,
+    load_text,
+    parquet_kind,
+    parquet_pieces,
+    text_pieces,
+)
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code

@@ -474,7 +474,9 @@ class StreamSource(ABC):
         return self._mix.repeat and self._num_picks > 0
 
 
-def resharded(states: Sequence[Mapping[str, Any]], num_parts: Callable[[int, int], int]) -> tuple[int, dict[int, list[Point]]]:
+def resharded(
+    states: Sequence[Mapping[str, Any]], num_parts: Callable[[int, int], int]
+) -> tuple[int, dict[int, list[Point]]]:
     """The epoch to continue in, the earliest of any shard, and the points of it and later ones.
 
     `num_parts`: of an epoch, for a shard. There, a shard that is ahead has taken its whole part, one that is behind nothing.
