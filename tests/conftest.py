@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from scripts.check_budgets import CEILINGS
-from tests.support.launches import LAUNCHES, watch
+from tests.support.forks import LAUNCHES, count_subprocess
 from tests.support.long_tests import is_left
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ LONGEST_FIRST = (
     *("science", "properties", "cli", "scripts"),
 )
 
-pytest_plugins = ("tests.support.verbs",)
+pytest_plugins = ("tests.support.in_process",)
 
 gc.disable()  # while tests are collected, which imports all there is
 
@@ -69,7 +70,7 @@ def pytest_collection_finish() -> None:
 
 
 MOST_LAUNCHES, _ = CEILINGS["launches in make test"]
-watch()
+sys.addaudithook(count_subprocess)
 
 
 @pytest.hookimpl(optionalhook=True)

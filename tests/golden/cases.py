@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.many_runs import Group
+from tests.support.grouped import Group
 from tests.support.runs import ROOT, overrides, read_rows, write_tiny_config
 
 MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/", "mfu", "gpu/")

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 import trainer
-from tests.support.forks import fork_server
-from tests.support.launches import count_launch
+from tests.support.forks import count_launch, fork_server
 from tests.support.runs import environment, free_port, rank_environment, read_rows
 
 NOT_DIAGNOSTIC = {

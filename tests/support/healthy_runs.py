@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from tests.support.many_runs import Group
+from tests.support.grouped import Group
 from tests.support.runs import make_corpus, run, write_tiny_config
 
 WORLD_SIZES = (1, 2, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,3 +69,17 @@ def own_signal_handlers() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """`train <arguments>` here, in a working directory `cwd`. For all tests: this module is a plugin of pytest."""
+
+    def call(*arguments: object, cwd: Path | None = None) -> Ended:
+        with monkeypatch.context() as patch:
+            if cwd is not None:
+                patch.chdir(cwd)
+                patch.syspath_prepend(cwd)
+            return program(arguments, capsys)
+
+    return call

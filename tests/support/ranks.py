@@ -1,4 +1,5 @@
-"""Ranks of the program as plain processes, without torchrun above them: nobody but themselves ends them."""
+"""Ranks of the program as plain processes, without torchrun above them: nobody but themselves ends them. And ranks under a
+launcher, which can be watched after its death."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 
 from tests.support.checkpoints import content
 from tests.support.forks import Forked
-from tests.support.runs import PROGRAM, ROOT, environment, free_port, rank_environment
+from tests.support.runs import PROGRAM, ROOT, command, environment, free_port, overrides, rank_environment
 
 PATIENCE_SEC = 600
+FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 
 
 class Ranks:
@@ -36,37 +39,27 @@ class Ranks:
         extra: Mapping[str, str] | None = None,
         fault: Mapping[str, Any] | None = None,
         is_fresh: bool = False,
-        max_file_bytes: int | None = None,
+        program: str = "",
     ) -> None:
         """Start them, to print into `logs`, with `extra` in their environment. `fault`: see `tests.support.faulty_model`;
-        `is_fresh`: start new processes rather than fork; `max_file_bytes`: a limit on the size of a file (forks only)."""
+        `is_fresh`: start new processes rather than fork; `program`: Python that forks run in the program's place."""
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
-        port = free_port()
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
+        shared, port = {"PYTHONPATH": str(ROOT), "FAULT": json.dumps(fault or {}), **(extra or {})}, free_port()
         for rank in range(world_size):
-            own = {
-                "PYTHONPATH": str(ROOT),
-                **rank_environment(rank, world_size, port),
-                "FAULT": json.dumps(fault or {}),
-                **(extra or {}),
-            }
-            paths = {what: self._file(f"std{what}", rank) for what in ("out", "err")}
+            own = environment({**rank_environment(rank, world_size, port), **shared})
+            paths = {what: logs / f"std{what}_{rank}" for what in ("out", "err")}
             for path in paths.values():
                 path.touch()
             if not is_fresh:
-                self.processes.append(
-                    Forked(arguments, environment(own), cwd=ROOT, **paths, max_file_bytes=max_file_bytes)
-                )
+                self.processes.append(Forked(arguments, own, cwd=ROOT, **paths, code=program))
                 continue
             with paths["out"].open("ab") as out, paths["err"].open("ab") as err:
                 line = [sys.executable, str(PROGRAM), *map(str, arguments)]
                 self.processes.append(
-                    subprocess.Popen(line, env=environment(own), stdout=out, stderr=err, cwd=ROOT, process_group=0)
+                    subprocess.Popen(line, env=own, stdout=out, stderr=err, cwd=ROOT, process_group=0)
                 )
-
-    def _file(self, what: str, rank: int) -> Path:
-        return self.logs / f"{what}_{rank}"
 
     def __enter__(self) -> Ranks:
         return self
@@ -110,7 +103,81 @@ class Ranks:
     def said(self, rank: int | None = None) -> str:
         """What the ranks (or one) wrote to stderr."""
         ranks = range(len(self.processes)) if rank is None else [rank]
-        return "\n".join(self._file("stderr", r).read_text(encoding="utf-8", errors="replace") for r in ranks)
+        return "\n".join((self.logs / f"stderr_{each}").read_text("utf-8", "replace") for each in ranks)
+
+
+class Launched:
+    """A launcher (`train --nproc`, or torchrun) and its ranks. Leaving the context kills what is left of them. `fault`: see
+    `tests.support.faulty_model`."""
+
+    def __init__(
+        self,
+        config: Path,
+        run_dir: Path,
+        *more: object,
+        is_torchrun: bool = False,
+        fault: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.metrics, self.temporary = run_dir / "metrics.jsonl", run_dir.with_name("temporary")
+        self.temporary.mkdir()
+        own = ["--config", config, "--run-dir", run_dir, "--steps", 100_000, "--stdout", "off"]
+        own += [*overrides(*FAULTY), *more]
+        line = command(own, nproc=2) if is_torchrun else command(["--nproc", 2, *own])
+        extra = {"TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT), "FAULT": json.dumps(fault or {})}
+        # A session of its own, as a terminal gives it.
+        self.process = subprocess.Popen(
+            line, env=environment(extra), stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.ranks: list[int] = []
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for rank in filter(is_there, self.ranks):
+            os.kill(rank, signal.SIGKILL)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the step is logged; from then on the ranks are known."""
+        while last_logged(self.metrics) < step:
+            assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
+            time.sleep(0.01)
+        self.ranks = children(self.process.pid)
+
+    def wait_for_ranks(self, timeout: float = PATIENCE_SEC) -> None:
+        """Wait until all ranks have ended."""
+        wait_for_end(self.ranks, timeout)
+
+
+def stat(pid: int) -> list[str]:
+    """State, parent, process group, session of a process; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:4]
+    except OSError:
+        return []
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    everyone = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [each for each in everyone if stat(each)[1:2] == [str(pid)]]
+
+
+def is_there(pid: int) -> bool:
+    """Whether it has not ended; one that nobody has waited for yet has."""
+    return stat(pid)[:1] not in ([], ["Z"])
+
+
+def wait_for_end(processes: Sequence[int], timeout: float = PATIENCE_SEC) -> None:
+    """Wait until processes that need not be children of this one have ended."""
+    end = time.monotonic() + timeout
+    while left := list(filter(is_there, processes)):
+        assert time.monotonic() < end, f"processes {left} go on"
+        time.sleep(0.01)
 
 
 def status(run_dir: Path) -> dict[str, Any]:
@@ -121,43 +188,30 @@ def status(run_dir: Path) -> dict[str, Any]:
 
 def wait_while_starting(ranks: Ranks, run_dir: Path, seconds: float) -> None:
     """Wait until a rank handles SIGTERM, then that long, but no longer than until the ranks have logged their first step."""
-    ranks.until(lambda: any(handles(process.pid, signal.SIGTERM) for process in ranks.processes))
+
+    def handles(pid: int) -> bool:
+        caught = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").partition("SigCgt:")[2].split()[0]
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+    ranks.until(lambda: any(handles(process.pid) for process in ranks.processes))
     before, end = last_logged(run_dir / "metrics.jsonl"), time.monotonic() + seconds
     ranks.until(lambda: time.monotonic() >= end or last_logged(run_dir / "metrics.jsonl") > before)
 
 
-def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    caught = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").partition("SigCgt:")[2].split()[0]
-    return bool(int(caught, 16) >> (number - 1) & 1)
-
-
 def last_logged(metrics: Path) -> int:
     """The last training step in metrics.jsonl; 0 if there is none yet."""
-    if not metrics.exists():
-        return 0
-    last = 0
-    for line in metrics.read_bytes().splitlines()[-6:]:
-        try:
+    steps = [0]
+    for line in metrics.read_bytes().splitlines()[-6:] if metrics.exists() else ():
+        with suppress(ValueError):  # it is being written
             row = json.loads(line)
-        except ValueError:
-            continue
-        if row.get("mode") == "train":
-            last = int(row["global_step"])
-    return last
+            steps += [row["global_step"]] * (row.get("mode") == "train")
+    return steps[-1]
 
 
 def is_saving(run_dir: Path) -> bool:
     """Whether a checkpoint is being written right now (or was, when its writer died)."""
-    directory = run_dir / "checkpoints"
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return False
-    return any(
-        name.startswith(".tmp_step_") or (name.startswith("step_") and not (directory / name / "COMPLETE").exists())
-        for name in names
-    )
+    found = list((run_dir / "checkpoints").glob("*step_*"))
+    return any(each.name[0] == "." or not (each / "COMPLETE").exists() for each in found)
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:

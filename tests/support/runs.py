@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.forks import Forked, wait_as_torchrun
+from tests.support.forks import Forked, Member, wait_as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "train"
@@ -131,20 +131,24 @@ def run(
     cwd: Path | None = None,
     extra: Mapping[str, str] | None = None,
     code: str = "",
+    group: Sequence[Member] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run the program to its end, in one process or as `nproc` ranks; forked, so that it starts in no time. `extra`:
-    environment variables; `code`: Python that runs in the program's place."""
-    world_size, port = nproc or 1, free_port()
+    environment variables; `code`: Python that runs in the program's place; `group`: processes that run it."""
+    world_size, port, line = nproc or 1, free_port(), list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch()
         err.touch()
-        processes = []
+        ranks: list[Member] = []
         for rank in range(world_size):
             own = environment({**(rank_environment(rank, world_size, port) if nproc else {}), **(extra or {})})
-            processes.append(Forked(arguments, own, cwd=cwd or Path.cwd(), out=out, err=err, code=code))
-        status = wait_as_torchrun(processes, TIMEOUT_SEC)
-        return subprocess.CompletedProcess(list(map(str, arguments)), status, out.read_text(), err.read_text())
+            options: Any = {"cwd": cwd or Path.cwd(), "out": out, "err": err, "code": code}
+            if group:
+                group[rank].begin(line, own, **options)
+            ranks.append(group[rank] if group else Forked(line, own, **options))
+        status = wait_as_torchrun(ranks, TIMEOUT_SEC)
+        return subprocess.CompletedProcess(line, status, out.read_text(), err.read_text())
 
 
 def overrides(*sets: str) -> list[str]:

@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from tests.support.fault_runs import LOST, keep
-from tests.support.launched import Launched
-from tests.support.ranks import Ranks, last_logged, status
+from tests.support.ranks import Launched, Ranks, last_logged, status
 from tests.support.runs import TIMEOUT_SEC, write_tiny_config
 
 pytestmark = pytest.mark.distributed

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.support.grouped import run
-from tests.support.launched import Launched
-from tests.support.ranks import Ranks, status
+from tests.support.ranks import Launched, Ranks, status
 from tests.support.runs import ROOT, TIMEOUT_SEC, write_tiny_config
 from tests.support.runs import run as run_forked
 from trainer.tools.verbs.records import entry_of
@@ -138,13 +137,23 @@ MOMENTS = {
 }
 
 
+KILLED = """
+import os
+import {0} as module
+from trainer.cli.main import main
+if os.environ["RANK"] == "0":
+    module.{1} = lambda *_, **__: os.kill(os.getpid(), 9)
+main()
+"""
+
+
 def test_the_others_end_in_time_and_say_why_in_one_line(tmp_path):
     arguments = ("--config", write_tiny_config(tmp_path), "--set", f"distributed.timeout_sec={START_TIMEOUT_SEC}")
     groups: dict[str, Ranks] = {}
     with ExitStack() as stack:  # all of them at once: each waits for its time to pass
         for moment, function in MOMENTS.items():
             line = (*arguments, "--run-dir", tmp_path / moment / "run")
-            ranks = Ranks(line, logs=tmp_path / moment, extra={"KILL_AT": function})
+            ranks = Ranks(line, logs=tmp_path / moment, program=KILLED.format(*function.split(":")))
             groups[moment] = stack.enter_context(ranks)
         for moment, ranks in groups.items():
             codes, said = ranks.wait(START_TIMEOUT_SEC + 60), ranks.said(1)

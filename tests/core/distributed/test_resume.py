@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.fault_runs import row_differences
 from tests.support.grouped import train
-from tests.support.launched import children
-from tests.support.ranks import Ranks, checkpoint_differences, last_logged, status
+from tests.support.ranks import Ranks, checkpoint_differences, children, last_logged, status
 from tests.support.runs import (
     TIMEOUT_SEC,
     command,

@@ -17,8 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.support.grouped import train
-from tests.support.launched import children
-from tests.support.ranks import status
+from tests.support.ranks import children, status
 from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, free_port, losses, overrides, write_tiny_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -106,7 +106,9 @@ def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpo
     model = run_dir / "checkpoints" / "step_00000005" / "model_000.safetensors"
     limit = model.stat().st_size // 2
     arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *steps)
-    said = end_with(1, arguments, tmp_path / "limited", max_file_bytes=limit)
+    limited = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    limited += "from trainer.cli.main import main\nmain()"
+    said = end_with(1, arguments, tmp_path / "limited", program=limited)
     assert "the checkpoint could not be written: rank 0: File too large" in said, said
     assert "Traceback" not in said
     assert not list((run_dir / "checkpoints").glob(".tmp*"))

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from tests.support.fault_runs import LOST, keep, make_config
-from tests.support.launched import Launched, children
-from tests.support.ranks import last_logged, status
+from tests.support.ranks import Launched, children, last_logged, status
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 TIMEOUT_SEC = 12

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_runs import ARGUMENTS, assert_same, end_with, keep, make_config, whole_run
-from tests.support.launched import children
-from tests.support.ranks import Ranks, last_logged
+from tests.support.ranks import Ranks, children, last_logged
 from trainer.metrics.payload_contract import validate_stream
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]

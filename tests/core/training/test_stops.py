@@ -14,8 +14,7 @@ import pytest
 
 from tests.support.fault_runs import MEASURED, row_differences
 from tests.support.in_process import train_here
-from tests.support.launched import wait_for_end
-from tests.support.ranks import checkpoint_differences
+from tests.support.ranks import checkpoint_differences, wait_for_end
 from tests.support.runs import ROOT, environment, evaluating, losses, read_rows, write_tiny_config
 from trainer.ending import PARENT, stop_with_parent
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.support.launched import children, wait_for_end
+from tests.support.ranks import children, wait_for_end
 from tests.support.runs import ROOT
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import open_documents
