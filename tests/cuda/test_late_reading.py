@@ -17,7 +17,7 @@ from tests.support.late import events
 from tests.support.on_device import around_steps, forbid_synchronization, synchronization_forbidden, train_here
 from tests.support.runs import FULL_ROWS
 from trainer.data.loader import Loader
-from trainer.on_device import HostCopy, to_device
+from trainer.on_device import HostCopy
 from trainer.training import main as loop
 from trainer.training.run import Run
 
@@ -114,14 +114,6 @@ def test_batches_that_a_thread_prefetches_are_whole_when_they_are_used(device: t
     with Loader([dict(batch) for batch in made], device=device, prefetch=2) as loader:
         sums = [micro.inputs["tokens"].sum() for micro in loader]
     assert torch.stack(sums).tolist() == [64 * 4096 * number for number in range(20)]
-
-
-def test_indexes_of_the_ledger_reach_the_device_without_waiting(device: torch.device) -> None:
-    with synchronization_forbidden(device), CopiesFromHost(device) as copies:
-        found = to_device(np.arange(5), device)
-    assert found.tolist() == [0, 1, 2, 3, 4]
-    assert found.device.type == device.type
-    assert device.type != "cuda" or copies.are_free == [True]
 
 
 def test_numbers_are_read_as_they_were_when_they_were_copied(device: torch.device) -> None:

@@ -19,7 +19,7 @@ LEFT = {
     "core/cli/test_wandb_online": "a_sink_gives_up",
     "cuda/test_compiled": "a_compiled_run_is",
     "cuda/test_cuda_graph": "a_replayed_run_is:1",
-    "cuda/test_ledger": "states_and_counts_are:3",
+    "cuda/test_parts": "states_and_counts_are:3",
     "lab/distributed/test_broken_diagnostics": "all_may_fail_at",
     "core/distributed/test_cut_data": "a_file_that_is:1",
     "core/distributed/test_data_change": "a_source_of_weight files_are_the_same",

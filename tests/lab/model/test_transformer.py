@@ -42,7 +42,7 @@ def test_packed_documents_equal_the_same_run_apart():
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_attention_in_blocks_equals_the_mask(monkeypatch, kv_heads):
-    """Forward only: on CPUs flex attention has no backward (tests/cuda/test_documents.py)."""
+    """Forward only: on CPUs flex attention has no backward (tests/cuda/test_parts.py)."""
     model, generator = small(kv_heads=kv_heads), torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 29, (2, 300), generator=generator)
     resets = torch.rand(2, 300, generator=generator) < 0.02

@@ -1,4 +1,5 @@
-"""fp32, bf16 and fp16 with loss scaling train alike, and a step that is not finite changes nothing, whoever finds out."""
+"""Runs on the device: all metrics but times are those of the CPU in fp32, bf16 and fp16 train alike, memory does not grow, and
+a step that is not finite changes nothing, whoever finds out."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 from tests.support.checkpoints import model_content
-from tests.support.on_device import train_apart, train_here
-from tests.support.ranks import differences
-from tests.support.runs import losses, read_rows
+from tests.support.memory import resident_bytes
+from tests.support.on_device import around_steps, differences, train_apart, train_here
+from tests.support.ranks import differences as tensor_differences
+from tests.support.runs import FULL_ROWS, losses, read_rows
 from trainer.cli.parts import PARTS
 from trainer.config.schema import OptimizerTable
 from trainer.on_device import scale_gradients, step_unless, supports_found_inf
@@ -24,6 +26,35 @@ pytestmark = pytest.mark.cuda
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false", "train.on_non_finite=skip")
 EVERY_STEP = "\n[checkpoint]\nevery = 1\nkeep_last = 50\n"
 STEPS = 30
+EVALUATED = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2", "eval.depth=true")
+RUNS = {
+    "layers": ("metrics.per_layer=true",),
+    "head in chunks": ("objective.chunk_tokens=16",),
+    "full rows": (FULL_ROWS,),
+    "delta rule": ('model.family="gated_delta"',),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_metrics_are_those_of_the_cpu(tmp_path: Path, chosen_device: torch.device, kind: str) -> None:
+    places = {"cpu": torch.device("cpu"), "device": chosen_device}
+    one, other = (train_here(tmp_path / name, place, *EVALUATED, *RUNS[kind]) for name, place in places.items())
+    assert differences(one, other, 1e-3) == {}
+
+
+def test_a_long_run_holds_no_more_than_a_short_one(
+    tmp_path: Path, chosen_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_cuda, held = chosen_device.type == "cuda", dict[int, int]()
+    # The allocator of the CPU keeps what was freed.
+    early, late, most_bytes = (100, 500, 1e5) if is_cuda else (30, 60, 1.6e7)
+
+    def note(_: object, step: int) -> None:
+        held[step] = torch.cuda.memory_allocated() if is_cuda else resident_bytes()
+
+    around_steps(monkeypatch, lambda run, step: None, note)
+    train_here(tmp_path, chosen_device, f"train.steps={late}", "metrics.log_interval=10", "checkpoint.every=0")
+    assert held[late] - held[early] <= most_bytes, held
 
 
 def needs_loss_scaling(device: torch.device, precision: str) -> None:
@@ -71,7 +102,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_state_of_the_optimiz
     saved = [model_content(path) for path in sorted((run_dir / "checkpoints").glob("step_*"))]
     assert len(saved) == 8
     parts = [{key: step[key] for key in ("model", "optimizer")} for step in saved]
-    changed = [bool(differences(one, other)) for one, other in itertools.pairwise(parts)]
+    changed = [bool(tensor_differences(one, other)) for one, other in itertools.pairwise(parts)]
     assert changed == [True, True, False, False, True, True, True]
     rows = read_rows(run_dir / "metrics.jsonl")
     assert [rows["train", step].get("non_finite_steps") for step in range(1, 9)] == [0, 0, 0, 1, 1, 0, 0, 0]
@@ -91,10 +122,8 @@ def test_found_inf_on_the_device_makes_a_step_do_nothing(device: torch.device, n
         optimizer.zero_grad()
 
     def state() -> list[torch.Tensor]:
-        own = [
-            value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
-        ]
-        return [tensor.detach().clone() for tensor in [*model.parameters(), *([] if is_first else own)]]
+        own = [] if is_first else [value for each in optimizer.state.values() for value in each.values()]
+        return [each.detach().clone() for each in [*model.parameters(), *own] if isinstance(each, torch.Tensor)]
 
     if not is_first:
         step(False)
