@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,29 +31,22 @@ every = 6
 """
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run, or several in one directory.
+class Case(NamedTuple):
+    """One run, or one that is stopped and resumed on other ranks.
 
     Attributes:
         sets: `--set` of every launch.
-        launches: per launch the ranks and the arguments of its own.
+        ranks: of each launch.
         config: one of the diagnostic configs; empty: the tiny one.
         fault: see `tests.support.faulty_model`.
+        first: what ends the first of two launches.
     """
 
     sets: tuple[str, ...] = ()
-    launches: tuple[tuple[int, tuple[str, ...]], ...] = ((2, ()),)
+    ranks: tuple[int, ...] = (2,)
     config: str = ""
     fault: str = "{}"
-
-
-def _ranks(number: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    return ((number, ()),)
-
-
-def _resumed(first: int, then: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    return ((first, ("--steps", "6")), (then, ("--resume", "auto")))
+    first: tuple[str, ...] = ("--steps", "6")
 
 
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
@@ -62,7 +54,7 @@ NAN = '{"what": "nan", "rank": 1, "step": 5}'
 RECALL = 'data.source=[{name="streams",paths=["recall/recall/*"]}]'
 MIXED = 'data.source=[{name="streams",paths=["recall/recall/*", "code/cpp/*"]}]'
 CASES: dict[str, Case] = {
-    "one_rank": Case(("metrics.per_layer=true", "metrics.per_source=true"), _ranks(1)),
+    "one_rank": Case(("metrics.per_layer=true", "metrics.per_source=true"), ranks=(1,)),
     "ddp": Case(("sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
     "fsdp": Case(("distributed.strategy=fsdp",)),
     "full_rows": Case(
@@ -73,28 +65,29 @@ CASES: dict[str, Case] = {
     ),
     "full_rows_on_fewer_ranks": Case(
         ('data.mixing={batching_mode="per_row", batch_size=3, num_streams_mixed=2}', 'data.align="document"'),
-        _resumed(2, 1),
+        ranks=(2, 1),
     ),
     "swept": Case(("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=3")),
-    "resumed_on_fewer_ranks": Case((), _resumed(2, 1)),
+    "resumed_on_fewer_ranks": Case((), ranks=(2, 1)),
     "skipped_steps": Case((*FAULTY, "train.on_non_finite=skip"), fault=NAN),
     "growing_batch": Case(('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}}', "optimizer.name=muon")),
-    "gated_delta": Case(("model.family=gated_delta", "optimizer.name=sgd"), _ranks(1)),
+    "gated_delta": Case(("model.family=gated_delta", "optimizer.name=sgd"), ranks=(1,)),
     "diag_healthy": Case((MIXED,), config="healthy"),
-    "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),
+    "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), ranks=(4,)),
     "chunked": Case(("objective.z_loss=1e-4", "objective.chunk_tokens=16")),
-    "resumed_on_more_ranks": Case(("checkpoint.background=true", "distributed.strategy=fsdp"), _resumed(2, 3)),
+    "resumed_on_more_ranks": Case(("checkpoint.background=true", "distributed.strategy=fsdp"), ranks=(2, 3)),
     "resumed_in_tokens": Case(
         ("train.steps=0", "train.tokens=1200", "scheduler.name=wsd"),
-        ((2, ("--set", "train.tokens=700")), (2, ("--resume", "auto"))),
+        ranks=(2, 2),
+        first=("--set", "train.tokens=700"),
     ),
     "stopped_by_nan": Case(FAULTY, fault=NAN),
     "exhausted": Case(("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400")),
     "device_per_stream": Case(
         ("data.mixing.batching_mode=device_per_stream", "ledger.dtype=bfloat16", "train.precision=bf16")
     ),
-    "transformer": Case(("model.family=transformer", "ledger.wipe_mode=full", "ledger.wipe_every=5"), _ranks(1)),
-    "own_model": Case(("model.target=examples.own_parts.my_parts:build_model", "model.num_layers=1"), _ranks(1)),
+    "transformer": Case(("model.family=transformer", "ledger.wipe_mode=full", "ledger.wipe_every=5"), ranks=(1,)),
+    "own_model": Case(("model.target=examples.own_parts.my_parts:build_model", "model.num_layers=1"), ranks=(1,)),
     "diag_exhaust_spike": Case((RECALL,), config="diag_exhaust_spike"),
     "diag_imbalanced_bs": Case((MIXED,), config="diag_imbalanced_bs"),
     "diag_stale_false_evict": Case((MIXED, "ledger.stale_threshold=1"), config="diag_stale_false_evict"),
@@ -122,12 +115,15 @@ class Left(NamedTuple):
 def make_runs(folder: Path, names: Iterable[str] = CASES) -> None:
     """Make the runs of cases below `folder`, in one group of ranks."""
     tiny, codes = write_tiny_config(folder, EXTRA), {}
-    with Group(max(ranks for case in CASES.values() for ranks, _ in case.launches)) as group:
+    with Group(max(max(case.ranks) for case in CASES.values())) as group:
         done = group.run(*f"data synth key-recall --out {folder}/recall --groups 768 --cells 3 --streams 8".split())
         assert done.returncode == 0, done.stderr
         shutil.copytree(folder / "corpus" / "b", folder / "code" / "cpp")
         for name in names:
-            codes[name] = [_launch(group, name, ranks, own, tiny) for ranks, own in CASES[name].launches]
+            case = CASES[name]
+            launches = [case.first, ("--resume", "auto")] if len(case.ranks) == 2 else [()]
+            pairs = zip(case.ranks, launches, strict=True)
+            codes[name] = [_launch(group, name, ranks, own, tiny) for ranks, own in pairs]
     (folder / "exit_codes.json").write_text(json.dumps(codes))
 
 
