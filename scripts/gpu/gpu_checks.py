@@ -1,26 +1,31 @@
-"""What `make gpu` runs, on CUDA and in its rehearsal on the CPU, and how the output of each becomes rows."""
+"""What `make gpu` runs, on CUDA and in its rehearsal on the CPU, and how the output of each becomes rows.
+
+A row is one test or figure: `name`, `status`, of a figure also `value`, `low`, `high`, `unit`, `goal`, and `reason`, why it is
+not good or was skipped.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpu_results import FAILED, MEASURED, MISSED, PASSED, REHEARSED, SKIPPED, Row, Table
 from limited_process import Ended
 
-Findings = tuple[Sequence[Row], Sequence[Table]]
+PARTS = ("tests", "runs", "speed", "models", "ledger", "profile")
+PASSED, MEASURED, REHEARSED, SKIPPED = "passed", "measured", "rehearsed", "skipped"
+MISSED, FAILED, TIMED_OUT, NOT_RUN = "MISSED", "FAILED", "TIMED OUT", "NOT RUN"
 TEST_MARK, TAKES_LONG = "mark.cuda", "chosen_device"
 TEST_SEC = 180.0
 SLOWER_ON_CPU = 2.0  # a machine of which others use the most
-VERDICT = re.compile(r"::(?P<name>\S.*?) (?P<status>PASSED|SKIPPED|FAILED|ERROR)\b")
+VERDICT = re.compile(r"^\S+?\.py::(.+?) (PASSED|SKIPPED|FAILED|ERROR)\b(?: \((.*)\))?", re.M)
+REASON = re.compile(r"^(?:FAILED|ERROR) \S+?\.py::(.+?) - (.*)", re.M)
 STATUS = {"PASSED": PASSED, "SKIPPED": SKIPPED, "FAILED": FAILED, "ERROR": FAILED}
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,15 +36,13 @@ class Check:
     name: str
     arguments: tuple[str, ...]  # of the interpreter
     limit_sec: float
-    read: Callable[[Ended], Findings]  # its findings; raises `ValueError` if it printed none
 
     @property
     def key(self) -> str:
         return f"{self.part}/{self.name}"
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(NamedTuple):
     """A program of scripts/bench: its arguments on CUDA, and for a rehearsal in seconds."""
 
     part: str
@@ -88,68 +91,63 @@ BENCHES = (
 )
 
 
-def checks(root: Path, device: str, results: Path) -> list[Check]:
-    """All checks, part by part; pytest writes to `results`."""
-    found = [*_tests(root, results), *_benches(device)]
-    if device == "cuda":
-        return found
-    return [replace(each, limit_sec=SLOWER_ON_CPU * each.limit_sec) for each in found]
-
-
-def _tests(root: Path, results: Path) -> Iterator[Check]:
-    """The tests marked cuda, a process per file: a hang costs that file alone."""
+def checks(root: Path, device: str) -> list[Check]:
+    """All checks, part by part. The tests marked cuda have a process per file: a hang costs that file alone."""
+    found, slower = [], SLOWER_ON_CPU if device == "cpu" else 1.0
     for path in sorted((root / "tests").rglob("test_*.py")):
-        if TEST_MARK not in (text := path.read_text(encoding="utf-8")):
-            continue
-        report, name = results / f"{path.stem}.xml", str(path.relative_to(root / "tests"))
-        options = ("-m", "pytest", "-vv", "-m", "cuda", "-p", "no:cacheprovider", f"--junitxml={report}")
-        read, part = partial(read_tests, report=report), "runs" if TAKES_LONG in text else "tests"
-        yield Check(part, name, (*options, str(path)), TEST_SEC, read)
-
-
-def _benches(device: str) -> Iterator[Check]:
+        if TEST_MARK in (text := path.read_text(encoding="utf-8")):
+            options = ("-m", "pytest", "-vv", "-m", "cuda", "-p", "no:cacheprovider", str(path))
+            part, name = "runs" if TAKES_LONG in text else "tests", str(path.relative_to(root / "tests"))
+            found.append(Check(part, name, options, slower * TEST_SEC))
     for bench in BENCHES:
-        own = bench.on_cuda if device == "cuda" else bench.on_cpu
+        own = shlex.split(bench.on_cuda if device == "cuda" else bench.on_cpu)
         program = f"scripts/bench/bench_{bench.name.partition('-')[0]}.py"
-        arguments = (program, "--device", device, "--json", *shlex.split(own))
-        read = partial(read_figures, is_rehearsal=device == "cpu")
-        yield Check(bench.part, bench.name, arguments, bench.limit_sec, read)
+        arguments = (program, "--device", device, "--json", *own)
+        found.append(Check(bench.part, bench.name, arguments, slower * bench.limit_sec))
+    return found
 
 
-def read_tests(ended: Ended, report: Path) -> Findings:
-    """A row per test: from pytest's report, or from what it printed until it was killed. Raises
-    ValueError: no test was run."""
-    rows = list(_of_report(report)) if report.exists() else []
-    if not rows:
-        rows = [Row(found["name"], STATUS[found["status"]]) for found in VERDICT.finditer(ended.stdout)]
-    if not rows:
-        raise ValueError(f"no test was run: {ended.last_error}")
-    return rows, ()
+def read_tests(printed: str) -> list[Row]:
+    """A row per test of what pytest printed, be it killed or not. Raises ValueError: no test was run."""
+    reasons = dict(REASON.findall(printed))
+    verdicts = VERDICT.findall(printed)
+    if not verdicts:
+        raise ValueError("no test was run")
+    return [
+        {"name": name, "status": STATUS[verdict], "reason": (why or reasons.get(name, ""))[:200]}
+        for name, verdict, why in verdicts
+    ]
 
 
-def _of_report(report: Path) -> Iterator[Row]:
-    for case in ET.parse(report).iter("testcase"):
-        status, reason = PASSED, ""
-        for kind, means in (("skipped", SKIPPED), ("failure", FAILED), ("error", FAILED)):
-            if (found := case.find(kind)) is not None:
-                status, reason = means, found.get("message", "").strip().partition("\n")[0][:200]
-        yield Row(case.get("name", ""), status, seconds=float(case.get("time", 0)), reason=reason)
+def read_figures(printed: str, *, is_rehearsal: bool) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The figures and tables that a benchmark printed as JSON in its last line. Raises ValueError: none."""
+    content = json.loads((printed.strip().splitlines() or ["nothing"])[-1])
+    rows = []
+    for figure in content["figures"]:
+        is_met = figure.pop("is_met")
+        status = {None: MEASURED, True: PASSED, False: MISSED}[is_met]
+        if is_rehearsal and figure["goal"]:
+            status = REHEARSED
+        reason = f"{figure['value']:.4g} is not {figure['goal']}" if status == MISSED else ""
+        rows.append({**figure, "status": status, "reason": reason})
+    return rows, content.get("tables", [])
 
 
-def read_figures(ended: Ended, *, is_rehearsal: bool) -> Findings:
-    """The figures that a benchmark printed as JSON in its last line. Raises ValueError: none."""
-    lines = ended.stdout.strip().splitlines()
-    if not lines:
-        raise ValueError("it printed nothing")
-    content = json.loads(lines[-1])
-    rows = [_row(figure, is_rehearsal=is_rehearsal) for figure in content["figures"]]
-    return rows, [Table(**table) for table in content.get("tables", ())]
-
-
-def _row(figure: dict[str, Any], *, is_rehearsal: bool) -> Row:
-    value, goal = figure["value"], figure["goal"]
-    status = {None: MEASURED, True: PASSED, False: MISSED}[figure["is_met"]]
-    if is_rehearsal and goal:
-        status = REHEARSED
-    reason = f"{value:.4g} is not {goal}" if status == MISSED else ""
-    return Row(figure["name"], status, value, figure["low"], figure["high"], figure["unit"], goal, reason=reason)
+def findings(check: Check, ended: Ended, *, is_rehearsal: bool) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Rows and tables of a check that has ended, or was ended: what it found, and why it is not all there is."""
+    rows, tables = list[Row](), list[dict[str, Any]]()
+    try:
+        if "pytest" in check.arguments:
+            rows = read_tests(ended.stdout)
+        else:
+            rows, tables = read_figures(ended.stdout, is_rehearsal=is_rehearsal)
+    except (ValueError, KeyError, TypeError) as error:
+        if ended.code == 0:
+            rows = [{"name": check.name, "status": FAILED, "reason": f"no result: {error}"}]
+    if ended.code is None:
+        said = (ended.stdout.strip() or ended.stderr.strip()).splitlines() or [""]  # pytest's test, while it runs
+        reason = f"after {ended.seconds:.0f} s: {said[-1]}"[:300]
+        rows.append({"name": check.name, "status": TIMED_OUT, "reason": reason})
+    elif ended.code != 0 and not any(row["status"] in (MISSED, FAILED) for row in rows):
+        rows.append({"name": check.name, "status": FAILED, "reason": ended.last_error[:300]})
+    return rows, tables

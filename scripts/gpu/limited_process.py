@@ -27,8 +27,7 @@ class Ended:
     @property
     def last_error(self) -> str:
         """The last line of its error, or its exit code if it wrote none."""
-        lines = self.stderr.strip().splitlines()
-        return lines[-1].strip() if lines else f"exit code {self.code}"
+        return (self.stderr.strip().splitlines() or [f"exit code {self.code}"])[-1].strip()
 
 
 def run_process(command: Sequence[str], *, limit_sec: float, environ: Mapping[str, str], cwd: Path) -> Ended:
@@ -58,19 +57,14 @@ def run_process(command: Sequence[str], *, limit_sec: float, environ: Mapping[st
 def _end_session(session: int) -> None:
     """Kill its processes, whatever their groups are, and wait until they are gone with the memory of the device they held."""
     deadline = time.monotonic() + GRACE_SEC
-    while (members := _members(session)) and time.monotonic() < deadline:
-        for pid in members:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _members(session: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            # The name, in parentheses, may hold anything; after it come state, parent, process group and session.
-            fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+    is_left = True
+    while is_left and time.monotonic() < deadline:
+        is_left = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                # The name, in parentheses, may hold anything; after it come state, parent, process group and session.
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] != "Z":
+                    is_left = True
+                    os.kill(int(entry.name), signal.SIGKILL)
+        time.sleep(0.01 * is_left)

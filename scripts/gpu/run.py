@@ -15,21 +15,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from gpu_checks import Check, checks
-from gpu_results import BAD, FAILED, NOT_RUN, PARTS, TIMED_OUT, Record, Row, load, render, save, summary
-from limited_process import Ended, run_process
+from gpu_checks import FAILED, MISSED, NOT_RUN, PARTS, TIMED_OUT, Check, Row, checks, findings
+from limited_process import run_process
 
 ROOT = Path(__file__).resolve().parents[2]
+# The figures of a rehearsal mean nothing: they stay where git does not see them.
+RESULTS = {"cuda": ROOT / "docs", "cpu": ROOT / "build" / "gpu-cpu"}
 PART_SEC = {"cuda": 480.0, "cpu": 900.0}
 CORPUS = ROOT / "data" / "pytext"
 CORPUS_SEC = 240.0
-EXIT_BAD, EXIT_CANNOT = 1, 2
 NEED_CORPUS = frozenset({"speed", "models", "profile"})
+BAD = (MISSED, FAILED, TIMED_OUT, NOT_RUN)
 OF_TORCH = """
 import json, torch
 cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
@@ -38,102 +40,95 @@ print(json.dumps({"torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "dev
 """
 
 
-def versions() -> dict[str, str | None]:
-    """Of device, driver, torch, CUDA, cuDNN and Python. torch is asked in a process of its own: to import it here would take
-    the memory of the device that is measured."""
-    of_torch = json.loads(_said(sys.executable, "-c", OF_TORCH) or "{}")
-    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    return {
-        **{key: None if value is None else str(value) for key, value in of_torch.items()},
-        "driver": driver or None,
-        "python": platform.python_version(),
-    }
-
-
-def commit() -> str:
-    """The commit of the checkout, with `-dirty` if it was changed; `COMMIT` of the environment where there is no git."""
+def machine() -> dict[str, str]:
+    """The commit, and the versions of device, driver, torch, CUDA, cuDNN and Python, where they are known."""
     described = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return os.environ.get("COMMIT") or _said("git", "-C", str(ROOT), *described) or "unknown"
+    # In a process of its own: to import torch here would take the memory of the device that is measured.
+    found = json.loads(_said(sys.executable, "-c", OF_TORCH) or "{}")
+    found["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    found["python"] = platform.python_version()
+    commit = os.environ.get("COMMIT") or _said("git", "-C", str(ROOT), *described) or "unknown"
+    return {"commit": commit, **{key: str(value) for key, value in found.items() if value}}
 
 
 def _said(*command: str) -> str:
     """What a command prints; empty if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def environment(device: str) -> dict[str, str]:
-    """Of every check: this checkout first, then what PYTHONPATH says. Nothing asks for a network."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    own = {"PYTHONPATH": path, "TRAINER_TEST_DEVICE": device, "WANDB_MODE": "disabled", "NO_COLOR": "1"}
-    return {**os.environ, **own}
-
-
-def findings(check: Check, ended: Ended) -> Record:
-    """What came of a check that has ended, or was ended."""
-    rows, tables = [], []
-    try:
-        found, shown = check.read(ended)
-        rows, tables = list(found), list(shown)
-    except (ValueError, KeyError, TypeError) as error:
-        if ended.code == 0:
-            rows = [Row(check.name, FAILED, reason=f"no result: {error}")]
-    if ended.code is None:
-        said = (ended.stdout.strip() or ended.stderr.strip()).splitlines() or [""]  # pytest's test, while it runs
-        rows.append(Row(check.name, TIMED_OUT, reason=f"after {ended.seconds:.0f} s: {said[-1]}"[:300]))
-    elif ended.code != 0 and not any(row.status in BAD for row in rows):
-        rows.append(Row(check.name, FAILED, reason=ended.last_error[:300]))
-    return Record(check.part, check.name, "", "", ended.seconds, rows, tables)
-
-
-def run_check(check: Check, *, limit_sec: float, environ: dict[str, str]) -> Record:
-    """Run it, for no longer than `limit_sec`."""
+def run_check(check: Check, *, device: str, limit_sec: float, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Run it, for no longer than `limit_sec`; what came of it."""
+    record = {"part": check.part, "name": check.name, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     if limit_sec < 1.0:
-        row = Row(check.name, NOT_RUN, reason="the time of the part is over")
-        return Record(check.part, check.name, "", "", 0.0, [row])
+        row = {"name": check.name, "status": NOT_RUN, "reason": "the time of the part is over"}
+        return {**record, "seconds": 0.0, "rows": [row], "tables": []}
     ended = run_process([sys.executable, *check.arguments], limit_sec=limit_sec, environ=environ, cwd=ROOT)
-    record = findings(check, ended)
-    if any(row.status in BAD for row in record.rows):
+    rows, tables = findings(check, ended, is_rehearsal=device == "cpu")
+    if any(row["status"] in BAD for row in rows):
         print(ended.stdout[-2000:] + ended.stderr[-4000:], file=sys.stderr, flush=True)
-    return record
+    return {**record, "seconds": ended.seconds, "rows": rows, "tables": tables}
 
 
-def run_parts(
-    chosen: Sequence[Check],
-    environ: dict[str, str],
-    machine: Mapping[str, str | None],
-    keep: Callable[[Record], None],
-    *,
-    part_sec: float,
-) -> list[Record]:
-    """Run checks in turn, each part for no longer than `part_sec`; `keep` is called after each."""
-    version, found = commit(), []
-    began: dict[str, float] = {}
-    for check in chosen:
-        start = began.setdefault(check.part, time.monotonic())
-        print(f"{check.key} ...", file=sys.stderr, flush=True)
-        left = start + part_sec - time.monotonic()
-        record = run_check(check, limit_sec=min(check.limit_sec, left), environ=environ)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        record = replace(record, date=now, commit=version, machine=machine)
-        keep(record)
-        found.append(record)
-        print(summary([record]), file=sys.stderr, flush=True)
-    return found
+def summary(record: Mapping[str, Any]) -> str:
+    """What came of a check, for the terminal, with the rows that are not good."""
+    counts = Counter(row["status"] for row in record["rows"])
+    told = ", ".join(f"{number} {status}" for status, number in counts.items())
+    lines = [f"{record['part']}/{record['name']:32} {record['seconds']:6.0f} s  {told}"]
+    bad = [row for row in record["rows"] if row["status"] in BAD]
+    return "\n".join(lines + [f"    {row['status']}: {row['name']}: {row['reason']}" for row in bad])
 
 
-def make_corpus(environ: dict[str, str]) -> None:
+def render(records: Sequence[Mapping[str, Any]], device: str) -> str:
+    """The page."""
+    about = "one CUDA device" if device == "cuda" else "the CPU: a rehearsal, whose figures mean nothing"
+    lines = [f"# Benchmarks on {about}", "", "Generated by `make gpu`; do not edit.", ""]
+    for record in records:
+        known = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
+        lines += [f"- {record['date'][:10]}: {known}"] * (f"- {record['date'][:10]}: {known}" not in lines)
+    for record in records:
+        rows = [(row["name"], figure(row), row.get("goal", ""), outcome(row)) for row in record["rows"]]
+        lines += ["", f"## {record['part']}: {record['name']}", "", *table(("what", "measured", "goal", ""), rows)]
+        for each in record["tables"]:
+            lines += ["", f"{each['title']}:", "", *table(each["columns"], each["rows"])]
+        lines += ["", f"{record['seconds']:.0f} s."]
+    return "\n".join(lines) + "\n"
+
+
+def figure(row: Row) -> str:
+    """A figure with unit and quartiles; nothing for a test."""
+    if "value" not in row:
+        return ""
+    spread = "" if row["low"] is None else f" ({row['low']:.4g} to {row['high']:.4g})"
+    return f"{row['value']:.4g} {row['unit'].removesuffix('x')}".rstrip() + spread
+
+
+def outcome(row: Row) -> str:
+    """The status, with its reason."""
+    return f"{row['status']}: {row['reason']}" if row["reason"] else row["status"]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str | float | int]]) -> list[str]:
+    """Lines of Markdown."""
+
+    def cell(value: str | float | int) -> str:
+        text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        return text.replace("|", "\\|").replace("\n", " ")
+
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return lines + ["| " + " | ".join(map(cell, each)) + " |" for each in rows]
+
+
+def make_corpus(environ: Mapping[str, str]) -> None:
     """Build the default corpus from the text of this machine, if it is not there. Raises ValueError."""
-    if (CORPUS / "manifest.json").exists():
-        return
-    print("data/pytext ...", file=sys.stderr, flush=True)
-    command = [sys.executable, str(ROOT / "train"), "data", "build", "pytext", "--out", str(CORPUS), "--force"]
-    ended = run_process(command, limit_sec=CORPUS_SEC, environ=environ, cwd=ROOT)
-    if ended.code != 0:
-        raise ValueError(f"data/pytext cannot be built: {ended.last_error}")
+    if not (CORPUS / "manifest.json").exists():
+        print("data/pytext ...", file=sys.stderr, flush=True)
+        command = [sys.executable, str(ROOT / "train"), "data", "build", "pytext", "--out", str(CORPUS), "--force"]
+        ended = run_process(command, limit_sec=CORPUS_SEC, environ=environ, cwd=ROOT)
+        if ended.code != 0:
+            raise ValueError(f"data/pytext cannot be built: {ended.last_error}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,39 +136,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--part", default="all", choices=[*PARTS, "all"])
     parser.add_argument("--check", default="", help="run only checks whose name contains this")
-    parser.add_argument("--json", type=Path, help="file that results are merged into; the page is written beside it")
     args = parser.parse_args(argv)
-    results = ROOT / "build" / ("gpu" if args.device == "cuda" else "gpu-cpu")
-    results.mkdir(parents=True, exist_ok=True)
-    for report in results.glob("*.xml"):  # what an earlier run has left would pass for this one's
-        report.unlink()
-    # The figures of a rehearsal mean nothing: they stay where git does not see them.
-    folder = ROOT / "docs" if args.device == "cuda" else results
-    file = args.json or folder / "benchmarks-gpu.json"
-    known = checks(ROOT, args.device, results)
+    known = checks(ROOT, args.device)
     chosen = [check for check in known if args.part in (check.part, "all") and args.check in check.name]
-    environ, machine = environment(args.device), versions()
+    # Of every check: this checkout first, then what PYTHONPATH says. Nothing asks for a network.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": path, "TRAINER_TEST_DEVICE": args.device, "WANDB_MODE": "disabled", "NO_COLOR": "1"}
+    environ, made_on = {**os.environ, **own}, machine()
     try:
         if not chosen:
             raise ValueError(f"no check of part {args.part} has {args.check!r} in its name")
-        records = load(file, args.device)
-        if args.device == "cuda" and machine.get("device") is None:
-            raise ValueError(f"torch {machine.get('torch')} of {sys.executable} finds no CUDA device")
+        if args.device == "cuda" and "device" not in made_on:
+            raise ValueError(f"torch {made_on.get('torch')} of {sys.executable} finds no CUDA device")
         if NEED_CORPUS & {check.part for check in chosen}:
             make_corpus(environ)
     except ValueError as error:
         print(f"make gpu: {error}", file=sys.stderr)
-        return EXIT_CANNOT
-
-    def keep(record: Record) -> None:
-        records[record.key] = record
-        merged = {check.key: records[check.key] for check in known if check.key in records}
-        save(file, args.device, merged)
+        return 2
+    file = RESULTS[args.device] / "benchmarks-gpu.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = json.loads(file.read_text(encoding="utf-8"))["checks"] if file.exists() else {}
+    began: dict[str, float] = {}
+    for check in chosen:
+        print(f"{check.key} ...", file=sys.stderr, flush=True)
+        left = began.setdefault(check.part, time.monotonic()) + PART_SEC[args.device] - time.monotonic()
+        record = run_check(check, device=args.device, limit_sec=min(check.limit_sec, left), environ=environ)
+        records[check.key] = {**record, "machine": made_on}
+        print(summary(record), file=sys.stderr, flush=True)
+        merged = {each.key: records[each.key] for each in known if each.key in records}
+        text = json.dumps({"device": args.device, "checks": merged}, indent=1)
+        temporary = file.with_name(f".{file.name}.tmp")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, file)
         file.with_suffix(".md").write_text(render(list(merged.values()), args.device), encoding="utf-8")
-
-    found = run_parts(chosen, environ, machine, keep, part_sec=PART_SEC[args.device])
-    print(f"\n{summary(found)}\n\n{file}")
-    return EXIT_BAD if any(row.status in BAD for record in found for row in record.rows) else 0
+    done = [records[check.key] for check in chosen]
+    print("\n".join(["", *map(summary, done), "", str(file)]))
+    return int(any(row["status"] in BAD for record in done for row in record["rows"]))
 
 
 def stop(number: int, _: object) -> None:
