@@ -8,26 +8,21 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.in_process import program, train_here
 from tests.support.runs import ROOT, read_rows
-from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
-from trainer.distributed.env import RankInfo
 from trainer.tools.corpus.builders import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
-from trainer.training.setup.open_run import Launch, open_run
-from trainer.training.setup.plan import make_plan
-from trainer.training.step.optimizer import lr_at
+from trainer.training.step.step import TrainStep
 
 CONFIG = ROOT / "train_configs" / "key_recall.toml"
 FALSE = "ledger/false_evictions/stale"
@@ -62,8 +57,7 @@ class StaleOracle:
         return num_false
 
 
-@dataclass
-class Result:
+class Result(NamedTuple):
     """One run: loss of the answers over the last 100 steps, counters over the whole run, false evictions by step."""
 
     loss: float
@@ -83,40 +77,27 @@ def source_override(corpus: Path) -> str:
     return f'data.source=[{{name="recall",root="{corpus}"}}]'
 
 
-def without_release(window: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The window with groups that never say that they end."""
-    return [replace(m, carry=replace(m.carry, is_last=np.zeros_like(m.carry.is_last))) for m in window]
+def train(corpus: Path, directory: Path, *sets: str, steps: int, releases: bool = True) -> Result:
+    """Train the shipped config, changed by `sets`; without `releases` groups never say that they end."""
+    threshold = load_config(CONFIG, [source_override(corpus), *sets]).ledger.stale_threshold
+    oracle, expected, accumulate = StaleOracle(threshold), list[int](), TrainStep.accumulate
 
-
-def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: bool = True) -> Result:
-    """Train the shipped config, changed by `overrides`."""
-    config = load_config(CONFIG, [source_override(corpus), f"train.steps={steps}", "eval.every=0", *overrides])
-    plan, stack = make_plan(config, CONFIG, 1, parts=PARTS), ExitStack()
-    launch = Launch(run_dir=str(directory))
-    training = open_run(plan, launch, RankInfo(), torch.device("cpu"), stack, stack)
-    assert training is not None
-    state = training.state
-    oracle = StaleOracle(config.ledger.stale_threshold)
-    answers: list[tuple[float, float]] = []
-    result = Result(0.0, {}, [], [])
-    for step in range(1, steps + 1):
-        window = training.reading.window(1)
-        window = window if releases else without_release(window)
-        training.train_step.accumulate(step, window, is_logged=True)
-        lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)
-        training.train_step.finish(training.train_step.launch(lr=lr, stop=False, saved=False))
-        total, count = training.extensions.drained()["token_type/digit/loss"]
-        answers.append((float(total), float(count)))
-        drained = state.shards[0].ledger.drain_metrics()
-        result.false_by_step.append(drained[FALSE])
-        result.counts = {key: result.counts.get(key, 0.0) + value for key, value in drained.items()}
+    def watched(step: TrainStep, number: int, window: Sequence[MicroBatch], **options: Any) -> Any:
+        for micro in () if releases else window:
+            micro.carry.is_last[:] = False
         carry = window[0].carry
         columns = (carry.group_ids.tolist(), carry.cell_index.tolist(), carry.is_last.tolist())
-        result.expected_by_step.append(oracle.step(step, *columns))
-    stack.close()
-    totals, counts = zip(*answers[-100:], strict=True)
-    result.loss = sum(totals) / sum(counts)
-    return result
+        expected.append(oracle.step(number, *columns))
+        return accumulate(step, number, window, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "accumulate", watched)
+        own = ("eval.every=0", "checkpoint.every=0", "metrics.log_interval=1", f"train.steps={steps}")
+        train_here(CONFIG, directory / "run", source_override(corpus), *own, *sets)
+    rows = [row for (mode, _), row in read_rows(directory / "run" / "metrics.jsonl").items() if mode == "train"]
+    counts = {key: sum(row[key] for row in rows) for key in rows[0] if key.startswith("ledger")}
+    answers = [row["token_type/digit/loss"] for row in rows[-100:]]
+    return Result(sum(answers) / len(answers), counts, [row[FALSE] for row in rows], expected)
 
 
 @pytest.fixture(autouse=True)
