@@ -3,6 +3,7 @@ a step that is not finite changes nothing, whoever finds out."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support.checkpoints import model_content
@@ -19,7 +21,11 @@ from tests.support.ranks import differences as tensor_differences
 from tests.support.runs import FULL_ROWS, losses, read_rows
 from trainer.cli.parts import PARTS
 from trainer.config.schema import OptimizerTable
+from trainer.distributed.env import pick_backend
+from trainer.distributed.shards import Layout
+from trainer.distributed.strategy import Sharded
 from trainer.on_device import scale_gradients, step_unless, supports_found_inf
+from trainer.training.setup import open_run
 from trainer.training.step.optimizer import build_optimizer
 
 pytestmark = pytest.mark.cuda
@@ -61,6 +67,31 @@ def needs_loss_scaling(device: torch.device, precision: str) -> None:
     """Skip what the CPU refuses."""
     if precision == "fp16" and device.type != "cuda":
         pytest.skip("fp16 with loss scaling needs CUDA; the CPU refuses it")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_in_shards_trains_as_the_whole_model_does(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """A group of one rank, whose shards are the whole model; `train` itself shards nothing for one rank."""
+    sets = ("train.steps=8", "checkpoint.every=0", 'distributed.strategy="fsdp"', f"train.precision={precision}")
+    whole = losses(train_here(tmp_path / "whole", device, *sets) / "metrics.jsonl")
+    half, made = torch.bfloat16 if precision == "bf16" else None, list[Sharded]()
+
+    def make_strategy(*_: object) -> Sharded:
+        made.append(Sharded(Layout(1, 1), device=device, param_dtype=half))
+        return made[0]
+
+    monkeypatch.setattr(open_run, "make_strategy", make_strategy)
+    dist.init_process_group(pick_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = train_here(tmp_path / "sharded", device, *sets)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+    assert len(made) == 1
+    # With bf16 a unit's inputs and parameters are rounded where autocast would round them, not always in the same places.
+    assert losses(sharded / "metrics.jsonl") == pytest.approx(whole, rel=2e-2 if half else 1e-5)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.02)])
