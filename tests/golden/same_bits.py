@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 from tests.golden.cases import CASES, read_case
@@ -34,12 +33,12 @@ def compare(name: str, base: Path, here: Path) -> list[str]:
     before, now = read_case(base, name), read_case(here, name)
     found = [f"{a}, was {b}" for a, b in zip(now[:2], before[:2], strict=True) if a != b]
     both = {place.metric for place in before.numbers} & {place.metric for place in now.numbers}
-    places = (place for place in before.numbers.keys() | now.numbers.keys() if place.metric in both)
-    odd = [place for place in places if repr(before.numbers.get(place)) != repr(now.numbers.get(place))]
-    for (mode, metric), number in sorted(Counter((place.mode, place.metric) for place in odd).items()):
-        first = min(place for place in odd if (place.mode, place.metric) == (mode, metric))
-        values = f"{now.numbers.get(first)}, was {before.numbers.get(first)}"
-        found.append(f"{metric}: rows: {number}, first at step {first.step}: {values}")
+    told = set[str]()
+    for place in sorted(before.numbers.keys() | now.numbers.keys(), key=lambda place: place.step):
+        a, b = now.numbers.get(place), before.numbers.get(place)
+        if place.metric in both - told and repr(a) != repr(b):
+            told.add(place.metric)
+            found.append(f"{place.mode} {place.metric}: first at step {place.step}: {a}, was {b}")
     latest = [folder / name / "checkpoints" / "latest" for folder in (base, here)]
     contents = [model_content(path) if path.exists() else {} for path in latest]
     return found + [f"checkpoint{place}" for place in differences(*contents)]
@@ -58,19 +57,18 @@ def main(commit: str) -> int:
         if any(codes):
             return 1
         found = {case: compare(case, base, here) for case in CASES}
-        emitted = [
+        before, now = (
             {place.metric for case in CASES for place in read_case(folder, case).numbers} for folder in (base, here)
-        ]
+        )
     for case, lines in found.items():
         for line in lines:
             print(f"{case}: {line}")
-    gone, new = sorted(emitted[0] - emitted[1]), sorted(emitted[1] - emitted[0])
-    for what, metrics in (("only before", gone), ("only now", new)):
+    for what, metrics in (("only before", before - now), ("only now", now - before)):
         if metrics:
-            print(f"{what}: {', '.join(metrics)}")
+            print(f"{what}: {', '.join(sorted(metrics))}")
     differing = sum(map(bool, found.values()))
     print(f"{differing} of {len(CASES)} cases differ from {commit}" if differing else f"every bit is as in {commit}")
-    return int(bool(differing or gone))
+    return int(bool(differing or before - now))
 
 
 if __name__ == "__main__":
