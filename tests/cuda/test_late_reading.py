@@ -5,6 +5,7 @@ On the CPU nothing can wait; there these are the same runs, and tests/core/train
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.support.late import events
-from tests.support.on_device import around_steps, forbid_synchronization, synchronization_forbidden, train_here
+from tests.support.on_device import around_steps, synchronization_forbidden, train_here
 from tests.support.runs import FULL_ROWS
 from trainer.data.loader import Loader
 from trainer.on_device import HostCopy
@@ -48,13 +49,14 @@ def test_steps_that_do_not_log_do_not_wait(
         pytest.skip("nothing can wait on the CPU; other tests run these")
     watched: list[int] = []
 
-    def before(run: Run, step: int) -> None:
+    def around(run: Run, step: int) -> AbstractContextManager[None]:
         # A step that is read at once also finishes the one before it.
-        is_watched = step > WARM_UP and not loop.is_read_at_once(run, step)
-        watched.extend([step] * is_watched)
-        forbid_synchronization(device, is_forbidden=is_watched)
+        if step <= WARM_UP or loop.is_read_at_once(run, step):
+            return nullcontext()
+        watched.append(step)
+        return synchronization_forbidden(device)
 
-    around_steps(monkeypatch, before, lambda run, step: forbid_synchronization(device, is_forbidden=False))
+    around_steps(monkeypatch, around)
     run_dir = train_here(
         tmp_path, device, "train.steps=16", "metrics.log_interval=8", "checkpoint.every=0", *RUNS[kind]
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.on_device import settings, train_apart
+from tests.support.on_device import settings, train_here
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
 from tests.support.runs import losses, write_tiny_config
 
@@ -32,7 +32,7 @@ def last_checkpoint(run_dir: Path) -> Path:
 
 def test_the_same_run_twice_has_the_same_bits(tmp_path: Path, chosen_device: torch.device) -> None:
     """Where this fails, some operation of the device is not deterministic, and no resume can be exact."""
-    runs = [train_apart(tmp_path / name, chosen_device, f"train.steps={STEPS}", extra=EVERY) for name in ("one", "two")]
+    runs = [train_here(tmp_path / name, chosen_device, f"train.steps={STEPS}", extra=EVERY) for name in ("one", "two")]
     # The corpora are equal, their places are not.
     assert losses(runs[0] / "metrics.jsonl") == losses(runs[1] / "metrics.jsonl")
     assert checkpoint_differences(*map(last_checkpoint, runs)) == []
@@ -46,7 +46,7 @@ def test_a_resumed_run_ends_with_the_bits_of_the_whole_one(
     if FP16 in own and chosen_device.type != "cuda":
         pytest.skip("fp16 with loss scaling needs CUDA; the CPU refuses it")
     sets = (f"train.steps={STEPS}", *own)
-    whole = train_apart(tmp_path / "whole", chosen_device, *sets, extra=EVERY)
+    whole = train_here(tmp_path / "whole", chosen_device, *sets, extra=EVERY)
     config, run_dir = write_tiny_config(tmp_path / "whole", EVERY), tmp_path / "whole" / "cut"
     words = [word for each in settings(chosen_device, *sets) for word in ("--set", each)]
     arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *words)

@@ -7,6 +7,8 @@ import gc
 import itertools
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 
 from tests.support.checkpoints import model_content
 from tests.support.memory import resident_bytes
-from tests.support.on_device import around_steps, differences, train_apart, train_here
+from tests.support.on_device import around_steps, differences, train_here
 from tests.support.ranks import differences as tensor_differences
 from tests.support.runs import FULL_ROWS, losses, read_rows
 from trainer.cli.parts import PARTS
@@ -55,10 +57,12 @@ def test_a_long_run_holds_no_more_than_a_short_one(
     # The allocator of the CPU keeps what was freed.
     early, late, most_bytes = (100, 500, 1e5) if is_cuda else (30, 60, 1.6e7)
 
-    def note(_: object, step: int) -> None:
+    @contextmanager
+    def around(_: object, step: int) -> Iterator[None]:
+        yield
         held[step] = torch.cuda.memory_allocated() if is_cuda else resident_bytes()
 
-    around_steps(monkeypatch, lambda run, step: None, note)
+    around_steps(monkeypatch, around)
     train_here(tmp_path, chosen_device, f"train.steps={late}", "metrics.log_interval=10", "checkpoint.every=0")
     assert held[late] - held[early] <= most_bytes, held
 
@@ -110,12 +114,13 @@ def test_less_precision_trains_as_fp32_does(
 
 
 def test_loss_scaling_reports_its_scale_and_lowers_it_when_gradients_overflow(
-    tmp_path: Path, device: torch.device
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_loss_scaling(device, "fp16")
     sets = (*FAULTY, "train.steps=10", "train.precision=fp16")
     fault = {"what": "inf_gradient", "step": 5, "micro": 0}
-    run_dir = train_apart(tmp_path, device, *sets, environ={"FAULT": json.dumps(fault)})
+    monkeypatch.setenv("FAULT", json.dumps(fault))
+    run_dir = train_here(tmp_path, device, *sets)
     scales = [read_rows(run_dir / "metrics.jsonl")["train", step]["grad_scale"] for step in range(1, 11)]
     assert scales[4] == scales[3] / 2
     assert scales[9] == scales[4]
@@ -124,12 +129,13 @@ def test_loss_scaling_reports_its_scale_and_lowers_it_when_gradients_overflow(
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("what", ["nan", "inf_gradient"])
 def test_a_step_that_is_not_finite_changes_no_weight_and_no_state_of_the_optimizer(
-    tmp_path: Path, chosen_device: torch.device, what: str, precision: str
+    tmp_path: Path, chosen_device: torch.device, monkeypatch: pytest.MonkeyPatch, what: str, precision: str
 ) -> None:
     needs_loss_scaling(chosen_device, precision)
     fault = {"what": what, "step": 4, "steps": 2, "micro": 1}
     sets = (*FAULTY, "train.steps=8", f"train.precision={precision}")
-    run_dir = train_apart(tmp_path, chosen_device, *sets, extra=EVERY_STEP, environ={"FAULT": json.dumps(fault)})
+    monkeypatch.setenv("FAULT", json.dumps(fault))
+    run_dir = train_here(tmp_path, chosen_device, *sets, extra=EVERY_STEP)
     saved = [model_content(path) for path in sorted((run_dir / "checkpoints").glob("step_*"))]
     assert len(saved) == 8
     parts = [{key: step[key] for key in ("model", "optimizer")} for step in saved]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,7 @@ def combined(rows: list[dict[str, float]], key: str) -> float | None:
     """What the last of several rows would hold, had the others not been logged."""
     how = "last" if key.startswith(("tokens_in_step", "data/epochs/")) else lookup(key).window
     values = [row[key] for row in rows if key in row]
-    if how == "sum":
-        return sum(values)
-    if how in ("max", "min"):
-        return (max if how == "max" else min)(values, default=None)
-    return values[-1] if values else None
+    return {"sum": sum, "max": max, "min": min}.get(how, itemgetter(-1))(values) if values else None
 
 
 def row_differences_of_windows(every: Path, late: Path) -> list[str]:

@@ -1,9 +1,9 @@
-"""Tiny real runs of `train` on the device of the tests marked `cuda`, in this process or in processes of their own."""
+"""Tiny real runs of `train` on the device of the tests marked `cuda`, in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from tests.support import in_process
 from tests.support.fault_runs import MEASURED
-from tests.support.runs import read_rows, train, write_tiny_config
+from tests.support.runs import read_rows, write_tiny_config
 from trainer.training import main as loop
 from trainer.training.run import Run, StepInFlight
 
@@ -30,12 +30,6 @@ def train_here(folder: Path, device: torch.device, *sets: str, extra: str = "") 
     return folder / "run"
 
 
-def train_apart(folder: Path, device: torch.device, *sets: str, extra: str = "", environ: Any = None) -> Path:
-    """Train in a process of its own; gives the run's directory."""
-    train(write_tiny_config(folder, extra), folder / "run", *settings(device, *sets), extra=environ)
-    return folder / "run"
-
-
 def differences(one: Path, other: Path, close: float, names: Collection[str] = ()) -> dict[str, tuple[float, float]]:
     """What a run reports otherwise than another, which may have more: of the metrics named, or all but the device's own."""
     rows, others = (read_rows(run / "metrics.jsonl") for run in (one, other))
@@ -49,19 +43,13 @@ def differences(one: Path, other: Path, close: float, names: Collection[str] = (
     return {name: pair for name, pair in pairs.items() if pair[1] != pytest.approx(pair[0], rel=close, abs=1e-5)}
 
 
-def around_steps(
-    monkeypatch: pytest.MonkeyPatch, before: Callable[[Run, int], None], after: Callable[[Run, int], None]
-) -> None:
-    """Call `before` and `after` around each iteration of the loop, with the step that it launches."""
+def around_steps(monkeypatch: pytest.MonkeyPatch, around: Callable[[Run, int], AbstractContextManager[None]]) -> None:
+    """Enter `around` at each iteration of the loop, with the step that it launches."""
     take_step = loop.take_step
 
     def watched(run: Run, previous: StepInFlight | None, *args: Any) -> tuple[str | None, StepInFlight | None]:
-        step = run.position.step + (1 if previous is None else 2)
-        before(run, step)
-        try:
+        with around(run, run.position.step + (1 if previous is None else 2)):
             return take_step(run, previous, *args)
-        finally:
-            after(run, step)
 
     monkeypatch.setattr(loop, "take_step", watched)
 
@@ -69,14 +57,11 @@ def around_steps(
 @contextmanager
 def synchronization_forbidden(device: torch.device) -> Iterator[None]:
     """On CUDA, whatever makes the host wait for the device raises; on the CPU there is nothing to wait for."""
-    forbid_synchronization(device, is_forbidden=True)
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        forbid_synchronization(device, is_forbidden=False)
-
-
-def forbid_synchronization(device: torch.device, *, is_forbidden: bool) -> None:
-    """For all threads from now on; see `synchronization_forbidden`."""
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
+        torch.cuda.set_sync_debug_mode("default")
