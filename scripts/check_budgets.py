@@ -12,16 +12,14 @@ functions of ours that it enters, and the switches, calls from one of our module
 from __future__ import annotations
 
 import ast
-import collections
 import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -142,10 +140,9 @@ class Counter:
 
 
 def count_step(kind: str) -> dict[str, int]:
-    """What one step enters; in this process, which has imported nothing of the trainer yet."""
+    """What one step enters."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(ROOT))
-    import torch  # noqa: F401 - before the counting
-
     from trainer.cli.main import run
     from trainer.training.run_dir import RunDir
 
@@ -162,35 +159,24 @@ def count_step(kind: str) -> dict[str, int]:
         words = [word for each in (*SETTINGS, source, interval) for word in ("--set", each)]
         config = ROOT / "train_configs" / "smoke.toml"
         sys.argv = f"train --config {config} --steps 5 --run-dir {name}/run --stdout off".split() + words
-        counter = Counter()
+        counter, said = Counter(), io.StringIO()
         sys.setprofile(counter)
         try:
-            run()
+            with redirect_stderr(said):
+                run()
         except SystemExit as end:
             if end.code:
-                raise
+                raise SystemExit(said.getvalue()) from None
         finally:
             sys.setprofile(None)
     return {**{name: len(entered) for name, entered in counter.found.items()}, "switches": counter.switches}
 
 
-def steps() -> Iterator[tuple[str, int]]:
-    """The counts of a steady and of a logged step, each in a process of its own."""
-    for kind in ("steady", "logged"):
-        command = [sys.executable, __file__, "--count", kind]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        for what, number in json.loads(done.stdout.splitlines()[-1]).items():
-            yield f"{kind} step: {what}", number
-
-
 def main(arguments: list[str]) -> int:
     """Print what is above its ceiling."""
-    if arguments[:1] == ["--count"]:
-        print(json.dumps(count_step(arguments[1])))
-        return 0
-    found = collections.ChainMap({} if arguments == ["--no-steps"] else dict(steps()), sizes())
+    found = sizes()
+    for kind in () if arguments == ["--no-steps"] else ("steady", "logged"):
+        found |= {f"{kind} step: {what}": number for what, number in count_step(kind).items()}
     above = [name for name, (ceiling, _) in CEILINGS.items() if found.get(name, 0) > ceiling]
     for name in above or CEILINGS:
         ceiling, goal = CEILINGS[name]
