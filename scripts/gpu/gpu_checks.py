@@ -1,7 +1,7 @@
 """What `make gpu` runs, on CUDA and in its rehearsal on the CPU, and how the output of each becomes rows.
 
 A row is one test or figure: `name`, `status`, of a figure also `value`, `low`, `high`, `unit`, `goal`, and `reason`, why it is
-not good or was skipped.
+not good or, where the line has room, was skipped.
 """
 
 from __future__ import annotations

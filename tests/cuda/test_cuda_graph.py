@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.late import events
-from tests.support.on_device import OF_DEVICE, train_here
+from tests.support.on_device import OF_DEVICE, train_here, use_recorded_graphs
 from tests.support.ranks import checkpoint_differences
-from tests.support.replayed import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, read_rows
 from trainer.distributed.strategy import Replicated
 from trainer.errors import UserError

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.checkpoints import model_content
-from tests.support.memory import resident_bytes
-from tests.support.on_device import around_steps, differences, train_here
+from tests.support.on_device import around_steps, differences, resident_bytes, train_here
 from tests.support.ranks import differences as tensor_differences
 from tests.support.runs import FULL_ROWS, losses, read_rows
 from trainer.cli.parts import PARTS

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import run_example
 from tests.support.in_process import program
-from tests.support.runs import ROOT, read_rows, run
+from tests.support.runs import ROOT, read_rows, run, run_example
 
 LOOPS = ROOT / "examples" / "loops"
 TIMES = re.compile("time|tokens_per_sec")

@@ -1,4 +1,7 @@
-"""Tiny real runs of `train` on the device of the tests marked `cuda`, in this process."""
+"""Tiny real runs of `train` on the device of the tests marked `cuda`, in this process; and on the CPU CUDA graphs, memory.
+
+A recorded graph stands for a CUDA graph: what is dispatched while it is captured is run again, into the same tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support import in_process
 from tests.support.fault_runs import MEASURED
@@ -65,3 +71,76 @@ def synchronization_forbidden(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def resident_bytes() -> int:
+    """What is in use; 0 where it is not known."""
+    file = Path("/proc/self/status")
+    if not file.exists():  # not Linux
+        return 0
+    return int(file.read_text(encoding="utf-8").partition("VmRSS:")[2].split()[0]) * 1024
+
+
+def saved_bytes(model: nn.Module, tokens: Tensor) -> int:
+    """What the forward keeps for the backward, next to the parameters."""
+    kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    total = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in kept:
+            kept.add(storage.data_ptr())
+            total += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens=tokens, state=None)
+    return total
+
+
+class RecordedGraph:
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.num_replays = 0
+
+    def pool(self) -> None:
+        """It has none."""
+
+    def replay(self) -> None:
+        """Run all of it again. What the capture has computed is done already, as it is not on a device."""
+        self.num_replays += 1
+        if self.num_replays == 1:
+            return
+        with torch.no_grad():
+            for function, args, kwargs, found in self.calls:
+                again = function(*args, **kwargs)
+                for place, value in zip(tree_leaves(found), tree_leaves(again), strict=True):
+                    if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():
+                        place.copy_(value)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        self._graph.calls.append((func, args, kwargs or {}, found))
+        return found
+
+
+@contextmanager
+def recorded(graph: RecordedGraph, **_: Any) -> Iterator[None]:
+    """Stands for `torch.cuda.graph`."""
+    with _Recorder(graph):
+        yield
+
+
+def use_recorded_graphs(monkeypatch: Any) -> None:
+    """Let CUDA graphs be recorded ones."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", recorded)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from tests.support.forks import Forked, Member, wait_as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 PROGRAM = ROOT / "train"
 TIMEOUT_SEC = 600
 
@@ -186,3 +191,17 @@ def read_rows(metrics: Path) -> dict[tuple[str, int], dict[str, float]]:
 def losses(metrics: Path) -> dict[int, float]:
     """Step -> training loss."""
     return {step: row["loss"] for (mode, step), row in read_rows(metrics).items() if mode == "train"}
+
+
+def run_example(name: str, *arguments: object, prelude: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run an example to its end. `prelude` is Python that runs before it in its process; `options` are those of `run`."""
+    script = EXAMPLES / name
+    code = f"import runpy, sys\nsys.path.insert(0, {str(script.parent)!r})\n{prelude}\n"
+    return run(*arguments, code=f"{code}runpy.run_path({str(script)!r}, run_name='__main__')", **options)
+
+
+def printed_by(name: str, *arguments: object) -> str:
+    """What an example prints, run to its end in this process."""
+    with redirect_stdout(io.StringIO()) as out, patch.object(sys, "argv", [name, *map(str, arguments)]):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.core.ledger.test_ledger import lookup, store
-from tests.support.memory import resident_bytes
+from tests.support.on_device import resident_bytes
 from trainer.errors import UserError
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.ledger import slab as slabs

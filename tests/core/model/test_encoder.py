@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.memory import saved_bytes
+from tests.support.on_device import saved_bytes
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
 from trainer.lab.pieces import recompute_blocks

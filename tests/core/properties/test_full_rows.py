@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import resident_bytes
+from tests.support.on_device import resident_bytes
 from tests.support.streams import WideTokens, epochs_by_hand, options_of, streams_of
 from trainer.data.blend import BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions, TokenTable

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.memory import saved_bytes
+from tests.support.on_device import saved_bytes
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
 from trainer.lab.samples import Draw, GenerationError, draw_token, generate

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models import StatefulDropout
-from tests.support.replayed import use_recorded_graphs
+from tests.support.on_device import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, write_tiny_config
 from tests.support.steps import make_step
 from trainer.config.load import load_config
