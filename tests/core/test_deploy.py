@@ -1,20 +1,28 @@
-"""The container files: every command, option, file and extra that they name exists."""
+"""Every command, option, file and extra that the container files name exists, and the examples of docs/mixing.md and
+docs/ledger.md run as they stand."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import tomllib
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import typer
 from torch.distributed.run import get_args_parser
+from torch.nn.functional import cross_entropy
 
-from tests.support.runs import ROOT
+from tests.support.runs import ROOT, make_corpus
 from trainer.cli.main import app
 from trainer.config.load import load_config
+from trainer.ledger import Ledger, LedgerOptions
+from trainer.model import build
 
-yaml = pytest.importorskip("yaml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MANIFEST = ROOT / "deploy" / "kubernetes" / "pytorchjob.yaml"
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
@@ -28,6 +36,7 @@ def test_torchrun_starts_the_installed_program_from_any_directory(page):
 
 
 def test_the_manifest_is_one_job_that_torchrun_and_train_understand():
+    yaml = pytest.importorskip("yaml")
     spec = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))["spec"]
     worker, elastic = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]
     pod = worker["template"]["spec"]
@@ -57,3 +66,42 @@ def test_the_image_is_made_of_files_and_extras_that_exist():
     named = re.findall(r"train_configs/\w+\.toml", DOCKERFILE + MANIFEST.read_text())
     assert all((ROOT / path).exists() for path in [*copied, *named])
     assert not {*copied} & {*(ROOT / ".dockerignore").read_text(encoding="utf-8").split()}
+
+
+def examples_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_examples_run(tmp_path, monkeypatch, capsys):
+    first, second = examples_of("mixing.md")
+    monkeypatch.chdir(tmp_path)
+    make_corpus(tmp_path / "data" / "pytext")
+    seen: list[dict[str, Any]] = []
+    mine = [{"tokens": np.ones((2, 4)), "targets": np.ones((2, 4))}] * 20
+    scope: dict[str, Any] = {"my_dataset": mine, "train_on": seen.append, "islice": itertools.islice}
+    exec(first, scope)
+    assert "(8, 256) {'stream_mixing/active/remaining_min'" in capsys.readouterr().out
+    exec(second.replace("BlendDataset(sources, seed=0)", "islice(BlendDataset(sources, seed=0), 30)"), scope)
+    assert {batch["tokens"].shape[1] for batch in seen} == {4, 256}
+
+
+def test_the_loop_of_ones_own_carries_every_state() -> None:
+    (example,) = examples_of("ledger.md")
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 11, (2, 12))
+    ids, model, seen = np.array([5, 7]), build(11, 8, 2), []
+    batches = []
+    for cell, own in enumerate(tokens.split(4, dim=1)):
+        last = np.full(2, cell == 2)
+        batches.append(
+            SimpleNamespace(group_ids=ids, cell_index=np.full(2, cell), is_last=last, tokens=own, targets=own)
+        )
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.detach())
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    names = {"Ledger": Ledger, "LedgerOptions": LedgerOptions, "model": model, "batches": batches, "loss_of": loss_of}
+    exec(example, names)
+    torch.testing.assert_close(torch.cat(seen, dim=1), model(tokens).logits.detach(), rtol=1e-5, atol=1e-5)
+    assert names["ledger"].drain_metrics()["ledger/live_groups"] == 0
