@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from limited_process import Ended
 
 PARTS = ("tests", "runs", "speed", "models", "ledger", "profile")
 PASSED, MEASURED, REHEARSED, SKIPPED = "passed", "measured", "rehearsed", "skipped"
@@ -28,8 +25,16 @@ STATUS = {"PASSED": PASSED, "SKIPPED": SKIPPED, "FAILED": FAILED, "ERROR": FAILE
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Check:
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    code: int | None  # its exit code; None if it ran past its limit and was killed
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class Check(NamedTuple):
     """One process: a benchmark, or the tests of a file."""
 
     part: str
@@ -149,5 +154,10 @@ def findings(check: Check, ended: Ended, *, is_rehearsal: bool) -> tuple[list[Ro
         reason = f"after {ended.seconds:.0f} s: {said[-1]}"[:300]
         rows.append({"name": check.name, "status": TIMED_OUT, "reason": reason})
     elif ended.code != 0 and not any(row["status"] in (MISSED, FAILED) for row in rows):
-        rows.append({"name": check.name, "status": FAILED, "reason": ended.last_error[:300]})
+        rows.append({"name": check.name, "status": FAILED, "reason": last_error(ended)[:300]})
     return rows, tables
+
+
+def last_error(ended: Ended) -> str:
+    """The last line of its error, or its exit code if it wrote none."""
+    return (ended.stderr.strip().splitlines() or [f"exit code {ended.code}"])[-1].strip()

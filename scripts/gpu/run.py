@@ -14,15 +14,16 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpu_checks import FAILED, MISSED, NOT_RUN, PARTS, TIMED_OUT, Check, Row, checks, findings
-from limited_process import run_process
+from gpu_checks import FAILED, MISSED, NOT_RUN, PARTS, TIMED_OUT, Check, Ended, Row, checks, findings, last_error
 
 ROOT = Path(__file__).resolve().parents[2]
 # The figures of a rehearsal mean nothing: they stay where git does not see them.
@@ -30,6 +31,7 @@ RESULTS = {"cuda": ROOT / "docs", "cpu": ROOT / "build" / "gpu-cpu"}
 PART_SEC = {"cuda": 480.0, "cpu": 900.0}
 CORPUS = ROOT / "data" / "pytext"
 CORPUS_SEC = 240.0
+GRACE_SEC = 3.0
 NEED_CORPUS = frozenset({"speed", "models", "profile"})
 BAD = (MISSED, FAILED, TIMED_OUT, NOT_RUN)
 OF_TORCH = """
@@ -57,6 +59,46 @@ def _said(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def run_process(command: Sequence[str], *, limit_sec: float, environ: Mapping[str, str], cwd: Path) -> Ended:
+    """Run it to its end, or to its limit. Nothing of its session outlives it."""
+    began = time.monotonic()
+    code: int | None = None
+    # Files and not pipes: a process that got away would keep a pipe open, and whoever reads it waiting.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, cwd=cwd, start_new_session=True
+        )
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_sec)
+        finally:
+            seconds = time.monotonic() - began
+            process.terminate()  # a launcher ends its ranks, which have sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SEC)
+            _end_session(process.pid)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        return Ended(code, out.read(), err.read(), seconds)
+
+
+def _end_session(session: int) -> None:
+    """Kill its processes, whatever their groups are, and wait until they are gone with the memory of the device they held."""
+    deadline = time.monotonic() + GRACE_SEC
+    is_left = True
+    while is_left and time.monotonic() < deadline:
+        is_left = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                # The name, in parentheses, may hold anything; after it come state, parent, process group and session.
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] != "Z":
+                    is_left = True
+                    os.kill(int(entry.name), signal.SIGKILL)
+        time.sleep(0.01 * is_left)
 
 
 def run_check(check: Check, *, device: str, limit_sec: float, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -128,7 +170,7 @@ def make_corpus(environ: Mapping[str, str]) -> None:
         command = [sys.executable, str(ROOT / "train"), "data", "build", "pytext", "--out", str(CORPUS), "--force"]
         ended = run_process(command, limit_sec=CORPUS_SEC, environ=environ, cwd=ROOT)
         if ended.code != 0:
-            raise ValueError(f"data/pytext cannot be built: {ended.last_error}")
+            raise ValueError(f"data/pytext cannot be built: {last_error(ended)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

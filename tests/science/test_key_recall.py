@@ -58,7 +58,7 @@ class StaleOracle:
 
 
 class Result(NamedTuple):
-    """One run: loss of the answers over the last 100 steps, counters over the whole run, false evictions by step."""
+    """Loss of the answers over the last 100 steps, counters over the whole run, false evictions by step."""
 
     loss: float
     counts: dict[str, float]
