@@ -56,11 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         seen[file, name] += item.get_closest_marker("slow") is None
 
-    def place(item: pytest.Item) -> int:
-        folder = item.path.parent.name
-        return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
-
-    items.sort(key=place)
+    # A folder that is not in the list comes last.
+    items.sort(key=lambda item: [*LONGEST_FIRST, item.path.parent.name].index(item.path.parent.name))
 
 
 def pytest_collection_finish() -> None:

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import Ranks, checkpoint_differences
+from tests.support.ranks import FAULTY, Ranks, checkpoint_differences
 from tests.support.runs import ROOT, evaluating, overrides, read_rows, write_tiny_config
 
 RECORDS = ROOT / "build" / "faults"
 LOST = "steps since the last checkpoint"
 STEPS = 120
 EXTRA = evaluating(10, batches=3, saves=5, keep_last=3)
-FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 ARGUMENTS = ("--steps", STEPS, *overrides(*FAULTY))
 # Times are no state.
 MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
