@@ -22,21 +22,13 @@ ONSET = 100  # the step at which faults that begin during a run begin
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and the rule that has to find it.
-
-    Attributes:
-        rule: the rule's name.
-        what: what was done, for the table.
-        make: writes the record of a run with the fault, for a seed, into a directory.
-        onset: the step before which nothing is wrong.
-        within: steps from the onset until it has to be found.
-    """
+    """A fault and the rule that has to find it."""
 
     rule: str
-    what: str
-    make: Callable[[int, Path], Path]
-    onset: int
-    within: int
+    what: str  # was done, for the table
+    make: Callable[[int, Path], Path]  # the record of a run with the fault, for a seed, in a directory
+    onset: int  # the step before which nothing is wrong
+    within: int  # steps from the onset until it has to be found
 
 
 def detected_after(fault: Fault, run_dir: Path) -> int | None:

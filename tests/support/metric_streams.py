@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 import torch
 
+from tests.support.records import Rows, write_record
 from tests.support.runs import make_corpus
 from tests.support.streams import mixing_dataset
 from trainer.data import (
@@ -35,10 +35,9 @@ from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
-from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.metrics.payload_contract import encode_payload
 from trainer.options import MicroBatches
 
-Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16
 PARAMETERS = 4000  # of the made-up model whose gradients the noise scale sees
 
@@ -67,18 +66,14 @@ class Scenario:
     stale_threshold: int = 0
     wipe_every: int = 0
     noise_scale: float = 8.0
-    step_sec: tuple[float, float] = (0.05, 2.0)
-    """Bounds of the time of a step."""
-    has_same_data: bool = False
-    """All ranks read the same batches."""
+    step_sec: tuple[float, float] = (0.05, 2.0)  # bounds of the time of a step
+    has_same_data: bool = False  # all ranks read the same batches
     first_loss: float = 5.5
     last_loss: float = 1.3
+    # Called before each step with every source of every rank; with the states before they are stored; with all rows.
     on_dataset: Callable[[int, StreamMixingDataset], None] | None = None
-    """Called before each step with the step and every source of every rank."""
     on_states: Callable[[int, torch.Tensor], None] | None = None
-    """Called with the step and the states that are about to be stored."""
     on_rows: Callable[[Rows], None] | None = None
-    """Called with all rows at the end."""
 
 
 def healthy_scenario(seed: int, **changes: Any) -> Scenario:
@@ -102,17 +97,15 @@ def healthy_scenario(seed: int, **changes: Any) -> Scenario:
 
 def write_run(scenario: Scenario, directory: Path) -> Path:
     """Make the run, and leave its record in `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
     rows = {step: dict(row) for step, row in _make_rows(replace(scenario, on_rows=None)).items()}
     if scenario.on_rows is not None:
         scenario.on_rows(rows)
-    lines = [encode_payload(build_payload("train", step, row)) for step, row in sorted(rows.items())]
-    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (directory / "config.resolved.toml").write_text(tomli_w.dumps(_config(scenario)), encoding="utf-8")
-    environment = {"world_size": scenario.world_size, "state_width": 128}
-    (directory / "env.json").write_text(json.dumps(environment), encoding="utf-8")
-    (directory / "status.json").write_text(json.dumps({"state": "done", "last_step": scenario.steps}), encoding="utf-8")
-    return directory
+    environment, status = {"world_size": scenario.world_size}, {"state": "done", "last_step": scenario.steps}
+    columns: dict[str, dict[int, float]] = {}
+    for step, row in rows.items():
+        for key, value in row.items():
+            columns.setdefault(key, {})[step] = value
+    return write_record(directory, columns, config=_config(scenario), env=environment, status=status)
 
 
 def add_restarts(directory: Path, restarts: list[tuple[int, int]]) -> None:

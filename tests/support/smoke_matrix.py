@@ -21,22 +21,14 @@ LONG_STREAMS: Final = 'data.source=[{name="streams",root="data/smoke_matrix/long
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the matrix.
-
-    Attributes:
-        expected: the rules that must report a finding; no others may.
-        provokes: what the config does wrong, in words.
-        control: the run without the fault, whose loss at the same steps is compared.
-        config: file below `train_configs/diagnostics`, without the suffix; empty: named like the run.
-        overrides: `--set` arguments of the run.
-    """
+    """One run of the matrix."""
 
     name: str
-    expected: frozenset[str]
-    provokes: str
-    control: str | None = None
-    config: str = ""
-    overrides: tuple[str, ...] = ()
+    expected: frozenset[str]  # the rules that must report a finding; no others may
+    provokes: str  # what the config does wrong
+    control: str | None = None  # the run without the fault, whose loss at the same steps is compared
+    config: str = ""  # file below `train_configs/diagnostics`, without the suffix; empty: named like the run
+    overrides: tuple[str, ...] = ()  # `--set` arguments of the run
 
     @property
     def config_name(self) -> str:

@@ -24,10 +24,6 @@ LARGEST_LR: Final = 0.1
 LONG_WARMUP: Final = 0.5
 # share of the learning rate: a smaller jump at a resume is not worth a warning.
 RATE_MARGIN: Final = 0.01
-# learning rate: the same for other optimizers, of which SGD trains with rates up to about 1.
-LARGEST_PLAIN_LR: Final = 1.0
-# learning rate: the default of optimizer.lr, to try where half of the present one is too large too.
-DEFAULT_LR: Final = 1e-3
 
 # The ledger and carried states
 
@@ -44,8 +40,6 @@ LOST_GAIN: Final = 0.5
 
 # share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small.
 LOW_FILL: Final = 0.9
-# share of the positions: rows that reach it are not padded by design: something else leaves gaps.
-WHOLE_FILL: Final = 0.999
 # logged rows: the fill of fewer is that of the first batches.
 FILL_ROWS: Final = 5
 # ratio of the picks of two slices: the reader with fewer waits about so many times longer.

@@ -76,7 +76,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
 
     Raises UserError: there is no such step, its data changed, or its config names code.
     """
-    run = load_run(run_dir, allow_empty=True)
+    run = load_run(run_dir)
     complete = checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
     kept = {checkpoint.step_of(path): path for path in complete}
     resumed = [each.global_step for each in run.restarts]

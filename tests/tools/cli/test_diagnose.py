@@ -11,10 +11,8 @@ import pytest
 
 from tests.support.in_process import Ended, program
 from tests.support.records import write_record
-from trainer.errors import UserError
 from trainer.metrics.run_status import take_lock
 from trainer.tools.diagnostics.diagnose import RULES
-from trainer.tools.runs.load import load_run
 
 Diagnosed = Callable[..., Ended]
 
@@ -63,7 +61,7 @@ def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed
     assert done.returncode == 0
     assert re.search(r"^loss_spikes +not yet +needs 17 logged losses, has 2", done.stdout, re.M)
     assert re.search(r"^data_bound +not yet +needs 8 rows after warm-up, has 1", done.stdout, re.M)
-    assert re.search(r"^ending +not yet +status.json says that the run has not ended", done.stdout, re.M)
+    assert re.search(r"^ending +not yet +the run is running", done.stdout, re.M)
     assert "judged the run, 3 could not yet, " in done.stdout.splitlines()[-1]
     assert [rule["rule"] for rule in rules if rule["not_yet"]] == ["loss_spikes", "data_bound", "ending"]
 
@@ -94,29 +92,28 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
 
 def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, diagnosed: Diagnosed) -> None:
     write(tmp_path / "smoke", 0.0)
-    for mistyped, meant in (("smokee", "smoke"), ("smokee/metrics.jsonl", "smoke/metrics.jsonl")):
-        message = f"is neither a run directory nor a file; did you mean {tmp_path / meant}?"
-        assert message in diagnosed(tmp_path / mistyped).stderr
+    message = f"is neither a run directory nor a file; did you mean {tmp_path / 'smoke/metrics.jsonl'}?"
+    assert message in diagnosed(tmp_path / "smokee/metrics.jsonl").stderr
     assert "pass a run directory" in diagnosed(tmp_path / "else").stderr
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
 
 
-@pytest.mark.parametrize("content", ["not a payload\n", EVALUATION])
-def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, diagnosed: Diagnosed, content: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
-    done = diagnosed(tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_run_that_ended_before_its_first_row_says_why(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    status = {"state": "failed", "reason": "KeyError:\n 'x'", "last_step": 0}
-    (tmp_path / "status.json").write_text(json.dumps(status))
-    with take_lock(tmp_path), pytest.raises(UserError, match="the run failed at step 0: KeyError: 'x'; see logs/"):
-        load_run(tmp_path)
+def test_what_has_no_rows_exits_with_2_and_one_message_and_a_failed_run_with_3_and_the_reason(
+    tmp_path: Path, diagnosed: Diagnosed
+) -> None:
+    for content in ("not a payload\n", EVALUATION, ""):
+        (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
+        done = diagnosed(tmp_path)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    done = diagnosed(tmp_path, "--json")
+    assert (done.returncode, json.loads(done.stdout)["verdict"]) == (2, None)
+    (tmp_path / "status.json").write_text('{"state": "failed", "reason": "KeyError: 1", "last_step": 0}')
+    assert "error ending: the run failed: KeyError: 1" in diagnosed(tmp_path).stdout
+    done = diagnosed(tmp_path, "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["verdict"], found["findings"], found["steps"]) == (3, "findings", ["ending"], None)
 
 
 def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path, diagnosed: Diagnosed) -> None:

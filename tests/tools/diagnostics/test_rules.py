@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.records import record_of, rows_of
+from tests.support.records import record_of
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.diagnostics.diagnose import RULES, Ruling, diagnose
 from trainer.tools.diagnostics.rule import Outcome, batches_through, micro_batches
@@ -36,7 +36,7 @@ CONFIG = {
 def make_run(columns: Mapping[str, Mapping[int, float] | list[float]], **changes: Any) -> RunRecord:
     """A run with these columns: step -> value, or values of steps 1, 2, ..."""
     settings = {"config": CONFIG, "environment": {"world_size": 1}, **changes}
-    return record_of(rows_of(columns), **settings)
+    return record_of(columns, **settings)
 
 
 def mixed(**changes: Any) -> dict[str, Any]:
@@ -216,7 +216,6 @@ PLATEAU, AFTER_IT = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001)], noisy(2.0,
 LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
 ABSENT = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 20 + [2.0] * 20})
-TWO_SOURCES = {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a"}, {"name": "b"}]}}
 FP16 = {**CONFIG, "train": {"precision": "fp16"}}
 REJECTED = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
 LOW = {"gns/b_now_low": [16.0] * 40, "gns/b_now_steps": [30.0] * 40}
@@ -274,7 +273,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
             {"gns/b_big": [1.0] * 40, "gns/b_now": {30: 500.0}, "gns/b_now_low": {30: 400.0}}
         ),
         "uneven_slices: uneven slices of several pools": wide(0.01),
-        "uneven_slices: two pools with exact shares": wide(0.0, config=TWO_SOURCES),
         "straggling_rank: a single rank": make_run(BUSY),
         "model_contract: no record of a check": make_run({"loss": [1.0]}, config={"model": {"target": "mine:build"}}),
     },
@@ -295,7 +293,6 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
 EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
 ONE_SEQUENCE = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
 OWN_MODEL = full_rows({"target": "mine:build"})
-READ_ONCE = full_rows(mixing={**MIXING, "batching_mode": "per_row", "repeat": False})
 
 
 def restarted(every: int) -> RunRecord:
@@ -317,21 +314,14 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("low_fill", FAULTY["low_fill"], ("data.mixing.batching_mode", "per_stream", "per_row")),
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows(align="document")), ("data.align", "document", "stream")),
-    ("low_fill", replace(FAULTY["low_fill"], config=OWN_MODEL), ("data.seq_len", 64, 32)),
-    # A row that was full once is not padded.
-    ("low_fill", make_run({FILL: [1.0] + [0.6] * 39}, config=OWN_MODEL), ("data.mixing.batch_size", 8, 4)),
-    ("low_fill", make_run({FILL: [0.99] + [0.6] * 39}, config=READ_ONCE), ("data.mixing.repeat", False, True)),
+    ("low_fill", replace(FAULTY["low_fill"], config=OWN_MODEL), ("data.mixing.batch_size", 8, 4)),
     ("restarts", restarted(every=0), ("checkpoint.every", 0, 20)),
     ("restarts", restarted(every=4), ("checkpoint.every", 4, 2)),
     ("restarts", restarted(every=1), None),
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
-    # No rule suggests a learning rate that `check` warns about; plain SGD trains with larger ones.
     ("non_finite", changed("non_finite", optimizer={"lr": 0.1}), ("optimizer.lr", 0.1, 0.05)),
-    ("non_finite", changed("non_finite", optimizer={"lr": 0.5}), ("optimizer.lr", 0.5, 1e-3)),
-    ("non_finite", changed("non_finite", optimizer={"name": "sgd", "lr": 0.5}), ("optimizer.lr", 0.5, 0.25)),
-    ("non_finite", changed("non_finite", optimizer={"name": "sgd", "lr": 1e30}), ("optimizer.lr", 1e30, 1e-3)),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9, "blend/longest_share": [0.0] * 9}), None),
     ("model_contract", contract_run("gradient"), None),
 ]
@@ -389,8 +379,8 @@ def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: flo
         ("uneven_slices", wide(0.0), "advice"),
         ("low_fill", FAULTY["low_fill"], "advice"),
         ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), None),
-        ("uneven_slices", wide(0.0, config=mixed(batch_size_by_modality={"a": 1})), "warning"),
-        ("uneven_slices", wide(0.0, config=own_batches(1)), "warning"),
+        ("uneven_slices", wide(0.0, config=mixed(batch_size_by_modality={"a": 1})), None),
+        ("uneven_slices", wide(0.0, config=own_batches(1)), None),
         ("uneven_slices", wide(0.0, config=own_batches("auto")), "advice"),
     ],
 )
@@ -402,7 +392,7 @@ def test_a_source_that_ended_is_named_with_its_step() -> None:
     rows = {"blend/max_share_error": [0.0] * 40, "blend/ended_sources": [0.0] * 20 + [1.0] * 20}
     named = check("shares", make_run(rows, events=[{"event": "source_ended", "global_step": 21, "sources": ["small"]}]))
     assert (named.verdict, named.severity) == ("finding", "advice")
-    assert named.sentence.startswith("source small exhausted at step 21")
+    assert named.sentence == "no further documents of source small after step 21"
     off = make_run({**rows, "blend/max_share_error": dict.fromkeys(range(100, 4001, 100), 0.5)})
     assert (knob_of("shares", off) or ("",))[0] == "data.mixing.repeat"
 
@@ -440,9 +430,7 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     assert data_bound(waits, prefetch=0).fix == "try data.prefetch = 2 (now 0)", "reading and training take turns"
     first = data_bound([9.0, *waits], sources="books", tokenize=[20.0] + [0.0] * 80, read=[0.3] * 81)
     assert "100% of the time of reading went into reading" in first.outcome.sentence, "not what the first rows took"
-    opened = data_bound([43.9, *[0.002] * 98]).outcome
-    assert opened.verdict == "healthy"
-    assert opened.sentence.endswith(", without 43.91 s before step 6, while the data was opened")
+    assert data_bound([43.9, *[0.002] * 98]).outcome.verdict == "healthy", "the data was opened"
 
 
 @pytest.mark.parametrize(
@@ -470,23 +458,6 @@ def test_the_depth_from_which_context_is_not_used_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(("rule", "end"), [("context_unused", 0.0), ("loss_rises_with_depth", -0.02)])
-def test_rules_of_depth_are_calibrated_on_noisy_gains(rule: str, end: float) -> None:
-    """A gain that grows to 0.06, and one that is lost from 1,024 tokens on; errors of a tenth to a third of it."""
-    rng = random.Random(rule)
-    false = found = 0
-    for _ in range(300):
-        error = rng.uniform(0.0005, 0.001) if end == 0.0 else rng.uniform(0.002, 0.008)
-        healthy = [0.06 * (1 - 2.0 ** -(index + 1)) for index in range(8)]
-        lost = [*healthy[:4], *[end] * 4]
-        runs = (make_run(depths(*(rng.gauss(gain, error) for gain in gains), error=error)) for gains in (healthy, lost))
-        outcomes = [check(rule, run).verdict for run in runs]
-        false += outcomes[0] == "finding"
-        found += outcomes[1] == "finding"
-    assert false == 0
-    assert found >= 290
-
-
 def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:
     config = {**CONFIG, "train": {"micro_batches": {"schedule": "step", "points": {"0": 1, "20": 2}}}}
     run = make_run({"train/micro_batches": {1: 1.0, 10: 1.0, 20: 2.0, 30: 4.0}}, config=config)
@@ -501,3 +472,41 @@ def test_a_run_is_healthy_if_at_least_half_of_the_rules_judged_it(judged: int, v
     columns = {rule.needs[0]: [0.0] * 5 for rule in rules[:judged]} or {"lr": [0.1]}
     found = diagnose(make_run(columns), rules)
     assert (found.verdict, found.num_judged) == (verdict, judged)
+
+
+BEGINNING = [5.65, 1149.66, 1065.48, 839.62, 660.03, 273.9, 250.46, 186.39, 219.65, 241.45, 205.26, 193.46]
+# A loop with a learning rate of 30.
+DIVERGED = [*BEGINNING, 175.14, 213.38, 154.48, 188.93, 171.28, 174.89, 130.96, 171.62, 188.84]
+LATE = [*(5.5 / (1 + row / 20) for row in range(400)), *(11.5 + 0.1 * math.sin(row) for row in range(16))]
+
+
+@pytest.mark.parametrize(("rows", "end"), [(DIVERGED, "171.6"), (DIVERGED[:5], "839.6"), (LATE, "11.5")])
+def test_a_run_that_ends_above_its_first_loss_diverged(rows: list[float], end: str) -> None:
+    outcome = check("loss_spikes", losses(*rows))
+    assert (outcome.severity, str(outcome.knob)) == ("error", "optimizer.lr = 0.0005 (now 0.001)")
+    assert f"and is {end}" in outcome.sentence
+    assert {1, len(rows)} <= set(outcome.evidence[0].steps)
+    assert check("loss_spikes", losses(*rows[:4])).is_early, "fewer than five rows"
+    assert check("loss_spikes", losses(-1.0, *[1.0] * 30)).severity != "error", "0 or less has no multiples"
+
+
+CURVES: dict[str, Callable[[float, random.Random], float]] = {
+    "pretraining": lambda x, _: 1.5 + 4.0 * (1 + 40 * x) ** -0.9,
+    "a bump in the warm-up": lambda x, _: (2.5 + 3 * math.exp(-4 * x)) * (1 + 0.2 * math.exp(-((20 * x - 2) ** 2))),
+    "a mix with a schedule": lambda x, _: 1.5 * (1 + 0.12 * x),
+    "a blend of micro-batches": lambda _, rng: sum(1.0 if rng.random() < 0.5 else 2.5 for _ in range(8)) / 8,
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("count", [5, 17, 300])
+def test_noise_bumps_of_some_percent_and_drifts_are_healthy(curve: str, count: int) -> None:
+    """40 runs each; the deviation of a row is 2 to 10 %, with tails heavier than a normal distribution's."""
+    for seed in range(40):
+        rng = random.Random(f"{curve} {count} {seed}")
+        spread, rows = rng.choice((0.02, 0.05, 0.1)), []
+        for row in range(count):
+            level = CURVES[curve](row / count, rng)
+            rows.append(level * math.exp(spread * rng.gauss(0, 1) * rng.choice((1, 1, 1, 1.5))))
+        outcome = check("loss_spikes", losses(*rows))
+        assert outcome.verdict != "finding", (seed, outcome.sentence)

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from trainer.tools import limits
-from trainer.tools.diagnostics import depth, gradients, loss, mixing, run, state
+from trainer.tools.diagnostics import gradients, loss, mixing, run, state
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted
 
 DIAGNOSIS_VERSION: Final = 2
-NO_FINDING: Final = "no finding"
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 
 RULES: Final[tuple[Rule, ...]] = (
-    *state.RULES, *depth.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
+    *state.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
     *run.SPEED_RULES, run.restarts, run.ending,
 )  # fmt: skip
 """All rules, in display order."""
@@ -66,15 +65,14 @@ class Ruling:
         return sorted({step for evidence in self.outcome.evidence for step in evidence.steps})
 
     def to_json(self) -> dict[str, Any]:
-        outcome = self.outcome
         return {
             "rule": self.rule.name,
-            "verdict": outcome.verdict,
+            "verdict": self.outcome.verdict,
             "severity": self.severity,
-            "not_yet": outcome.is_early,
-            "sentence": outcome.sentence,
-            "evidence": [evidence.to_json() for evidence in outcome.evidence],
-            "knob": outcome.knob and outcome.knob.to_json(),
+            "not_yet": self.outcome.is_early,
+            "sentence": self.outcome.sentence,
+            "evidence": [evidence.to_json() for evidence in self.outcome.evidence],
+            "knob": self.outcome.knob and self.outcome.knob.to_json(),
             "fix": self.fix,
             "needs": list(self.rule.needs),
         }
@@ -105,12 +103,12 @@ class Diagnosis:
     def verdict(self) -> DiagnosisVerdict | None:
         """`healthy` takes half of the rules or more (`LEAST_JUDGED`), else `no_findings`.
 
-        None for a run without training rows: the rules have nothing to check.
+        None for a run without training rows of which nothing is known yet.
         """
-        if not self.run.steps:  # neither healthy nor faulty
-            return None
         if self.findings:
             return "findings"
+        if not self.run.steps:
+            return None
         if self.num_judged < limits.LEAST_JUDGED * len(self.rulings):
             return "no_findings"
         return "healthy"
@@ -129,28 +127,26 @@ class Diagnosis:
     @property
     def brief(self) -> str:
         """A few words: the names of the findings, `healthy`, or how few rules found nothing."""
-        if self.verdict is None:
-            return "no training rows"
-        if self.findings:
-            return ", ".join(ruling.rule.name for ruling in self.findings)
-        if self.verdict == "healthy":
-            return "healthy"
-        return f"{NO_FINDING} by {self.num_judged} of {len(self.rulings)} rules"
+        return {
+            None: "no training rows",
+            "findings": ", ".join(ruling.rule.name for ruling in self.findings),
+            "no_findings": f"no finding by {self.num_judged} of {len(self.rulings)} rules",
+            "healthy": "healthy",
+        }[self.verdict]
 
     @property
     def summary(self) -> str:
         """One sentence: healthy or not, with the names of the findings and of the suggestions."""
-        if self.verdict is None:
-            return "Not diagnosed: no training rows"
         found = {
-            "healthy": "Healthy: nothing wrong was found",
-            "no_findings": "Nothing wrong was found, but little could be checked",
+            None: "Not diagnosed: no training rows",
             "findings": f"{counted(len(self.findings), 'finding')}: {self.brief}",
+            "no_findings": "Nothing wrong was found, but little could be checked",
+            "healthy": "Healthy: nothing wrong was found",
         }[self.verdict]
-        if not self.advice:
-            return found
-        names = ", ".join(each.rule.name for each in self.advice)
-        return f"{found}; {counted(len(self.advice), 'suggestion')}: {names}"
+        if self.advice:
+            names = ", ".join(each.rule.name for each in self.advice)
+            found += f"; {counted(len(self.advice), 'suggestion')}: {names}"
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""
@@ -171,13 +167,11 @@ class Diagnosis:
 
 
 def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
-    return Diagnosis(run, tuple(Ruling(rule, _outcome(rule, run)) for rule in rules))
-
-
-def _outcome(rule: Rule, run: RunRecord) -> Outcome:
-    """The rule's outcome; files that hold anything are no reason not to judge the rest."""
-    try:
-        return rule.apply(run)
-    except Exception as error:  # noqa: BLE001 - see above
-        why = f"{type(error).__name__}: {error}"
-        return not_measured(f"the run's files do not fit together ({why})")
+    rulings = []
+    for rule in rules:
+        try:
+            rulings.append(Ruling(rule, rule.apply(run)))
+        except Exception as error:  # noqa: BLE001 - files that hold anything are no reason not to judge the rest
+            why = f"{type(error).__name__}: {error}"
+            rulings.append(Ruling(rule, not_measured(f"the run's files do not fit together ({why})")))
+    return Diagnosis(run, tuple(rulings))

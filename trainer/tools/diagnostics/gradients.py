@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     MICRO_BATCHES,
@@ -39,7 +37,8 @@ def repeated_data(run: RunRecord) -> Outcome:
     noise, signal, batch = aligned(*(series(run, key) for key in (TR_SIGMA, GRAD_SQ, B_BIG)))
     if not noise:
         return not_yet("no row has a noise scale yet")
-    last, other_data = noise.steps[-1], Knob("data.source", None, "a part of its own for every rank")
+    last = noise.steps[-1]
+    other_data = Knob("data.source", None, "a part of its own for every rank")
     if noise.values[-1] == signal.values[-1] == 0.0:
         return not_measured("the gradient is 0")
     words = f"(noise {number_text(noise.values[-1])} at step {last:,})"
@@ -48,14 +47,13 @@ def repeated_data(run: RunRecord) -> Outcome:
         return finding(words, noise.evidence([len(noise) - 1]), knob=other_data)
     ratio, error = aligned(series(run, CONSISTENCY), series(run, f"{CONSISTENCY}_se"))
     if not ratio:
-        per_micro, num_micros = series(run, B_SMALL).values, math.inf
-        if per_micro:
-            num_micros = batch.values[-1] / per_micro[-1]
         # With one micro-batch per rank, the noise between micro-batches is the noise between ranks.
-        if run.world_size == 1 or num_micros < 1.5 * ranks(run):
+        per_micro = series(run, B_SMALL).values
+        is_one_each = per_micro and batch.values[-1] < 1.5 * ranks(run) * per_micro[-1]
+        if run.world_size == 1 or is_one_each:
             return healthy(f"the micro-batches of a step differ {words}")
-        needed = f"ranks of several micro-batches need {CONSISTENCY}"
         # Sharded ranks never have it: no further step would help.
+        needed = f"ranks of several micro-batches need {CONSISTENCY}"
         if last >= limits.NOISE_STEPS:
             return not_measured(needed)
         return not_yet(needed)
@@ -67,11 +65,10 @@ def repeated_data(run: RunRecord) -> Outcome:
     if value + within < limits.SAME_DATA:
         words += ": they read the same data, so the batch is smaller than it seems"
         return finding(words, evidence, knob=other_data)
-    if has_full_rows(run) and not _has_target(run):
-        if abs(value - 1.0) > within:
-            words += ": the rows of a step are not independent, and the noise scale is wrong"
-            return finding(words, evidence, severity="warning", knob=_towards_independence(run))
-        return healthy(words)
+    is_own = any("target" in table for table in sources(run))
+    if abs(value - 1.0) > within and has_full_rows(run) and not is_own:
+        words += ": the rows of a step are not independent, and the noise scale is wrong"
+        return finding(words, evidence, severity="warning", knob=_towards_independence(run))
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
         words += ": gradients were clipped or scaled before they were measured, "
@@ -80,24 +77,17 @@ def repeated_data(run: RunRecord) -> Outcome:
     return healthy(words)
 
 
-def _has_target(run: RunRecord) -> bool:
-    return any("target" in table for table in sources(run))
-
-
 def _towards_independence(run: RunRecord) -> Knob:
     """More open files, or a larger spread."""
-    streams = run.setting("data.mixing.num_streams_mixed")
-    if streams:
-        return Knob("data.mixing.num_streams_mixed", streams, 0)
-    spread = run.setting("data.mixing.spread")
-    return Knob("data.mixing.spread", spread, "larger, or more and shorter documents")
+    if run.setting("data.mixing.num_streams_mixed"):
+        return Knob.of(run, "data.mixing.num_streams_mixed", 0)
+    return Knob.of(run, "data.mixing.spread", "larger, or more and shorter documents")
 
 
 @rule("advice", needs=[B_BIG], hint=HINT)
 def batch_size(run: RunRecord) -> Outcome:
     """A batch that is far from the noise scale of the gradient."""
-    has_noise = all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ))
-    if has_noise and repeated_data.check(run).verdict == "finding":
+    if repeated_data.apply(run).verdict == "finding":
         return explained("the rows of a step are not independent: see repeated_data")
     scale = noise_scale_of(run)
     if scale is not None and scale.is_high:
@@ -131,14 +121,16 @@ def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
     if not run.config and not series(run, MICRO_BATCHES):
         wanted = counted(max(round(scale.batch * factor), 1), "sequence")
         return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
-    micros = micro_batches(run, since=scale.step)
+    micros, size = micro_batches(run, since=scale.step), run.setting("data.mixing.batch_size")
     if factor > 1 or micros > 1:
-        return Knob("train.micro_batches", micros, max(round(micros * factor), micros + 1 if factor > 1 else 1))
+        least = micros + 1 if factor > 1 else 1
+        return Knob("train.micro_batches", micros, max(round(micros * factor), least))
     # One micro-batch cannot be fewer: its rows can.
-    size = run.setting("data.mixing.batch_size")
     if not isinstance(size, int):
         return Knob("data.mixing.batch_size", size, "smaller")
-    return Knob("data.mixing.batch_size", size, max(round(size * factor), 1)) if size > 1 else None
+    if size <= 1:
+        return None
+    return Knob("data.mixing.batch_size", size, max(round(size * factor), 1))
 
 
 RULES = (repeated_data, batch_size)

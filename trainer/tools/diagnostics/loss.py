@@ -94,8 +94,7 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     words += f"{loss.steps[0]} and is {_level(end)} at the end"
     risen = loss.where(lambda value: value >= (first[0] + median(end)) / 2)
     mix, knob = _cause(run, loss, risen[0])
-    shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
-    return finding(words + mix, shown, knob=knob, severity="error")
+    return finding(words + mix, loss.evidence([0, *last]), knob=knob, severity="error")
 
 
 def _level(rows: Sequence[float]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
@@ -16,7 +15,6 @@ from trainer.tools.diagnostics.rule import (
     finding,
     has_full_rows,
     healthy,
-    is_one_pool,
     not_measured,
     not_yet,
     ranks,
@@ -51,8 +49,7 @@ def _has_own_pools(run: RunRecord) -> bool:
 @rule("error", needs=[SURPRISE])
 def stuck_reader(run: RunRecord) -> Outcome:
     """A reader that is no longer picked."""
-    surprise, waits = series(run, SURPRISE), series(run, WAIT)
-    mode = run.setting("data.mixing.pick_mode")
+    surprise, mode = series(run, SURPRISE), run.setting("data.mixing.pick_mode")
     if mode == "round_robin":
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
     picks = batches_through(run, surprise.steps[-1])
@@ -62,30 +59,21 @@ def stuck_reader(run: RunRecord) -> Outcome:
         picks *= int(run.setting("data.mixing.batch_size", 1)) * int(run.setting("data.seq_len", 1))
     limit = limits.surprise_bound(picks)
     hits = surprise.where(lambda value: value > limit)
-    chance = f"has a chance of {_odds(max(surprise.values))}"
+    chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(surprise.values), limit))
+    chance = f"has a chance of {chance} (limit {alarm})"
     if not hits:
-        chances = f"the least likely wait {chance}, the alarm is at {_odds(limit)}"
-        return healthy(f"no open stream waits for longer than chance explains ({chances})")
-    words = f"an open stream is no longer read: so long a wait {chance}"
-    words += f"; first beyond {_odds(limit)} at step {surprise.steps[hits[0]]}"
-    shown = [surprise.evidence(hits)]
-    if waits.steps == surprise.steps:
-        shown.append(waits.evidence(hits))
-    return finding(words, *shown, knob=Knob("data.mixing.pick_mode", mode, "round_robin"))
-
-
-def _odds(nats: float) -> str:
-    """The probability exp(-nats) in words."""
-    digits = max(nats, 0.0) / math.log(10)
-    if digits < 6:
-        return f"1 in {10**digits:,.0f}"
-    return f"1 in 10^{digits:.0f}"
+        return healthy(f"the longest wait of an open stream {chance}")
+    words = f"an open stream is no longer read: so long a wait {chance}; first at step "
+    words += f"{surprise.steps[hits[0]]}"
+    knob = Knob("data.mixing.pick_mode", mode, "round_robin")
+    return finding(words, surprise.evidence(hits), knob=knob)
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
     found, own = [], [table.get("mixing") or {} for table in sources(run)]
     for table in (run.setting("data.mixing", {}), *own):
-        found += [table.get("batch_size"), *dict(table.get("batch_size_by_modality") or {}).values()]
+        by_modality = dict(table.get("batch_size_by_modality") or {})
+        found += [table.get("batch_size"), *by_modality.values()]
     return [size for size in found if isinstance(size, int)]
 
 
@@ -94,7 +82,7 @@ def uneven_slices(run: RunRecord) -> Outcome:
     """Slices so different in length that readers of the short ones wait."""
     if has_full_rows(run):
         return FULL_ROWS
-    if not is_one_pool(run):
+    if any(series(run, SHARE_ERROR).values):  # one source has exactly its share
         return SEVERAL_POOLS
     keys = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
     least, most, fraction = aligned(*(series(run, key) for key in keys))
@@ -103,19 +91,16 @@ def uneven_slices(run: RunRecord) -> Outcome:
     times = f"at least {number_text(max(ratios))} times as many batches as the shortest"
     words = f"the longest open stream gives {times} (limit {limits.UNEVEN_RATIO:g})"
     if len(hits) < max(limits.UNEVEN_ROWS, limits.UNEVEN_SHARE * len(least)):
-        if max(ratios) <= 1:
-            words = "all open streams give about the same number of batches"
         return healthy(words)
-    words += ", and streams are read in proportion to their batches: those with few (large) ones wait"
+    words += ", and streams are read in proportion to their batches: those with few wait"
     waits = series(run, WAIT)
     if waits:
         words += f", here for up to {counted(max(waits.values), 'batch')} of others"
-    shown = hits[:: max(len(hits) // 6, 1)][:6]
-    evidence, sizes = (least.evidence(shown), most.evidence(shown)), _batch_sizes(run)
+    evidence, sizes = (least.evidence(hits), most.evidence(hits)), _batch_sizes(run)
     if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
         value = f"sizes within a factor of {limits.EVEN_BATCHES}"
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
-        return finding(words, *evidence, knob=knob, severity="warning")
+        return finding(words, *evidence, knob=knob)
     # The batches are even, so the streams differ in size, which is the user's choice.
     knob = Knob("data.source", None, "streams of similar size")
     return finding(words, *evidence, knob=knob, severity="advice")
@@ -136,12 +121,11 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
 def starved_modality(run: RunRecord) -> Outcome:
     """A modality that is absent for longer than chance explains."""
     # Only before a source is exhausted: then its modalities are gone, as `shares` reports.
-    gone, stop = series(run, ENDED_SOURCES), math.inf
-    if gone.positive:
-        stop = gone.steps[gone.positive[0]]
+    gone = series(run, ENDED_SOURCES)
+    stop = min((gone.steps[index] for index in gone.positive), default=math.inf)
     modalities = [series(run, key) for key in run.train.keys if key.startswith(MODALITIES)]
     ended, *columns = aligned(series(run, EXHAUSTED), *modalities)
-    before = [index for index, step in enumerate(ended.steps) if step < stop]
+    before = range(sum(step < stop for step in ended.steps))
     ended, columns = ended.at(before), [column.at(before) for column in columns]
     if not columns:
         return not_measured(f"needs {MODALITIES}<modality>")
@@ -152,59 +136,53 @@ def starved_modality(run: RunRecord) -> Outcome:
     # With a pool for all ranks, each rank counts its readers.
     counters = 1 if _has_own_pools(run) else ranks(run)
     refills = [events / counters for events in ended.values]
-    counts = [column.values for column in columns]
-    gaps = [_longest_absence(refills, counts, number) for number in range(len(counts))]
-    worst = max(range(len(gaps)), key=lambda number: gaps[number].surprise)
-    gap, column = gaps[worst], columns[worst]
-    name = column.key.removeprefix(MODALITIES)
-    if gap.surprise <= math.log(len(columns) / limits.ALPHA):
+    entered = math.fsum(refills) + sum(column.values[0] for column in columns)
+    present = math.fsum(column.total for column in columns) or 1.0
+    worst, gap, others, surprise = columns[0], range(0), 0.0, -1.0
+    for column in columns:
+        rows, meanwhile = _longest_absence(refills, column.values)
+        if not meanwhile:
+            continue
+        improbable = _surprise(column.total / present * entered, meanwhile / entered)
+        if improbable > surprise:
+            worst, gap, others, surprise = column, rows, meanwhile, improbable
+    name = worst.key.removeprefix(MODALITIES)
+    if surprise <= math.log(len(columns) / limits.ALPHA):
         return healthy(f"no modality was missing for longer than chance explains (longest: {name})")
     readers = run.setting("data.mixing.num_streams_mixed")
     more: int | str = "twice as many; or give the modality its own source and weight"
     if isinstance(readers, int):
         more = 2 * readers
-    words = f"nothing of modality {name} was open for reading from step {column.steps[gap.first]} to "
-    words += f"{column.steps[gap.last]}, while {counted(gap.refills, 'other stream')} were opened"
-    shown = column.evidence(range(max(gap.first - 1, 0), gap.last + 1))
-    return finding(words, shown, knob=Knob("data.mixing.num_streams_mixed", readers, more))
+    words = f"nothing of modality {name} was open for reading from step {worst.steps[gap[0]]} to "
+    words += f"{worst.steps[gap[-1]]}, while {counted(others, 'other stream')} were opened"
+    knob = Knob("data.mixing.num_streams_mixed", readers, more)
+    return finding(words, worst.evidence(gap), knob=knob)
 
 
-class _Absence(NamedTuple):
-    """Rows `first` to `last` without a modality."""
+def _longest_absence(refills: Sequence[float], present: Sequence[float]) -> tuple[range, float]:
+    """The rows without a modality during which most readers entered the pool, and their number."""
+    longest, first, meanwhile = (range(0), 0.0), 0, 0.0
+    for row, count in enumerate(present):
+        if count > 0:
+            first, meanwhile = row + 1, 0.0
+            continue
+        if row > first:  # readers may have entered before the modality left in the first row
+            meanwhile += refills[row]
+        if meanwhile > longest[1]:
+            longest = range(first, row + 1), meanwhile
+    return longest
 
-    first: int
-    last: int
-    refills: float  # readers that entered the pool meanwhile
-    surprise: float  # -ln of the probability
 
-
-def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]], column: int) -> _Absence:
-    """The absence of a modality during which most readers entered the pool.
+def _surprise(entered: float, gap: float) -> float:
+    """-ln of the probability of so long an absence, at most.
 
     Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest
     stretch without it has g or more readers with a probability of at most (x + 1) (1 - g / N)^x
-    (spacings of x points among N).
+    (spacings of x points among N). `entered`: x; `gap`: g / N.
     """
-    sums = [math.fsum(values) for values in counts]
-    share = sums[column] / (math.fsum(sums) or 1.0)
-    total = math.fsum(refills) + sum(values[0] for values in counts)
-    first, since, longest = 0, 0.0, (0, 0, 0.0)
-    for row, present in enumerate(counts[column]):
-        if present > 0:
-            first, since = row + 1, 0.0
-            continue
-        if row > first:
-            since += refills[row]
-        if since > longest[2]:
-            longest = first, row, since
-    # Its readers among all that entered, as its share of the pool over the run says.
-    entered = share * total
-    if longest[2] <= 0:
-        return _Absence(0, 0, 0.0, -1.0)
     if entered < 1:
-        return _Absence(*longest, surprise=0.0)
-    fraction = min(longest[2] / total, 1.0 - 1e-12)
-    return _Absence(*longest, surprise=-entered * math.log1p(-fraction) - math.log(entered + 1))
+        return 0.0
+    return -entered * math.log1p(-min(gap, 1.0 - 1e-12)) - math.log(entered + 1)
 
 
 @rule("warning", needs=[EXHAUSTED])
@@ -215,16 +193,15 @@ def exhaust_churn(run: RunRecord) -> Outcome:
     ended = series(run, EXHAUSTED)
     if len(ended) < 2:
         return not_yet("needs 2 rows, has 1")
+    # The first row counts what ended before it, in steps that are not known.
     events = math.fsum(ended.values[1:])
     if not events:
         return healthy("no stream ended")
-    # The first row counts what ended before it, in steps that are not known.
     picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
     per_slice = ranks(run) * picks / events
     each, rate = number_text(per_slice), number_text(events / picks)
     words = f"a stream gives a rank {each} batches before it ends: {rate} are opened per micro-batch"
-    if ranks(run) > 1:
-        words += f" on {ranks(run)} ranks"
+    words += " over all ranks"
     if per_slice > limits.CHURN_PICKS or events < limits.CHURN_EVENTS * ranks(run):
         return healthy(words)
     size = run.setting("data.mixing.batch_size")
@@ -243,33 +220,24 @@ def low_fill(run: RunRecord) -> Outcome:
     if len(fill) < limits.FILL_ROWS:
         return not_yet(f"needs {limits.FILL_ROWS} rows, has {len(fill)}")
     mean, least, most = fill.total / len(fill), min(fill.values), max(fill.values)
-    words = f"{mean:.1%} of the positions of full rows held a token (from {least:.1%} to {most:.1%})"
+    between = f"from {least:.1%} to {most:.1%}"
+    words = f"{mean:.1%} of the positions of full rows held a token ({between})"
     if mean >= limits.LOW_FILL:
         return healthy(words)
-    if has_full_rows(run):
-        return finding(words, fill.evidence(), knob=_fuller_rows(run, fill, mean))
-    knob = Knob.of(run, "data.mixing.batching_mode", "per_row")
-    # Whoever chose another mode knows that its batches shrink.
-    return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
-
-
-def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob | None:
-    """The setting that keeps full rows from being full: the data's end, padding, or many rows."""
-    if run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
-        return Knob("data.mixing.repeat", False, True)
-    align, cell = run.setting("data.align"), run.setting("data.seq_len")
-    if run.setting("model.target") is None:
-        if align == "document":
-            return Knob("data.align", align, "stream")
-    elif align != "stream" and isinstance(cell, int) and cell > 1 and max(fill.values) < limits.WHOLE_FILL:
-        return Knob("data.seq_len", cell, cell // 2, "if each document begins a row; otherwise fewer rows")
-    fewer: Any = "fewer"
+    if not has_full_rows(run):
+        knob = Knob.of(run, "data.mixing.batching_mode", "per_row")
+        # Whoever chose another mode knows that its batches shrink.
+        return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
     rows = run.setting("data.mixing.batch_size")
-    if isinstance(rows, int):
-        fewer = max(int(mean * rows), 1)
-    if fewer == rows:
-        return None
-    return Knob("data.mixing.batch_size", rows, fewer, "or cut documents: data.max_group_cells")
+    other = "or more data, cut documents (data.max_group_cells) or a shorter data.seq_len"
+    fewer: Knob | None = Knob("data.mixing.batch_size", rows, "fewer", other)
+    if run.setting("data.align") == "document" and run.setting("model.target") is None:
+        fewer = Knob("data.align", "document", "stream")
+    elif rows == 1:
+        fewer = None
+    elif isinstance(rows, int):
+        fewer = Knob("data.mixing.batch_size", rows, max(int(mean * rows), 1), other)
+    return finding(words, fill.evidence(), knob=fewer)
 
 
 @rule("warning", needs=[SHARE_ERROR])
@@ -296,8 +264,9 @@ def shares(run: RunRecord) -> Outcome:
         what, first_end = _what_ended(run, ended), ended.evidence(ended.positive[:1])
         if hits:
             return finding(f"{off}; {what}", errors.evidence(hits), first_end, knob=repeat)
-        words = f"{what}; the others give its batches"
-        return finding(words, first_end, knob=repeat, severity="advice")
+        if len(sources(run)) > 1:
+            what += "; the other sources give its batches"
+        return finding(what, first_end, knob=repeat, severity="advice")
     if not hits:
         return healthy(f"the shares of the sources differ from their weights {words}")
     knob = Knob("data.source.weight", None, "a weight that the amount of data allows")
@@ -306,16 +275,15 @@ def shares(run: RunRecord) -> Outcome:
 
 def _what_ended(run: RunRecord, ended: Series) -> str:
     """The exhausted sources, each with its step where events.jsonl (written by rank 0) has it."""
-    names: dict[str, Any] = {}
-    for event in run.events:
-        if event.get("event") == "source_ended" and isinstance(event.get("sources"), list):
-            names.update(dict.fromkeys(event["sources"], event.get("global_step")))
-    if not names:
-        first = ended.steps[ended.positive[0]]
-        return f"{counted(max(ended.values), 'source')} exhausted, the first by step {first}"
-    where = " on rank 0" if ranks(run) > 1 else ""
-    each = [f"{name} exhausted at step {step}{where}" for name, step in names.items()]
-    return f"source {few(each)}"
+    events = [event for event in run.events if event.get("event") == "source_ended"]
+    where, names = " on rank 0" if ranks(run) > 1 else "", []
+    for event in events:
+        after = f"after step {event.get('global_step')}{where}"
+        names += [f"{name} {after}" for name in event.get("sources", [])]
+    if names:
+        return f"no further documents of source {few(names)}"
+    first = ended.steps[ended.positive[0]]
+    return f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
 
 
 RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from trainer.metrics.payload_contract import non_finite_word
-from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import listed
 
@@ -30,8 +28,7 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: NaN and infinities become words."""
-        values = [value if math.isfinite(value) else non_finite_word(value) for value in self.values]
-        return {"key": self.key, "steps": list(self.steps), "values": values}
+        return vars(self) | {"values": [each if math.isfinite(each) else non_finite_word(each) for each in self.values]}
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,9 @@ class Knob:
     condition: str = ""  # when it is worth trying, and what to do otherwise; empty: always
 
     @classmethod
-    def of(cls, run: RunRecord, key: str, suggested: Any, condition: str = "") -> Knob:
+    def of(cls, run: RunRecord, key: str, suggested: Any) -> Knob:
         """With the current value of the run."""
-        return cls(key, run.setting(key), suggested, condition)
+        return cls(key, run.setting(key), suggested)
 
     def to_json(self) -> dict[str, Any]:
         """The fields; the condition where there is one."""
@@ -60,16 +57,9 @@ class Knob:
 
 
 def lower_lr(run: RunRecord) -> Knob:
-    """Half the learning rate; the default of optimizer.lr for one with which nothing trains."""
-    lr, largest = run.setting("optimizer.lr"), limits.LARGEST_PLAIN_LR
-    if not isinstance(lr, float):
-        return Knob("optimizer.lr", lr, "half of it")
-    if run.setting("optimizer.name", "adamw") == "adamw":
-        largest = limits.LARGEST_LR
-    return Knob("optimizer.lr", lr, lr / 2 if lr <= largest else limits.DEFAULT_LR)
-
-
-# ---- Outcomes
+    """Half the learning rate."""
+    lr = run.setting("optimizer.lr")
+    return Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it")
 
 
 @dataclass(frozen=True)
@@ -162,10 +152,6 @@ class Series:
         """The indices of values that meet a condition."""
         return [index for index, value in enumerate(self.values) if condition(value)]
 
-    def largest(self, count: int = 1) -> list[int]:
-        """The indices of the `count` largest values, ascending."""
-        return sorted(heapq.nlargest(count, range(len(self)), key=self.values.__getitem__))
-
     def at(self, indices: Iterable[int]) -> Series:
         steps, values = array("q"), array("d")
         for index in indices:
@@ -227,14 +213,6 @@ def sources(run: RunRecord) -> list[Mapping[str, Any]]:
     if not isinstance(found, list):  # the file may have been edited by hand
         return []
     return [table for table in found if isinstance(table, Mapping)]
-
-
-def is_one_pool(run: RunRecord) -> bool:
-    """Whether a rank has a single pool; without a config, inexact shares show several sources."""
-    tables = sources(run)
-    if tables and not any("include" in table for table in tables):
-        return len(tables) == 1
-    return not any(series(run, "blend/max_share_error").values)
 
 
 def has_full_rows(run: RunRecord) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from array import array
 from collections import Counter
@@ -25,7 +24,7 @@ from trainer.tools.diagnostics.rule import (
     sources,
 )
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import counted, number_text
+from trainer.wording import counted
 
 DATA_TIME = "time/data_sec"  # waiting for data, of an average step since the row before
 STEP_TIME = "step_time_sec"
@@ -38,6 +37,7 @@ STAGES = {  # of reading: in words, and what makes them faster
     "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
     "own_code": ("running the own code", "less work for each batch in its own code"),
 }
+UNTESTED = ("causality", "not testable here")
 STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 
 
@@ -64,36 +64,28 @@ def data_bound(run: RunRecord) -> Outcome:
     waited, lasted = _seconds(waits), _seconds(times)
     share = waited / max(lasted, 1e-12)
     words = f"{share:.1%} of the time of the steps was spent waiting for data"
-    every = series(run, DATA_TIME)
-    first = _seconds(every.at(row for row, step in enumerate(every.steps) if step < waits.steps[0]))
-    if first > limits.DATA_SHARE * (lasted + first):
-        words += f", without {number_text(first)} s before step {waits.steps[0]}, while the data was opened"
     if share <= limits.DATA_SHARE:
         return healthy(words)
     if lasted < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
+    evidence, stage = [waits.evidence()], _slowest_stage(run, waits.steps[0], waited)
+    if stage is not None:
+        column, of_reading = stage
+        _, name, source = column.key.split("/", 2)
+        what, faster = STAGES[name]
+        words += f". {of_reading:.0%} of the time of reading went into {what}"
+        if source != "all":
+            words += f" of source {source}"
+        elif len(sources(run)) > 1:
+            words += " (metrics.per_source = true names the source)"
+        return finding(words, *evidence, column.evidence(), knob=Knob("data.source", None, faster))
     typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
-    if run.setting("data.prefetch") == 0:  # reading and training take turns
-        knob = Knob("data.prefetch", 0, 2)
-    elif typical > limits.STEADY_WAIT:
+    ahead = run.setting("data.prefetch")
+    if ahead != 0 and typical > limits.STEADY_WAIT:
         words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
-        knob = Knob("data.source", None, STAGES["read"][1])
-    else:  # which reading ahead can hide
-        words += ", in single steps"
-        knob = Knob.of(run, "data.prefetch", 2 * (run.setting("data.prefetch") or 1))
-    evidence = [waits.evidence(waits.largest(6))]
-    slowest = _slowest_stage(run, waits.steps[0], waited)
-    if slowest is None:  # reading does not explain the wait
-        return finding(words, *evidence, knob=knob)
-    column, of_reading = slowest
-    _, stage, source = column.key.split("/", 2)
-    what, faster = STAGES[stage]
-    words += f". {of_reading:.0%} of the time of reading went into {what}"
-    if source != "all":
-        words += f" of source {source}"
-    elif len(sources(run)) > 1:
-        words += " (metrics.per_source = true names the source)"
-    return finding(words, *evidence, column.evidence(column.largest(6)), knob=Knob("data.source", None, faster))
+        return finding(words, *evidence, knob=Knob("data.source", None, STAGES["read"][1]))
+    # Single steps wait, or reading and training take turns: reading ahead can hide it.
+    return finding(words, *evidence, knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
 
 
 def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, float] | None:
@@ -123,8 +115,7 @@ def straggling_rank(run: RunRecord) -> Outcome:
     if _seconds(times) < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
     # Rows hold the extremes over ranks, not which rank it was.
-    worst = sorted(heapq.nlargest(6, range(len(waits)), key=waits.__getitem__))
-    return finding(f"{words}: look at the machine of the slowest", slowest.evidence(worst), fastest.evidence(worst))
+    return finding(f"{words}: look at the machine of the slowest", slowest.evidence(), fastest.evidence())
 
 
 @rule("warning")
@@ -154,17 +145,16 @@ def restarts(run: RunRecord) -> Outcome:
 @rule("error")
 def ending(run: RunRecord) -> Outcome:
     """A run that failed or died."""
-    state = run.status.get("state")
+    state, step = run.status.get("state"), run.status.get("last_step")
     if state is None:
         return not_measured("needs status.json beside the metrics")
+    words = ": ".join(filter(None, (f"the run is {state}", run.status.get("reason"))))
     if state in ("running", "unknown"):
-        return not_yet("status.json says that the run has not ended")
+        return not_yet(words)
     if state not in ("failed", "died"):
-        return healthy(f"the run is {state}")
-    step = run.status.get("last_step")
+        return healthy(words)
     steps = (step,) if isinstance(step, int) else ()
-    words = f"the run {state}: {run.status.get('reason') or 'unknown reason'}"
-    return finding(words, Evidence("status.json", steps, tuple(map(float, steps))))
+    return finding(words.replace(" is ", " ", 1), Evidence("status.json", steps, tuple(map(float, steps))))
 
 
 @rule("warning")
@@ -174,30 +164,26 @@ def model_contract(run: RunRecord) -> Outcome:
     if not events:
         if "model" in run.config and run.setting("model.target") is None:
             return healthy("a built-in model, which the tests prove")
-        check = "trainer.lab.contracts.check_model"
-        return not_measured(f"the run has no record of a check of its model ({check})")
+        return not_measured("the run has no record of a check of its model (trainer.lab.contracts.check_model)")
     # Where each document begins a row, none has a reset inside.
     begins_rows = not has_full_rows(run) or run.setting("data.align") == "document"
+    verdicts = [(event, verdict) for event in events for verdict in event.get("verdicts", [])]
     broken: dict[str, str] = {}
     steps: list[int] = []  # at which breaches were found
-    judged, why = False, "unknown reason"
-    for event in events:
-        verdicts = event.get("verdicts", [])
-        for verdict in verdicts:
-            is_unused = verdict["check"] == "resets" and begins_rows
-            if verdict["status"] == "broken" and not is_unused:
-                broken.setdefault(verdict["check"], verdict["text"])
-                steps.append(int(event.get("global_step", 0)))
-        # Every model can be judged for causality: where that one was not testable, nothing was.
-        open_ones = {each["check"]: each["text"] for each in verdicts if each["status"] == "not testable here"}
-        judged = judged or bool(verdicts and "causality" not in open_ones)
-        why = str(open_ones.get("causality") or event.get("not_tried") or why)
+    for event, verdict in verdicts:
+        is_unused = verdict["check"] == "resets" and begins_rows
+        if verdict["status"] == "broken" and not is_unused:
+            broken.setdefault(verdict["check"], verdict["text"])
+            steps.append(int(event.get("global_step", 0)))
     if broken:
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
         evidence = Evidence("breaches of the contract", tuple(steps), (1.0,) * len(steps))
         return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
-    if not judged:
-        return not_measured(f"the model was not checked: {why}")
+    # Every model can be judged for causality: where that one was not testable, nothing was.
+    untested = [each["text"] for _, each in verdicts if (each["check"], each["status"]) == UNTESTED]
+    if not verdicts or untested:
+        why = [*untested, *(str(event["not_tried"]) for event in events if event.get("not_tried"))]
+        return not_measured(f"the model was not checked: {why[-1] if why else 'unknown reason'}")
     return healthy("the model keeps the contract, as far as it could be tested")
 
 

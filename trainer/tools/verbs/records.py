@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 from typer import Argument, Option
 
 from trainer.cli.terminal import echo
@@ -47,8 +45,7 @@ class RunEntry:
     tokens_in_step: float | None = None
     fill: float | None = None
     age_sec: float = math.inf  # since the run last logged, or wrote its state without a log
-    # Of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
-    verdict: str | None = None
+    verdict: str | None = None  # of `train diagnose`, in a few words
     reason: str | None = None  # why the run ended, if status.json says it
     changed: list[str] = field(default_factory=list)  # the settings that a resume changed
 
@@ -65,13 +62,8 @@ def ls(
         raise UserError(", ".join(given), "holds no run", "start one in runs/ with: train --config x.toml")
     if as_json:
         print_json([asdict(entry) for entry in entries])
-        return
-    folder, *others = {Path(entry.run).parent for entry in entries}
-    options = {}
-    if sys.stdout.isatty() and not others and folder.name:  # a pipe gets names to be copied
-        options = {"title": f"in {escape(str(folder))}/"}
-        entries = [replace(entry, run=Path(entry.run).name) for entry in entries]
-    print_table(_columns(entries), right=NUMBERS, **options)
+    else:
+        print_table(_columns(entries), right=("step", *NUMBERS))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -95,34 +87,36 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     from trainer.tools.runs.load import load_run, settings_by_step
 
     status = run_state(path)
-    reached = [step for step in [status.get("last_step")] if isinstance(step, int)]
+    step, reason = status.get("last_step"), status.get("reason") or None
+    entry = RunEntry(str(path), str(status.get("state", "unknown")), step, reason=reason)
     # A run that has logged nothing yet has written its state.
-    files = [path / name for name in ("metrics.jsonl", "status.json")]
-    times = [file.stat().st_mtime for file in files if file.is_file()]
-    entry = RunEntry(
-        str(path),
-        str(status.get("state", "unknown")),
-        step=max(reached, default=None),
-        age_sec=max(now - times[-1], 0.0),
-        reason=status.get("reason") or None,
-    )
+    for file in (path / "status.json", path / "metrics.jsonl"):
+        if file.is_file() and file.stat().st_size:
+            entry = replace(entry, age_sec=max(now - file.stat().st_mtime, 0.0))
     try:
-        run = load_run(path, allow_empty=True)
+        run = load_run(path)
     except UserError:
         return replace(entry, verdict="record unreadable")
-    if not run.keys:
-        return entry
-    values: dict[str, Any] = {"verdict": diagnose(run).brief}
-    for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
-        values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
+    values: dict[str, Any] = {}
     if isinstance(run.setting("train.steps"), int):
         values["steps"] = run.setting("train.steps")
+    for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
+        values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
     values["changed"] = [key for key, value in settings_by_step(run).items() if isinstance(value, dict)]
-    step = max([*run.steps[-1:], *reached], default=None)  # rows are some steps apart
-    return replace(entry, **values, step=step, age_sec=max(now - times[0], 0.0))
+    if run.keys:
+        values["verdict"] = diagnose(run).brief
+    values["step"] = max([*run.steps[-1:], *filter(None, [step])], default=step)  # rows are some steps apart
+    return replace(entry, **values)
 
 
-NUMBERS = ("step", "loss", "eval", "tokens/step", "fill", "age")
+# Columns of the table that are left out where no run has a value: field of the entry, and its form.
+NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", "{:.4f}".format),
+    "eval": ("eval_loss", "{:.4f}".format),
+    "tokens/step": ("tokens_in_step", "{:,.0f}".format),
+    "fill": ("fill", "{:.1%}".format),
+    "age": ("age_sec", lambda seconds: _age(seconds)),
+}
 
 
 def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
@@ -131,21 +125,13 @@ def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
         "state": [coloured(entry.state, otherwise="dim") for entry in entries],
         "step": [_steps(entry) for entry in entries],
     }
-    numbers: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-        ("loss", "loss", "{:.4f}".format),
-        ("eval_loss", "eval", "{:.4f}".format),
-        ("tokens_in_step", "tokens/step", "{:,.0f}".format),
-        ("fill", "fill", "{:.1%}".format),
-        ("age_sec", "age", _age),
-    )
-    for name, heading, form in numbers:
+    for heading, (name, form) in NUMBERS.items():
         values = [getattr(entry, name) for entry in entries]
-        cells = ["-" if value is None else form(value) for value in values]
-        if {*cells} != {"-"}:
-            columns[heading] = cells
+        if any(value is not None for value in values):
+            columns[heading] = ["-" if value is None else form(value) for value in values]
     if any(entry.changed for entry in entries):
-        columns["changed"] = list(map(_changed, entries))
-    columns["verdict"] = [_verdict_cell(entry) for entry in entries]
+        columns["changed"] = [counted(len(entry.changed), "setting") for entry in entries]
+    columns["verdict"] = list(map(_verdict_cell, entries))
     return columns
 
 
@@ -157,19 +143,13 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _changed(entry: RunEntry) -> str:
-    return counted(len(entry.changed), "setting") if entry.changed else ""
-
-
 def _verdict_cell(entry: RunEntry) -> str:
-    from trainer.tools.diagnostics.diagnose import NO_FINDING
-
     verdict = entry.verdict or "-"
     # Why a run ended matters more than earlier findings.
     if entry.state in ("failed", "died", "unknown") and entry.reason is not None:
         reason = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
         verdict = ": ".join(filter(None, (entry.verdict, reason)))
-    if verdict.startswith(NO_FINDING):
+    if verdict.startswith("no finding"):
         return coloured("unknown", verdict)
     return coloured("healthy" if verdict == "healthy" else "warning", verdict)
 
@@ -191,38 +171,36 @@ def diagnose(
     from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
     from trainer.tools.runs.load import load_run
 
-    run = load_run(run_dir)
-    if not run.steps:
-        raise UserError(run_dir, "has no training rows to diagnose", "wait for the first logged step")
-    diagnosis = apply_rules(run)
+    diagnosis = apply_rules(load_run(run_dir))
     if as_json:
         print_json(diagnosis.to_json())
-    else:
+    elif diagnosis.verdict is not None:
         _print_diagnosis(diagnosis, shows_all=show_all)
+    if diagnosis.verdict is None:
+        raise UserError(run_dir, "has no training rows to diagnose", "wait for the first logged step")
     if diagnosis.findings:
         raise typer.Exit(EXIT_FINDINGS)
 
 
 def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
     """Findings first, then one line per rule that is shown, and one for those that are not."""
-    console, steps, unmeasured = output(), diagnosis.run.steps, []
-    rows = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
-    lines = [f"{escape(str(diagnosis.run.path))}: {rows}"]
+    from trainer.tools.report.run_summary import rows_text
+
+    console, columns, unmeasured = output(), dict[str, list[str]](rule=[], verdict=[], observation=[]), []
+    lines = [f"{escape(str(diagnosis.run.path))}: {rows_text(diagnosis.run.steps)}"]
     lines += [f"note: {escape(note)}" for note in diagnosis.run.notes]
     for ruling in [*diagnosis.findings, *diagnosis.advice]:
         lines += _finding_lines(ruling)
     for line in lines:
         console.print(line, highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rule", "verdict", "observation"):
-        table.add_column(heading, overflow="fold")
     for ruling in sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged):
         if ruling.had_nothing_to_measure and not shows_all:
             unmeasured.append(ruling.rule.name)
             continue
-        result = coloured(ruling.severity) if ruling.severity else ruling.result
-        table.add_row(ruling.rule.name, result, escape(ruling.outcome.sentence))
-    console.print(table)
+        columns["rule"].append(ruling.rule.name)
+        columns["verdict"].append(coloured(ruling.result, otherwise="none"))
+        columns["observation"].append(escape(ruling.outcome.sentence))
+    print_table(columns, box=None, pad_edge=False)
     if unmeasured:
         text = f"nothing to measure: {', '.join(unmeasured)}; train diagnose --all says what each needs"
         console.print(text, highlight=False)
@@ -275,8 +253,6 @@ def report(
         if assets:
             write_file(target.with_name(file), plotly.encode(), follow=True)
     for diagnosis in diagnoses:
-        run = diagnosis.run
-        echo(f"{run.name}: {len(run.steps):,} logged steps: {diagnosis.brief}", err=True)
-        for note in run.notes:
-            echo(f"{run.name}: note: {note}", err=True)
+        for text in (diagnosis.brief, *(f"note: {note}" for note in diagnosis.run.notes)):
+            echo(f"{diagnosis.run.name}: {text}", err=True)
     echo(f"wrote the report to {out} ({len(content) / 1e6:.1f} MB)", err=True)
