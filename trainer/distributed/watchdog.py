@@ -1,11 +1,11 @@
 """Watchdog: names ranks that make no progress, and ends the run with the stacks of all ranks.
 
 On each rank a thread publishes every few seconds how many collectives the rank has entered, its
-activity, and whether it makes progress: it has noted a phase, entered a collective, read a
-micro-batch, or used a processor. The step itself only assigns one attribute. Rank 0 compares and
-publishes what it finds; every rank that reads it writes its stacks to its log, and ends its process
-unless the main thread returns. After a request to stop, the run ends as soon as no rank makes
-progress any more: a long step is finished and saved.
+activity, and how long ago it made progress: it has noted a phase, entered a collective, read a
+micro-batch, or used a processor. The step itself only assigns one attribute. Rank 0 compares; every
+rank that reads of a hang writes its stacks to its log, and ends its process unless the main thread
+returns. After a request to stop, the run ends as soon as no rank makes progress any more: a long
+step is finished and saved.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import faulthandler
 import itertools
 import json
 import logging
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, BinaryIO, TypeVar
 
 import torch.distributed as dist
@@ -40,9 +38,59 @@ LONGEST_INTERVAL_SEC = 2.0
 # Without progress for so long, a run that was asked to stop ends: torchrun kills after 30 s.
 GRACE_SEC = 10.0
 HANG_KEY = "hang"
-GONE_KEY = "gone"
-PREFIX = "watchdog"
 DATA = "data"  # the phase in which a message says what is read
+GONE = "it is gone (killed, for want of memory perhaps, or its machine is lost)"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The last message of a rank."""
+
+    collectives: int  # entered since the process group began
+    activity: str  # of the main thread
+    stayed_sec: float  # since either changed
+    idle_sec: float  # since the last progress
+    is_asked: bool  # whether the rank was asked to stop
+    count: int  # number of this heartbeat
+
+
+def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float, grace_sec: float = GRACE_SEC) -> str | None:
+    """Describes the ranks that others wait for, or that make no progress; None if there are none.
+
+    Args:
+        beats: the last heartbeat of each rank; None before its first.
+        limit_sec: duration from which a wait counts as a hang.
+        grace_sec: the same once any rank was asked to stop, if no rank makes progress.
+    """
+    heard = {rank: beat for rank, beat in enumerate(beats) if beat is not None}
+    most = max((beat.collectives for beat in heard.values()), default=0)
+    # Waiting ranks have entered one collective more than the rank that they wait for.
+    waiting = [rank for rank, beat in heard.items() if beat.collectives == most]
+    missing = [rank for rank in range(len(beats)) if rank not in waiting]
+
+    def described(ranks: Sequence[int]) -> str:
+        return "; ".join(_describe(rank, beats[rank], most) for rank in ranks)
+
+    if missing and any(heard[rank].stayed_sec > limit_sec for rank in waiting):
+        return described(missing)
+    # A rank that waits for a missing one cannot make progress: only the missing ones can.
+    idle = {rank: heard[rank].idle_sec for rank in missing or waiting if rank in heard}
+    stuck = [rank for rank, seconds in idle.items() if seconds > limit_sec]
+    if stuck:
+        return described(missing or stuck)
+    is_asked = any(beat.is_asked for beat in heard.values())
+    if is_asked and idle and min(idle.values()) > grace_sec:
+        return f"asked to stop, but {described(missing or [*idle])}"
+    return None
+
+
+def _describe(rank: int, beat: Heartbeat | None, most: int) -> str:
+    if beat is None:
+        return f"rank {rank} is missing: no heartbeat since the run began"
+    where = f"{beat.activity}, for {beat.stayed_sec:.1f} s"
+    if beat.collectives == most:
+        return f"rank {rank} makes no progress: {where}"
+    return f"rank {rank} is missing: {where} (it entered {beat.collectives} collectives, the others {most})"
 
 
 class Watchdog:
@@ -70,24 +118,21 @@ class Watchdog:
         reading: Callable[[], str] = lambda: "",
         is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._store = dist.PrefixStore(PREFIX, store)
-        self._info = info
+        self._store, self._info = dist.PrefixStore("watchdog", store), info
         self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
         # Shorter than the backend's timeout: waiting ranks still wait when stacks are written.
         self._limit = timeout_sec - 4 * self._interval
         self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
         self._collectives, self._on_end = collectives, on_end
         self._reading, self._is_asked = reading, is_asked
-        self._time, self._looked_at = 0.0, time.monotonic()
-        # All ranks, on rank 0; and this one alone, for when the store is gone.
-        self._detector = HangDetector(info.world_size, self._limit, GRACE_SEC, lambda: self._time)
-        self._alone = HangDetector(1, self._limit, GRACE_SEC, lambda: self._time)
-        self._seen: set[int] = set()
         self._notes = itertools.count()
-        self._activity: tuple[str, int, bool, int] = ("starting", 0, True, 0)
+        self._note: tuple[str, int, bool, int] = ("starting", 0, True, 0)
         self._use = ProcessorUse()
         self._signs: object = None
-        self._progress = self._count = 0
+        self._place: object = None
+        self._time, self._looked_at = 0.0, time.monotonic()
+        self._moved_at = self._progress_at = self._heard_at = 0.0
+        self._count = 0
         self._is_closed = threading.Event()
         self.hang: str | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -95,7 +140,7 @@ class Watchdog:
 
     def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
         """Record the main thread's activity. Each call is progress; `may_wait`: as long as it takes."""
-        self._activity = (what, step, may_wait, next(self._notes))
+        self._note = (what, step, may_wait, next(self._notes))
 
     def tell(self, reason: str) -> None:
         """Tell the other ranks why this one ends, so that they do not report it as missing."""
@@ -109,26 +154,20 @@ class Watchdog:
             return own
         before = self._if_store_lives(self._heartbeats)
         # Long enough for two heartbeats of every live rank.
-        end = time.monotonic() + 2.5 * self._interval
-        while time.monotonic() < end and self.hang is None:
-            failed = self._if_store_lives(self._failed_ranks)
-            if failed:
-                return "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
-            # The rank that found it first has ended meanwhile, and is silent too.
-            gone = self._if_store_lives(lambda: self._text_of(GONE_KEY))
-            if gone:
-                return _gone(f"rank {gone}", own)
+        end, failed = time.monotonic() + 2.5 * self._interval, None
+        while time.monotonic() < end and not failed and self.hang is None:
             time.sleep(self._interval / 5)
-        if self.hang is not None:
-            return self.hang
+            failed = self._if_store_lives(self._failed_ranks)
         after = self._if_store_lives(self._heartbeats)
+        if self.hang is not None and not failed:
+            return self.hang
         if before is None or after is None:
-            return _gone("rank 0, which hosts the store,", own)
-        silent = ", ".join(str(rank) for rank in range(self._info.world_size) if before[rank] == after[rank])
-        if not silent:
-            return own
-        self._if_store_lives(lambda: self._store.set(GONE_KEY, silent))
-        return _gone(f"rank {silent}", own)
+            failed = failed or {0: GONE}  # it hosts the store
+        elif not failed:
+            failed = {rank: GONE for rank in range(len(after)) if before[rank] == after[rank]}
+            for rank in failed:  # for the others: this rank will be silent too
+                self._if_store_lives(partial(self._store.set, f"failed_{rank}", GONE))
+        return "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items()) or own
 
     def write(self, text: str) -> None:
         """Write details to this rank's log that do not belong on stderr."""
@@ -149,37 +188,41 @@ class Watchdog:
         while not is_over:
             # If something holds the interpreter, stacks are written without this thread.
             faulthandler.dump_traceback_later(self._limit, file=self._log)
-            # Its own time: while the process is suspended (Ctrl-Z, a scheduler) none passes.
-            now = time.monotonic()
-            self._time += min(now - self._looked_at, 3 * self._interval)
-            self._looked_at = now
             beat = self._own_heartbeat()
-            if self._if_store_lives(partial(self._exchange, beat)) is None:
-                # The rank that hosts it is gone; this one may be in a read that never ends.
-                self.hang = self._alone.update([replace(beat, collectives=0)])
+            if self._if_store_lives(partial(self._exchange, beat)):
+                self._heard_at = self._time
+            elif self._time - self._heard_at > (GRACE_SEC if beat.is_asked else self._limit):
+                self.hang = f"rank 0, which hosts the store, does not answer; {_describe(self._info.rank, beat, 0)}"
             if self.hang is not None:
-                self._end(self.hang, was_asked=beat.is_asked)
+                self._end(self.hang)
                 break
             is_over = self._is_closed.wait(self._interval)
         faulthandler.cancel_dump_traceback_later()
 
     def _own_heartbeat(self) -> Heartbeat:
+        # Its own time: while the process is suspended (Ctrl-Z, a scheduler) none passes.
+        now = time.monotonic()
+        self._time += min(now - self._looked_at, 3 * self._interval)
+        self._looked_at = now
         self._count += 1
-        what, step, may_wait, _ = activity = self._activity
+        what, step, may_wait, _ = note = self._note
         reading, collectives = self._reading(), self._collectives()
-        signs = (activity, reading, collectives)
-        if self._use.is_working() or may_wait or signs != self._signs:
-            self._progress += 1
-        self._signs = signs
-        text = f"step {step}: {what}"
+        activity = f"step {step}: {what}"
         if what == DATA and reading:
-            text += f", reading {reading}"
-        return Heartbeat(collectives, text, self._progress, self._is_asked(), self._count)
+            activity += f", reading {reading}"
+        place, signs = (collectives, activity), (note, reading, collectives)
+        if place != self._place:
+            self._moved_at = self._time
+        if self._use.is_working() or may_wait or signs != self._signs:
+            self._progress_at = self._time
+        self._place, self._signs = place, signs
+        stayed, idle = self._time - self._moved_at, self._time - self._progress_at
+        return Heartbeat(collectives, activity, stayed, idle, self._is_asked(), self._count)
 
     def _exchange(self, beat: Heartbeat) -> bool:
         self._store.set(f"rank_{self._info.rank}", json.dumps(astuple(beat)))
         if self._info.is_main:
-            hang = self._detector.update(self._heartbeats())
+            hang = find_hang(self._heartbeats(), limit_sec=self._limit)
             if hang is not None:
                 self._store.set(HANG_KEY, hang)
         self.hang = self._text_of(HANG_KEY) or None
@@ -187,15 +230,10 @@ class Watchdog:
 
     def _heartbeats(self) -> list[Heartbeat | None]:
         """The last heartbeat of each rank, None before its first."""
-        world = range(self._info.world_size)
-        for rank in world:
-            # Reading a key that does not exist would block.
-            if rank not in self._seen and self._store.check([f"rank_{rank}"]):
-                self._seen.add(rank)
-        ranks = sorted(self._seen)
-        values = self._store.multi_get([f"rank_{rank}" for rank in ranks])
-        found = {rank: Heartbeat(*json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
-        return [found.get(rank) for rank in world]
+        keys = [f"rank_{rank}" for rank in range(self._info.world_size)]
+        if self._store.check(keys):
+            return [Heartbeat(*json.loads(value)) for value in self._store.multi_get(keys)]
+        return [Heartbeat(*json.loads(text)) if text else None for text in map(self._text_of, keys)]
 
     def _failed_ranks(self) -> dict[int, str]:
         """Reason of each rank that called `tell`."""
@@ -207,22 +245,20 @@ class Watchdog:
         is_set = self._store.check([key])  # reading a key that does not exist would block
         return self._store.get(key).decode() if is_set else ""
 
-    def _end(self, hang: str, *, was_asked: bool) -> None:
+    def _end(self, hang: str) -> None:
         """Write the stacks, and end the process unless its main thread does so."""
-        within(LAST_WORDS_SEC, partial(self._say, hang))
-        # Within this time the backend raises in the ranks that wait, which then end normally;
-        # after a request to stop it is the time in which the others hear of it from the store that
-        # rank 0 hosts.
-        intervals = 2 if was_asked else 6
-        if self._info.world_size == 1:
-            intervals = 0
+
+        def say() -> None:
+            self._log.write(f"stacks of rank {self._info.rank}:\n".encode())
+            faulthandler.dump_traceback(self._log, all_threads=True)
+            logger.error("%s", hang)
+
+        within(LAST_WORDS_SEC, say)
+        # Within this time the backend raises in the ranks that wait, which then end normally, and
+        # the others hear of it from the store that rank 0 hosts.
+        intervals = 0 if self._info.world_size == 1 else 6
         if not self._is_closed.wait(intervals * self._interval):
             end_process(EXIT_HUNG, partial(self._on_end, hang))
-
-    def _say(self, hang: str) -> None:
-        self._log.write(f"stacks of rank {self._info.rank}:\n".encode())
-        faulthandler.dump_traceback(self._log, all_threads=True)
-        logger.error("%s", hang)
 
     @staticmethod
     def _if_store_lives(action: Callable[[], T]) -> T | None:
@@ -231,11 +267,6 @@ class Watchdog:
             return action()
         except RuntimeError:  # torch's DistError is one
             return None
-
-
-def _gone(who: str, error: str) -> str:
-    """The message about a rank that is silent; `error` is this rank's own, maybe long."""
-    return f"{who} is gone (killed, for want of memory perhaps, or its machine is lost; here: {shorten(error, 150)})"
 
 
 def is_of_a_collective(error: Exception) -> bool:
@@ -263,92 +294,3 @@ def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **o
         return sum(group._get_sequence_number_for_group() for group in counted)
 
     return Watchdog(store, info, collectives=collectives, **options)
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The last message of a rank."""
-
-    collectives: int  # entered since the process group began
-    activity: str  # of the main thread
-    progress: int  # number of heartbeats that followed progress
-    is_asked: bool  # whether the rank was asked to stop
-    count: int  # number of this heartbeat
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """The main thread's place in the run."""
-        return self.collectives, self.activity
-
-
-class HangDetector:
-    """Finds the rank that the others wait for, or the ranks that all make no progress.
-
-    Args:
-        limit_sec: duration from which a wait counts as a hang.
-        grace_sec: the same once any rank was asked to stop, if no rank makes progress.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        world_size: int,
-        limit_sec: float,
-        grace_sec: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limit, self._grace = limit_sec, grace_sec
-        self._clock = clock
-        self._last: list[Heartbeat | None] = [None] * world_size
-        self._moved_at = [clock()] * world_size
-        self._progress_at = [clock()] * world_size
-        self._heard_at = [clock()] * world_size
-
-    def update(self, heartbeats: Sequence[Heartbeat | None]) -> str | None:
-        """Add each rank's last heartbeat (None: none yet); describes a hang if there is one."""
-        now = self._clock()
-        for rank, beat in enumerate(heartbeats):
-            last = self._last[rank]
-            if beat is None or beat == last:
-                continue
-            self._last[rank], self._heard_at[rank] = beat, now
-            if last is None or beat.place != last.place:
-                self._moved_at[rank] = now
-            if last is None or beat.progress != last.progress:
-                self._progress_at[rank] = now
-        # Waiting ranks have entered one collective more than the rank that they wait for.
-        counts = list(map(_collectives, self._last))
-        most = max(counts)
-        waited = now - max(self._moved_at[rank] for rank, count in enumerate(counts) if count == most)
-        missing = [rank for rank, count in enumerate(counts) if count < most]
-        if missing and waited > self._limit:
-            return self._describe(missing, now, most)
-        # A rank that waits for a missing one cannot make progress: only the missing ones can.
-        idle = {rank: now - self._progress_at[rank] for rank in missing or range(len(counts))}
-        stuck = [rank for rank, seconds in idle.items() if seconds > self._limit]
-        if stuck:
-            return self._describe(missing or stuck, now, most)
-        is_asked = any(beat is not None and beat.is_asked for beat in self._last)
-        if is_asked and min(idle.values()) > self._grace:
-            return f"asked to stop, but {self._describe(list(idle), now, most)}"
-        return None
-
-    def _describe(self, ranks: Sequence[int], now: float, most: int) -> str:
-        return "; ".join(self._describe_one(rank, now, most) for rank in ranks)
-
-    def _describe_one(self, rank: int, now: float, most: int) -> str:
-        beat = self._last[rank]
-        if beat is None:
-            return f"rank {rank} is missing: no heartbeat since the run began"
-        silent = now - self._heard_at[rank]
-        where = f"{beat.activity}, for {now - self._moved_at[rank]:.1f} s"
-        if silent > self._limit / 2:
-            where = f"no heartbeat for {silent:.1f} s, last in {beat.activity}"
-        if beat.collectives == most:
-            return f"rank {rank} makes no progress: {where}"
-        entered = f"(it entered {beat.collectives} collectives, the others {most})"
-        return f"rank {rank} is missing: {where} {entered}"
-
-
-def _collectives(beat: Heartbeat | None) -> int:
-    return -1 if beat is None else beat.collectives  # below every rank that has been heard of

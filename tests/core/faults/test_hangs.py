@@ -1,0 +1,116 @@
+"""A rank that never comes back, and data that never come: the run ends in time, or at a signal, and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.support.fault_runs import ARGUMENTS, LOST, end_with, keep, make_config
+from tests.support.ranks import Ranks, last_logged, status
+from tests.support.stalling_data import stalling_arguments
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
+TIMEOUT_SEC = 12
+# What comes after the timeout is the exit of processes on a busy machine.
+PATIENCE_SEC = TIMEOUT_SEC + 60
+
+
+@pytest.mark.parametrize(("what", "rank"), [("sleep", 0), ("stop", 1)])
+def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
+    run_dir = tmp_path / "run"
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS)
+    arguments += ("--set", f"distributed.timeout_sec={TIMEOUT_SEC}")
+    fault = {"what": what, "rank": rank, "step": 8, "micro": 1}
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=3, fault=fault) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 7)
+        began = time.monotonic()
+        stopped = [rank] if what == "stop" else []
+        for other in {0, 1, 2} - set(stopped):
+            ranks.processes[other].wait(PATIENCE_SEC)
+        took = time.monotonic() - began
+        ranks.signal(signal.SIGKILL, stopped)
+        codes, said = ranks.wait(), ranks.said()
+    assert all(code not in (0, -signal.SIGKILL) for r, code in enumerate(codes) if r not in stopped), codes
+    assert took >= TIMEOUT_SEC / 2
+    ended = status(run_dir)
+    assert ended["state"] == "failed"
+    assert f"rank {rank} is missing: step 8: forward and backward, for" in ended["reason"], (ended, said)
+    for each in {0, 1, 2} - set(stopped):
+        log = (run_dir / "logs" / f"rank_{each:03d}.log").read_text()
+        assert f"rank {rank} is missing" in log
+        assert "in accumulate" in log.split(f"stacks of rank {each}:")[1]
+        assert ("faulty_model.py" in log.split("stacks of rank")[1]) == (each == rank)
+    does = "sleeps for ever" if what == "sleep" else "is stopped (SIGSTOP)"
+    keep(5, f"rank {rank} of 3 {does} inside a step", lost=LOST)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("signals", [False, True])
+def test_ranks_that_wait_for_data_end_in_time_or_at_one_signal_and_say_what_they_were_reading(
+    tmp_path, world_size, signals
+):
+    os.mkfifo(tmp_path / "fifo")
+    run_dir, timeout = tmp_path / "run", 600 if signals else TIMEOUT_SEC
+    arguments = stalling_arguments(tmp_path, run_dir, after=8, how="fifo", prefetch=2, timeout_sec=timeout)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=world_size) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4)
+        if signals:
+            ranks.signal(signal.SIGTERM)
+        codes, said = ranks.wait(PATIENCE_SEC), ranks.said()
+    ended = status(run_dir)
+    where = f"{'one rank that waits' if world_size == 1 else 'two ranks that wait'} for data that never come"
+    if signals and world_size == 1:
+        assert codes == [0], said
+        assert (ended["state"], ended["last_step"]) == ("stopped", 4)
+        assert (run_dir / "checkpoints" / "step_00000004" / "COMPLETE").exists()
+        return keep(3, f"one SIGTERM to {where}")
+    assert all(code > 0 for code in codes), (codes, said)
+    assert ended["state"] == "failed"
+    stuck = "rank 0 makes no progress: step 5: data, reading micro-batch 9 from source own, for"
+    assert ("asked to stop, but " if signals else "") + stuck in ended["reason"]
+    assert "stalling_data.py" in (run_dir / "logs" / "rank_000.log").read_text().split("stacks of rank 0:")[1]
+    return keep(3 if signals else 5, f"{'one SIGTERM to ' * signals}{where}", lost=LOST)
+
+
+@pytest.mark.parametrize(("how", "seconds", "ranks_that_do"), [("work", 20, [1]), ("sleep", 6, [0, 1])])
+def test_a_long_step_is_finished_and_saved_after_a_signal(tmp_path, how, seconds, ranks_that_do):
+    """Longer than the grace period if the rank works, while the other waits for it; shorter if all wait."""
+    run_dir = tmp_path / "run"
+    stall = {"after": 8, "how": how, "seconds": seconds, "ranks": ranks_that_do}
+    arguments = stalling_arguments(tmp_path, run_dir, prefetch=0, timeout_sec=600, **stall)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=2) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4)
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait(180) == [0, 0], ranks.said()
+    ended = status(run_dir)
+    assert ended["state"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+    keep(3, f"SIGTERM while {len(ranks_that_do)} of 2 ranks {how}s for {seconds} s in a step")
+
+
+def test_a_run_that_is_suspended_for_longer_than_the_timeout_goes_on(tmp_path):
+    run_dir, timeout_sec = tmp_path / "run", 5
+    stall = {"after": 8, "how": "sleep", "seconds": 3}
+    arguments = stalling_arguments(tmp_path, run_dir, prefetch=0, timeout_sec=timeout_sec, **stall)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=1) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4)
+        ranks.signal(signal.SIGSTOP)
+        time.sleep(2 * timeout_sec)  # the fault
+        ranks.signal(signal.SIGCONT)
+        assert ranks.wait(120) == [0], ranks.said()
+    assert status(run_dir)["state"] == "done"
+    keep(5, "SIGSTOP of a single rank for twice the timeout, then SIGCONT")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_eight_ranks_end_in_peace_twenty_times_in_a_row(tmp_path, strategy):
+    config, times = make_config(tmp_path, ""), 20
+    for number in range(times):
+        arguments = ("--config", config, "--run-dir", tmp_path / f"run{number}", *ARGUMENTS, "--steps", 2)
+        arguments += ("--set", f'distributed.strategy="{strategy}"')
+        end_with(0, arguments, tmp_path / f"logs{number}", world_size=8)
+    shards = "" if strategy == "ddp" else " with shards (fsdp)"
+    keep(5, f"teardown of 8 gloo ranks in a row{shards}", times=times)
