@@ -6,7 +6,6 @@ with run_status(directory, rank=rank):
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from trainer.errors import UserError
-from trainer.files import is_count, open_descriptor, open_plain, parse_json, read_json, write_file
+from trainer.files import is_count, open_descriptor, open_plain, parse_json, read_json
 from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,7 @@ OWN_LOOP: Final = "own"
 """`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20  # has the last row of any file
-ROOM_BYTES, SHORTEST_REASON = 4096, 500
-LOOK_SEC, LOOKS = 20.0, 40  # longer than most steps, each of which writes the status
+_ROOM_BYTES, _LONGEST_REASON = 4096, 2000
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
     **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),
@@ -90,38 +88,21 @@ def take_lock(directory: Path) -> BinaryIO:
     """The lock of a run's directory, held until the file is closed or the process ends.
 
     Raises:
-        UserError: another process holds it or writes there: two runs would spoil one record.
+        UserError: another process holds it: two runs would spoil one record.
         OSError: the file cannot be written.
     """
-    file, before = open_plain(directory / LOCK_NAME, "ab"), read_status(directory / STATUS_NAME)
+    file = open_plain(directory / LOCK_NAME, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_used = before.get("host") not in _HERE and _is_kept(directory, before)
     except BlockingIOError:
-        is_used = True
+        file.close()
+        problem = f"is in use by another run ({_process_of(read_status(directory / STATUS_NAME))})"
+        raise UserError(str(directory), problem, "wait for it, stop it, or name another directory") from None
     except OSError as error:
         # Some network file systems have no locks; training there must be possible.
         text = "%s: its file system cannot lock it (%s); make sure that no other run uses it"
         logger.warning(text, directory, error.strerror)
-        is_used = _is_kept(directory, before)
-    if is_used:
-        file.close()
-        problem = f"is in use by another run ({_process_of(read_status(directory / STATUS_NAME))})"
-        raise UserError(str(directory), problem, "wait for it, stop it, or name another directory")
     return file
-
-
-def _is_kept(directory: Path, before: dict[str, Any]) -> bool:
-    """Whether a run whose lock may not be visible here still writes its status."""
-    if before.get("state") != "running":
-        return False
-    logger.info("%s: looking for %d s whether %s still writes", directory, LOOK_SEC, _process_of(before))
-    for _ in range(LOOKS):
-        time.sleep(LOOK_SEC / LOOKS)
-        now = read_status(directory / STATUS_NAME)
-        if now != before:  # whatever its time: clocks differ between hosts
-            return now.get("state") == "running"
-    return False
 
 
 def read_status(file: Path) -> dict[str, Any]:
@@ -153,28 +134,17 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
     Raises:
         OSError: it cannot be written.
     """
-    known = {"state": state, "reason": reason, "last_step": step, **more}
+    known = {"state": state, "reason": reason[:_LONGEST_REASON], "last_step": step, **more}
     known |= {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
-    data = _padded(known)
+    # In its place and always of one size, so that it needs no room on a full disk. Not synced: it
+    # describes a live run.
+    data = json.dumps(known, indent=1).encode().ljust(_ROOM_BYTES - 1) + b"\n"
+    descriptor = open_descriptor(file, os.O_WRONLY | os.O_CREAT)
     try:
-        # Not synced: it describes a live run, and a crash of the machine leaves the one before it.
-        write_file(file, data, sync=False)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not file.exists():
-            raise
-        # The disk is full: the old file is overwritten in its place, which needs no room.
-        if len(data) > ROOM_BYTES:
-            data = _padded({**known, "reason": reason[:SHORTEST_REASON]})
-        descriptor = open_descriptor(file, os.O_WRONLY)
-        try:
-            os.pwrite(descriptor, data.ljust(os.fstat(descriptor).st_size), 0)
-        finally:
-            os.close(descriptor)
-
-
-def _padded(status: Mapping[str, Any]) -> bytes:
-    """JSON, padded so that the next one fits in its place even on a full disk."""
-    return json.dumps(status, indent=1).encode().ljust(ROOM_BYTES - 1) + b"\n"
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
 
 
 def run_state(directory: Path) -> dict[str, Any]:
@@ -212,31 +182,17 @@ def _process_of(status: dict[str, Any]) -> str:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a process holds the run's lock, as far as the file system shares locks."""
+    """Whether a process holds the run's lock; true where it cannot be seen."""
     try:
-        descriptor = open_descriptor(directory / LOCK_NAME, os.O_RDONLY)
+        file = open_plain(directory / LOCK_NAME)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks: the process itself
-        status = read_status(directory / STATUS_NAME)
-        return status.get("host") in _HERE and _is_alive(status.get("pid"))
-    finally:
-        os.close(descriptor)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # held, or a file system without locks: the status decides
+            return True
     return False
-
-
-def _is_alive(pid: Any) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, TypeError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def last_step(directory: Path) -> int | None:

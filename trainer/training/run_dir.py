@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,16 +22,15 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import is_url, read_bytes, refuse_special, remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
-from trainer.metrics.run_status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
+from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, run_state, take_lock, write_status
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 
 logger = get_logger(__name__)
 METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
-"""The run's id in its store."""
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
-OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT)
+OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, LOCK_NAME)
 
 
 class RunDir:
@@ -109,12 +108,10 @@ class RunDir:
         """
         with self._writing():
             # Before anything is written: a link may point elsewhere, and a pipe blocks for ever.
-            own = [self.path / name for name in (*OWN_FILES, LOCK_NAME)]
-            latest = self.checkpoints / LATEST
-            if not latest.is_symlink():  # as we make it
-                own.append(latest)
-            for path in (*own, *self.logs.glob("rank_*")):
+            for path in (*(self.path / name for name in OWN_FILES), *self.logs.glob("rank_*")):
                 refuse_special(path)
+            if not (self.checkpoints / LATEST).is_symlink():  # as we make it
+                refuse_special(self.checkpoints / LATEST)
             file = take_lock(self.path)
         self.is_locked = True
         return file
@@ -128,13 +125,10 @@ class RunDir:
         self._status_at = time.monotonic()
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
-    def keep_status(self, step: int, *, wandb_run_id: str | None, every_sec: float = 1.0) -> None:
-        """Write a finished step now and then, for people: a failure is no reason to stop."""
-        if time.monotonic() - self._status_at >= every_sec:  # steps may take milliseconds
-            try:
-                self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
+    def keep_status(self, step: int, *, wandb_run_id: str | None) -> None:
+        """Write a finished step, at most once a second."""
+        if time.monotonic() - self._status_at >= 1.0:
+            self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state in which the run ends (only rank 0). A failure is logged."""
@@ -205,18 +199,13 @@ def refuse_taken(given: str, resume: str) -> None:
     run = RunDir(Path(given))
     held, fix = "", "name another directory"
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
-    status = run.status()
     # Where locks are not shared, only its status tells that another host's run has just begun.
-    may_run = status.get("state") in ("running", "unknown")
-    may_run &= (status.get("state"), status.get("pid")) != ("running", os.getpid())  # a restarted container
-    # A run that lost its status.json still has its config, or checkpoints.
-    has_status = run.status_file.exists() and status.get("loop") != OWN_LOOP
-    is_ours = has_status or run.resolved_config.exists() or run.has_saved()
+    may_run = run.status().get("state") in ("running", "unknown")
     if (run.path / "manifest.json").exists():
-        held, fix = "a corpus", "name a directory of its own, such as runs/NAME"
+        held = "a corpus"
     elif resume == "off" and (has_rows or may_run or run.has_saved()):
         held, fix = "a run already", f"add --resume auto, or {fix}"
-    elif has_rows and resume != "off" and not is_ours:
+    elif has_rows and not run.resolved_config.exists() and not run.has_saved():
         held = "a metrics.jsonl that is not of a run of this program"
     if held:
         raise UserError("--run-dir", f"{given} holds {held}", fix)
@@ -243,7 +232,6 @@ def environment(info: RankInfo) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return None

@@ -46,14 +46,6 @@ def test_a_run_is_running_and_then_done_with_the_step_of_its_last_row(tmp_path: 
     assert ending(out) == ("healthy", "the run is done")
 
 
-def test_rows_of_an_earlier_run_in_the_directory_are_warned_of(tmp_path, caplog) -> None:
-    with run_status(tmp_path):
-        assert caplog.text == ""
-        write_rows(tmp_path, 1, 40)
-    with run_status(tmp_path):
-        assert "has rows through step 40 already" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("said", "environ", "known"), [(None, None, None), (None, "4", 4), (2, "4", 2), (None, "many", None)]
 )
