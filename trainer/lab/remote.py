@@ -8,13 +8,13 @@ AWS_ACCESS_KEY_ID, ~/.aws for s3): none stand in a config, which is copied into 
 
 from __future__ import annotations
 
-import errno
 import importlib
+import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,8 +36,6 @@ KEY = "checkpoint.remote"
 ABANDONED = "ABANDONED"  # the marker's name in a checkpoint of a branch that the run has left
 # Stores that have keys, not directories: s3fs would make a bucket that does not exist.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
-ATTEMPTS, WAIT_SEC = 3, 5.0  # of an upload, in addition to the backend's own
-FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_SEC = 1800.0  # that the end of a run waits for the last upload
 
 Found = tuple[Path, dict[str, Any]]
@@ -48,14 +46,12 @@ class StoreError(Exception):
     """A store did not do what it was asked; one line with the URL and the reason."""
 
 
-class MissingError(StoreError):
-    """There is no such file or bucket."""
-
-
 class Store:
-    """The checkpoints below a URL. Methods raise StoreError if the backend fails. Raises UserError:
-    the URL has a password, its protocol is unknown, or a package is missing. `key`: the config key
-    or option that the URL comes from."""
+    """The checkpoints below a URL. Methods raise StoreError if the backend fails.
+
+    Raises UserError: the URL has a password, its protocol is unknown, or a package is missing.
+    `key`: the config key or option that the URL comes from.
+    """
 
     def __init__(self, url: str, *, key: str = KEY) -> None:
         protocol, _, rest = url.partition("://")
@@ -93,19 +89,16 @@ class Store:
         return sorted((step for step, names in self.names().items() if MARKER in names), reverse=True)
 
     def marker(self, step: int) -> bytes:
-        """The content of a checkpoint's marker."""
+        """The content of a checkpoint's marker. A CheckpointError if there is none."""
         name = f"{checkpoint_name(step)}/{MARKER}"
         with self._translating(name):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def put(self, local: Path) -> None:
-        """Upload a complete checkpoint, the marker last. Raises OSError, CheckpointError: it is
-        gone, or its marker is damaged."""
-        for name in (MARKER, ABANDONED):  # of another content
-            with suppress(MissingError), self._translating(local.name):
-                self._fs.rm_file(self._path(local.name, name))
-        files = parse_marker(read_bytes(local / MARKER), local / MARKER)
-        for name in (*files, MARKER):
+        """Upload a complete checkpoint in place of any other of its step, the marker last."""
+        names = parse_marker(read_bytes(local / MARKER), local / MARKER)
+        self._remove(step_of(local))
+        for name in (*names, MARKER):
             with self._translating(f"{local.name}/{name}"):
                 path = self._path(local.name, name)
                 if self._has_directories:
@@ -116,9 +109,10 @@ class Store:
                     raise ValueError(f"has {size} bytes there, not {wanted}")
 
     def get(self, step: int, checkpoints: Path) -> Found:
-        """Make the checkpoint a local one, in place of its like, and verify it. Raises
-        CheckpointError: it is missing or damaged, and nothing is left of it here; OSError: the
-        local disk is full."""
+        """Make the checkpoint a local one, in place of its like, and verify it.
+
+        A CheckpointError: it is missing or damaged, and nothing is left of it here.
+        """
         name = checkpoint_name(step)
         staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
         shutil.rmtree(staging, ignore_errors=True)
@@ -128,15 +122,14 @@ class Store:
             marker = self.marker(step)
             write_file(staging / MARKER, marker)
             for file in parse_marker(marker, f"{self.url}/{name}/{MARKER}"):
-                with self._translating(f"{name}/{file}", local=staging):
+                with self._translating(f"{name}/{file}"):
                     self._fs.get_file(self._path(name, file), str(staging / file))
             state = checkpoint.verify(staging)
             if target.exists():
                 remove_tree(target)
             staging.rename(target)
-        except (CheckpointError, MissingError) as error:
-            text = str(error).replace(str(staging), f"{self.url}/{name}")
-            raise CheckpointError(text) from None
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(staging), f"{self.url}/{name}")) from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         sync_directory(checkpoints)
@@ -147,29 +140,29 @@ class Store:
         """Delete checkpoints as those on disk are."""
         for step in self.steps()[keep_last:]:
             if not keep_every or step % keep_every:
-                self._remove(step, {MARKER})
+                self._remove(step)
 
-    def tidy(self, step: int) -> list[int]:
+    def tidy(self, step: int) -> None:
         """Delete what interrupted uploads have left, and mark the checkpoints of later steps as
-        abandoned: nobody resumes from them. Returns their steps."""
-        later = []
+        abandoned: nobody resumes from them."""
         for each, names in self.names().items():
             if not names & {MARKER, ABANDONED}:
-                self._remove(each, names)
+                self._remove(each)
             elif MARKER in names and each > step:
                 directory = self._path(checkpoint_name(each))
+                text = "%s: step %d belongs to an abandoned branch of this run; marked %s there"
+                logger.warning(text, self.url, each, ABANDONED)
                 with self._translating(checkpoint_name(each)):
                     self._fs.mv(f"{directory}/{MARKER}", f"{directory}/{ABANDONED}")
-                later.append(each)
-        return later
 
-    def _remove(self, step: int, names: set[str]) -> None:
-        """Delete a checkpoint; its marker first, if it has one."""
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint, if there is one; its marker first."""
         directory = self._path(checkpoint_name(step))
         with self._translating(checkpoint_name(step)):
-            if MARKER in names:
+            if self._fs.exists(f"{directory}/{MARKER}"):
                 self._fs.rm_file(f"{directory}/{MARKER}")
-            self._fs.rm(directory, recursive=True)
+            if self._fs.exists(directory):
+                self._fs.rm(directory, recursive=True)
 
     def claim(self, name: str, *, resumes: bool) -> None:
         """Leave the run's name. Raises UserError: the store holds checkpoints, and they are not to
@@ -186,15 +179,12 @@ class Store:
         return "/".join([self._root, *parts])
 
     @contextmanager
-    def _translating(self, name: str, *, local: Path | None = None) -> Iterator[None]:
-        """Make one kind of error of whatever a backend raises, but for a full disk where it writes
-        to `local`."""
+    def _translating(self, name: str) -> Iterator[None]:
+        """Make one kind of error of whatever a backend raises, and another of a missing file."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - botocore's errors, aiohttp's, OSError
-            if local is not None and isinstance(error, OSError) and error.errno in FULL:
-                raise OSError(error.errno, error.strerror, str(local)) from None
-            kind = MissingError if isinstance(error, FileNotFoundError) else StoreError
+            kind = CheckpointError if isinstance(error, FileNotFoundError) else StoreError
             raise kind(f"{self.url}/{name}: {_reason_of(error)}".replace("/:", ":")) from None
 
 
@@ -212,49 +202,40 @@ def find_checkpoint(
     directory, before something is downloaded into it. Raises UserError: the store cannot be used,
     or holds another run's checkpoints; or as `checkpoint.find`.
     """
-    if config.checkpoint.remote is None:
-        return _named_or_local(run_dir, resume, prepare), None
-    store = Store(config.checkpoint.remote)
-    own = (f"{store.url}/", f"{run_dir.checkpoints.absolute()}/")
+    key, store = "--resume", None
     try:
-        store.claim(config.run.name, resumes=resume == "auto" or resume.startswith(own))
-        if resume == "auto":
-            return _newest(store, run_dir, prepare), store
-    except StoreError as error:
-        found = None
-        if not is_url(resume):
-            found = checkpoint.find(run_dir.checkpoints, resume)
+        if config.checkpoint.remote is not None:
+            key, store = KEY, Store(config.checkpoint.remote)
+            own = (f"{store.url}/", f"{run_dir.checkpoints.absolute()}/")
+            store.claim(config.run.name, resumes=resume == "auto" or resume.startswith(own))
+            if resume == "auto":
+                return _newest(store, run_dir, prepare), store
+        if is_url(resume):
+            key = "--resume"
+            return _named(run_dir, resume, prepare), store
+    except (StoreError, CheckpointError) as error:
+        # During an outage the directory's own checkpoints do.
+        found = None if is_url(resume) else checkpoint.find(run_dir.checkpoints, resume)
         if found is None:
-            raise _unusable(KEY, error) from None
-        logger.warning("%s; resuming without the store, and uploads are tried again during the run", error)
+            raise UserError(key, f"cannot be used: {error}", "check the URL, endpoint and credentials") from None
+        logger.warning("%s; resuming without the store, and each save tries it again", error)
         return found, store
-    return _named_or_local(run_dir, resume, prepare), store
+    return checkpoint.find(run_dir.checkpoints, resume), store
 
 
-def _unusable(key: str, error: StoreError) -> UserError:
-    return UserError(key, f"cannot be used: {error}", "check the URL, the endpoint and the credentials")
-
-
-def _named_or_local(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -> Found | None:
-    if not is_url(resume):
-        return checkpoint.find(run_dir.checkpoints, resume)
+def _named(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -> Found:
+    """The checkpoint of a URL, unless the directory has it already."""
     parent, _, name = resume.rstrip("/").rpartition("/")
     step, local = step_of(Path(name)), run_dir.checkpoints / name
-    fix = "name a complete one, URL/step_NNNNNNNN, and a --run-dir that does not have another of its step"
-    try:
-        if step < 0 or name != checkpoint_name(step):
-            raise CheckpointError(f"{resume} is no checkpoint")
-        store = Store(parent, key="--resume")
-        if not (local / MARKER).exists():
-            prepare()
-            return store.get(step, run_dir.checkpoints)
-        if read_bytes(local / MARKER) != store.marker(step):
-            raise CheckpointError(f"{run_dir.path} has another {name} than {resume}")
-        return local, checkpoint.verify(local)
-    except (CheckpointError, MissingError) as error:
-        raise UserError("--resume", str(error), fix) from None
-    except StoreError as error:
-        raise _unusable("--resume", error) from None
+    store = Store(parent, key="--resume")
+    if step < 0 or name != checkpoint_name(step):
+        raise CheckpointError(f"{resume} is no checkpoint, such as URL/step_00000100")
+    if not (local / MARKER).exists():
+        prepare()
+        return store.get(step, run_dir.checkpoints)
+    if read_bytes(local / MARKER) != store.marker(step):
+        raise CheckpointError(f"{run_dir.path} has another {name} than {resume}; name another --run-dir")
+    return local, checkpoint.verify(local)
 
 
 def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
@@ -267,7 +248,7 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
             newest = step_of(found[0])
     except UserError as error:  # none here is whole
         refusal = error
-    later = [step for step in store.steps() if step > newest and not _was_left(store, step, run_dir)]
+    later = [step for step in store.steps() if step > newest]
     for step in later:
         prepare()  # not before: a run that is refused leaves no directory
         try:
@@ -278,12 +259,6 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
         problem = f"no checkpoint in {run_dir.checkpoints} or {store.url} is whole"
         raise UserError("--resume auto", problem, "start a new run")
     return found
-
-
-def _was_left(store: Store, step: int, run_dir: RunDir) -> bool:
-    """Whether a checkpoint is of a branch that the run has left, unknown to the store yet."""
-    marker = run_dir.checkpoints / "abandoned" / checkpoint_name(step) / MARKER
-    return marker.exists() and read_bytes(marker) == store.marker(step)
 
 
 class Uploads:
@@ -299,11 +274,9 @@ class Uploads:
         """`step`: that the run continues from; later ones in the store are of another branch."""
         self._store, self._checkpoints, self._step = store, run_dir.checkpoints, step
         self._retention = {"keep_last": table.keep_last, "keep_every": table.keep_every}
-        self._lock = threading.Lock()  # between choosing a checkpoint and deleting one
-        self._next: Path | None = None
-        self._busy: int | None = None
-        self._published, self._uploaded = "", ""  # the last of each
-        self._wake, self._is_closing, self._has_warned = threading.Event(), False, False
+        self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()  # None: the run ends
+        self._newest, self._busy, self._uploaded = Path(), Path(), Path()
+        self._is_tidy = self._has_warned = False
         # Of its own, and never closed: the thread may write an event until the process ends.
         self._events = EventWriter(run_dir.events)
         self._guard = diagnostics.best_effort("events of checkpoint.remote")
@@ -312,61 +285,45 @@ class Uploads:
 
     def publish(self, path: Path) -> None:
         """Note a complete checkpoint, and prune local ones but the one that is being uploaded."""
-        with self._lock:
-            self._next, self._published = path, path.name
-            checkpoint.prune(self._checkpoints, **self._retention, spared=self._busy)
-        self._wake.set()
+        self._newest = path
+        self._queue.put(path)
+        checkpoint.prune(self._checkpoints, **self._retention, spared=step_of(self._busy))
 
     def wait(self, stop: StopRequest) -> None:
         """Wait until the store has the last checkpoint, or a stop is requested meanwhile."""
         was_requested, end = stop.requested, time.monotonic() + CLOSE_SEC
-        self._is_closing = True
-        self._wake.set()
-        while self._thread.is_alive() and time.monotonic() < end and not (stop.requested and not was_requested):
+        self._queue.put(None)
+        while self._thread.is_alive() and time.monotonic() < end and (was_requested or not stop.requested):
             self._thread.join(0.1)
-        checkpoint.prune(self._checkpoints, **self._retention, spared=self._busy)
-        if self._published and self._uploaded == self._published:
-            logger.info("%s has the last checkpoint, %s", self._store.url, self._uploaded)
-        elif self._published:
-            last = self._checkpoints / self._published
-            logger.warning("%s does not have the last checkpoint: copy %s there", self._store.url, last)
+        checkpoint.prune(self._checkpoints, **self._retention, spared=step_of(self._busy))
+        if self._newest.name and self._uploaded == self._newest:
+            logger.info("%s has the last checkpoint, %s", self._store.url, self._uploaded.name)
+        elif self._newest.name:
+            logger.warning("%s does not have the last checkpoint: copy %s there", self._store.url, self._newest)
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                path, self._next, self._busy = self._next, None, None
-                if path is not None:
-                    self._busy = step_of(path)
-            if path is not None:
+        for path in iter(self._queue.get, None):
+            self._busy = path  # first: it may not be pruned from here on
+            if path == self._newest:
                 self._upload(path)
-            elif self._is_closing:
-                return
-            else:
-                self._wake.wait()
-                self._wake.clear()
+            self._busy = Path()
 
     def _upload(self, path: Path) -> None:
-        started = time.monotonic()
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                if self._step >= 0:
-                    for step in self._store.tidy(self._step):
-                        text = "%s: step %d is of a branch that this run has left; marked %s there"
-                        logger.warning(text, self._store.url, step, ABANDONED)
-                    self._step = -1  # once
-                self._store.put(path)
-                self._uploaded, seconds = path.name, time.monotonic() - started
-                self._event("remote_uploaded", global_step=step_of(path), seconds=round(seconds, 3), attempts=attempt)
-                self._store.prune(**self._retention)
-            except Exception as error:  # noqa: BLE001 - whatever a backend raises
-                self._event("remote_failed", global_step=step_of(path), attempt=attempt, error=error_text(error))
-                if not self._has_warned:
-                    text = "%s cannot be uploaded now: %s; the run goes on, and this is tried again"
-                    logger.warning(text, path.name, error)
-                self._has_warned = True
-            if self._uploaded == path.name or self._next is not None:
-                return
-            time.sleep(WAIT_SEC * attempt)
+        started, step = time.monotonic(), step_of(path)
+        try:
+            if not self._is_tidy:
+                self._store.tidy(self._step)
+                self._is_tidy = True
+            self._store.put(path)
+            self._uploaded, seconds = path, time.monotonic() - started
+            self._event("remote_uploaded", global_step=step, seconds=round(seconds, 3))
+            self._store.prune(**self._retention)
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises
+            self._event("remote_failed", global_step=step, error=error_text(error))
+            if not self._has_warned:
+                text = "%s cannot be uploaded now: %s; the run goes on, and the next save is tried"
+                logger.warning(text, path.name, error)
+            self._has_warned = True
 
     def _event(self, name: str, **values: Any) -> None:
         self._guard.run(self._events.write, {"event": name, "url": self._store.url, **values})

@@ -1,0 +1,231 @@
+"""Checkpoints on their way to a store and back: which one a run resumes from, and what a failing store costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.config.schema import CheckpointTable, RunConfig
+from trainer.errors import UserError
+from trainer.lab.remote import ABANDONED, Store, Uploads, find_checkpoint
+from trainer.metrics.best_effort import Diagnostics
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import FORMAT_VERSION, MARKER, checkpoint_name, parse_marker
+from trainer.training.checkpointing.tensor_files import CheckpointError
+from trainer.training.run_dir import RunDir
+
+FILES = ("model_000.safetensors", "state.json")
+
+
+def make_checkpoint(checkpoints: Path, step: int, *, branch: int = 0) -> Path:
+    """A checkpoint of two files, whose content follows from the arguments."""
+    path, files = checkpoints / checkpoint_name(step), {}
+    path.mkdir(parents=True)
+    for name in FILES:
+        content = (f"{name} {step} {branch} ".encode() * 100)[:1000]
+        (path / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / MARKER).write_text(json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def files_alone(monkeypatch):
+    """These checkpoints have no state of a run: their files are verified, and no more."""
+
+    def verify(path):
+        for name, expected in parse_marker((path / MARKER).read_bytes(), path).items():
+            if checkpoint._fingerprint(path / name) != expected:
+                raise CheckpointError(f"{path / name}: is damaged")
+        return {}
+
+    monkeypatch.setattr(checkpoint, "verify", verify)
+
+
+@pytest.fixture
+def url():
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    directory = tmp_path / "run" / "checkpoints"
+    directory.mkdir(parents=True)
+    return directory
+
+
+@pytest.fixture
+def stored(checkpoints, url):
+    """The checkpoints 1, 2 and 3 of a run, here and in the store."""
+    store = Store(url)
+    store.claim("run", resumes=False)
+    for step in (1, 2, 3):
+        store.put(make_checkpoint(checkpoints, step))
+    return store
+
+
+def spoil(store, step):
+    store._fs.pipe_file(store._path(checkpoint_name(step), FILES[0]), b"another content")
+
+
+def found_by(url, run_dir, resume="auto"):
+    source = {"source": [{"name": "s", "root": "x"}]}
+    config = RunConfig.model_validate({"train": {"steps": 1}, "data": source, "checkpoint": {"remote": url}})
+    found, _ = find_checkpoint(config, RunDir(run_dir), resume, lambda: None)
+    return None if found is None else found[0].relative_to(run_dir / "checkpoints").name
+
+
+def test_the_newest_whole_one_of_directory_and_store_is_found(stored, checkpoints, url, tmp_path, caplog):
+    (checkpoints / "step_00000003" / FILES[0]).write_bytes(b"short")
+    assert found_by(url, checkpoints.parent) == "step_00000003", "damaged here, whole there"
+    assert checkpoint.verify(checkpoints / "step_00000003") == {}
+    assert found_by(url, tmp_path / "new") == "step_00000003"
+    spoil(stored, 3)
+    assert found_by(url, tmp_path / "other") == "step_00000002"
+    assert "falling back to the checkpoint before it" in caplog.text
+    assert not list((tmp_path / "other" / "checkpoints").glob(".tmp*"))
+    for step in (1, 2):
+        spoil(stored, step)
+    with pytest.raises(UserError, match=r"no checkpoint in .* or .* is whole"):
+        found_by(url, tmp_path / "third")
+
+
+def test_one_is_taken_by_its_url(stored, tmp_path, checkpoints, url):
+    for run_dir in (tmp_path / "new", checkpoints.parent):
+        assert found_by(url, run_dir, f"{url}/step_00000002") == "step_00000002"
+    for name, problem in (("step_00000009", "step_00000009/COMPLETE"), ("typo", "is no checkpoint")):
+        with pytest.raises(UserError, match=problem):
+            found_by(url, checkpoints.parent, f"{url}/{name}")
+
+
+def test_a_prefix_is_of_one_run_and_an_outage_is_no_reason_not_to_resume(
+    stored, tmp_path, checkpoints, url, monkeypatch
+):
+    with pytest.raises(UserError, match="holds the checkpoints of another run"):
+        found_by(url, tmp_path / "other", "off")
+
+    def names(self):
+        self._fs.cat_file("memory://absent/" + "x" * 9)
+
+    monkeypatch.setattr(Store, "names", names)
+    assert found_by(url, checkpoints.parent) == "step_00000003"
+    with pytest.raises(UserError, match=r"checkpoint\.remote: cannot be used"):
+        found_by(url, tmp_path / "new", "off")
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("ftp://me:verysecret@host/x", "a URL with a password in it cannot be used"),
+        ("nosuch://bucket/x", "cannot be used as a store: .*Protocol not known: nosuch"),
+        ("s3:///", "it names no bucket"),
+        ("without://fsspec/x", r"pip install fsspec s3fs"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused_by_its_key_and_no_password_is_shown(url, problem, monkeypatch):
+    if url.startswith("without"):
+        monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(UserError, match=problem) as found:
+        Store(url, key="checkpoint.remote")
+    assert found.value.key == "checkpoint.remote"
+    assert "verysecret" not in found.value.message
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_what_was_put_comes_back_and_another_branch_is_set_aside(scheme, url, tmp_path, checkpoints):
+    store = Store(url if scheme == "memory" else f"file://{tmp_path}/store")
+    for step in (1, 2, 3):
+        store.put(make_checkpoint(checkpoints.parent / "other", step, branch=1))
+    original = make_checkpoint(checkpoints, 1)
+    store.put(original)  # in place of the other
+    store.put(make_checkpoint(checkpoints, 4))
+    store._fs.rm_file(store._path(checkpoint_name(4), MARKER))  # as an interrupted upload leaves it
+    path, _ = store.get(1, tmp_path / "back")
+    assert {each.name: each.read_bytes() for each in path.iterdir()} == {
+        each.name: each.read_bytes() for each in original.iterdir()
+    }
+    store.tidy(2)
+    assert store.steps() == [2, 1]
+    assert ABANDONED in store.names()[3]
+    assert 4 not in store.names()
+    store.prune(keep_last=1, keep_every=0)
+    assert store.steps() == [2]
+
+
+class Faulty(Store):
+    """A store that fails, waits, or cuts a file."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.fails = self.cuts = False
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.puts = []
+        real = self._fs
+
+        class Patched:
+            def __getattr__(_, name):
+                return getattr(real, name)
+
+            def put_file(_, local, path):
+                self.puts.append(path.rpartition("/")[2])
+                assert self.may_go_on.wait(60)
+                if self.fails:
+                    raise ConnectionError("planned")
+                real.pipe_file(path, Path(local).read_bytes()[: 1 if self.cuts else None])
+
+        self._fs = Patched()
+
+
+def until(happens):
+    end = time.monotonic() + 120
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_what_is_uploaded_holds_up_nobody_and_a_failure_costs_one_checkpoint(checkpoints, url, caplog):
+    store, run_dir = Faulty(url), RunDir(checkpoints.parent)
+    uploads = Uploads(store, run_dir, CheckpointTable(keep_last=1), -1, Diagnostics())
+    store.may_go_on.clear()
+    for step in (1, 2, 3, 4):  # the thread waits with the first
+        uploads.publish(make_checkpoint(checkpoints, step))
+        until(lambda: store.puts)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_00000001", "step_00000004"]
+    store.may_go_on.set()
+    until(lambda: store.steps() == [4])
+    assert store.puts == 2 * [*FILES, MARKER], "the newest alone has waited"
+    store.fails = True
+    uploads.publish(make_checkpoint(checkpoints, 5))
+    until(lambda: '"remote_failed"' in run_dir.events.read_text())
+    store.fails, store.cuts = False, True
+    uploads.publish(make_checkpoint(checkpoints, 6))
+    until(lambda: "has 1 bytes there, not 1000" in run_dir.events.read_text())
+    assert store.steps() == [4]
+    store.cuts = False
+    uploads.publish(make_checkpoint(checkpoints, 7))
+    uploads.wait(SimpleNamespace(requested=False))
+    assert store.steps() == [7]
+    assert caplog.text.count("the run goes on, and the next save is tried") == 1
+
+
+def test_a_stop_ends_the_wait_for_a_store_that_hangs(checkpoints, url, caplog):
+    store, requests = Faulty(url), iter([False])
+    store.may_go_on.clear()
+    uploads = Uploads(store, RunDir(checkpoints.parent), CheckpointTable(), -1, Diagnostics())
+    path = make_checkpoint(checkpoints, 1)
+    uploads.publish(path)
+    hurried = type("Hurried", (), {"requested": property(lambda _: next(requests, True))})
+    uploads.wait(hurried())
+    assert f"does not have the last checkpoint: copy {path} there" in caplog.text
+    store.may_go_on.set()
+    shutil.rmtree(checkpoints.parent, ignore_errors=True)
