@@ -40,8 +40,7 @@ from trainer.files import (
 )
 from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file, rows_file
-from trainer.wording import counted
+from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
 
 FORMAT_VERSION = 2
 MARKER = "COMPLETE"
@@ -136,17 +135,11 @@ def verify(path: Path) -> dict[str, Any]:
             problem = f"is damaged (its size or hash is not what {MARKER} says)"
             raise CheckpointError(f"{path / name}: {problem}")
     state = read_state(path)
-    world_size, num_shards = state["world_size"], state["data_shards"]
     # No more names than there are files, whatever number the state holds.
-    shards = range(min(max(num_shards, world_size), len(files)))
-    needed = {*map(model_file, state["model_files"]), *map(rank_file, shards)}
-    # A rank whose shards share a ledger saves one file of states, a model without state none.
-    rows = {rows_file(shard) for shard in shards[:: max(num_shards // world_size, 1)]}
-    if files.keys() & rows:
-        needed |= rows
-    missing = ", ".join(sorted(needed - files.keys()))
+    shards = range(min(state["data_shards"], len(files)))
+    missing = {*map(model_file, state["model_files"]), *map(rank_file, shards)} - files.keys()
     if missing:
-        raise CheckpointError(f"{path}: has no {missing}, and was saved on {counted(world_size, 'rank')}")
+        raise CheckpointError(f"{path}: has no {', '.join(sorted(missing))}")
     return state
 
 
@@ -163,7 +156,8 @@ def read_state(path: Path) -> dict[str, Any]:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
-    _refuse_renamed(path.resolve(), state["step"], path / STATE_FILE)
+    if step_of(path.resolve()) not in (-1, state["step"]):  # the run would resume at the wrong one
+        raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}")
     # A resume, unlike verbs, has to know how many cells a row had.
     cells = flatten(state["config"]).get("train.tbptt_cells", 1)
     return {**state, "config": without_removed(state["config"], any_value=True), "tbptt_cells": cells}
@@ -180,22 +174,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: is damaged: {error}") from None
 
 
-def _refuse_renamed(directory: Path, step: int, where: Path | str) -> None:
-    """Refuse a checkpoint under the name of another step: the run would resume at the wrong one."""
-    named = step_of(directory)
-    if named not in (-1, step):
-        raise CheckpointError(f"{where}: is damaged: it is of step {step}, not {named}")
-
-
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
     """Name -> fingerprint, from the marker."""
-    try:
-        marker = read_bytes(path / MARKER)
-    except OSError as error:
-        raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / MARKER}: is damaged: {error}") from None
-    return parse_marker(marker, path / MARKER)
+    with _reading(path / MARKER):
+        return parse_marker(read_bytes(path / MARKER), path / MARKER)
 
 
 def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
@@ -205,12 +187,11 @@ def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
         found = parse_json(marker)
         for name, each in found["files"].items():
             files[name] = {"bytes": int(each["bytes"]), "sha256": str(each["sha256"])}
-        version, step = found["format_version"], found["step"]
+        version = found["format_version"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise CheckpointError(f"{where}: is damaged") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{where}: has format version {version}, this program reads {FORMAT_VERSION}")
-    _refuse_renamed(Path(where).parent, step, where)
     for name in files:
         # A path could make `verify` or a copy read outside the directory.
         if not is_file_name(name) or name == MARKER:

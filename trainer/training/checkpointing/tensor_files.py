@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.files import open_plain, replacing, replacing_path
-from trainer.wording import counted
 
 # Keys of a file's metadata, each of JSON.
 _OFFSETS = "DCP_SHARDING_INFO"  # name -> {"saved_offsets": [first row, 0, ...]}, as torch names it
@@ -59,9 +57,7 @@ def write_tensors(
     """
     offsets = {}
     for name, (_, start, shape) in rows.items():
-        first = [0] * len(shape)
-        if shape:  # only rows are split, and a scalar has none
-            first[0] = start
+        first = [start, *[0] * (len(shape) - 1)] if shape else []  # only rows are split
         offsets[name] = {"saved_offsets": first}
     if shapes is None:
         shapes = {name: part.shape for name, part in rows.items()}
@@ -71,11 +67,7 @@ def write_tensors(
         try:
             safetensors.torch.save_file(tensors, str(temporary), {"format": "pt", **metadata})
         except safetensors.SafetensorError as error:
-            # The system's error number is in the text only.
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number is None:
-                raise RuntimeError(f"{path.name}: {error}") from None
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+            raise RuntimeError(f"{path.name}: {error}") from None
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,17 +89,16 @@ class TensorFiles:
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-        self._opened: list[_OpenFile] = []
-        self.values: Any = None
-        """Those of the first file."""
-        first = next(self._files(), None)
-        if first is None:
+        if not paths:
             raise CheckpointError("there are no tensors")
+        self._unopened = paths[1:]
+        first = _OpenFile(paths[0])
+        self._opened = [first]
         self.shapes: dict[str, tuple[int, ...]]
         """By name, of all whole tensors."""
         self.shapes = {name: tuple(shape) for name, shape in first.metadata(_SHAPES).items()}
-        self.values = first.metadata(_VALUES)
+        self.values: Any = first.metadata(_VALUES)
+        """Those of the first file."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor (None: to its end), copied out of the files; or a scalar.
@@ -116,46 +107,32 @@ class TensorFiles:
         """
         if name not in self.shapes:
             raise CheckpointError(f"there is no tensor {name}")
-        shape = self.shapes[name]
-        if not shape:
-            return self._first(name, 0, 1)
-        if stop is None:
-            stop = shape[0]
-        if start == stop:
-            return torch.empty(0, *shape[1:], dtype=self._first(name, 0, 0).dtype)
-        pieces: list[tuple[int, Tensor]] = []
-        missing = stop - start
+        shape, pieces = self.shapes[name], []
+        num = 1  # a scalar is like one row
+        if shape:
+            num = (shape[0] if stop is None else stop) - start
         # Until all rows are found: a file that is not needed is not opened.
         for file in self._files():
-            if missing <= 0:
-                break
-            found = file.rows(name, start, stop)
+            found = file.rows(name, start, start + num)
             if found is not None:
                 pieces.append(found)
-                missing -= len(found[1])
-        # The files come in any order.
-        pieces.sort(key=lambda piece: piece[0])
+                if sum(length for _, length, _ in pieces) >= num:
+                    break
+        pieces.sort(key=lambda piece: piece[0])  # the files come in any order
         at = start
-        for first, piece in pieces:
-            if first != at or tuple(piece.shape[1:]) != shape[1:]:
+        for first, length, tensor in pieces:
+            if first != at or tensor.shape[1:] != shape[1:]:
                 raise CheckpointError(f"{name}: its rows do not fit together")
-            at += len(piece)
-        if at != stop:
-            raise CheckpointError(f"{name}: rows {at:,} to {stop:,} are in no file")
-        return pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
-
-    def _first(self, name: str, start: int, stop: int) -> Tensor:
-        """The rows in the first file that has any, or the tensor if no row is asked for."""
-        for file in self._files():
-            found = file.rows(name, start, stop)
-            if found is not None:
-                return found[1]
-        raise CheckpointError(f"{name} is in no file")
+            at += length
+        if not pieces or at != start + num:
+            raise CheckpointError(f"{name}: rows {at:,} to {start + num:,} are in no file")
+        tensors = [tensor for *_, tensor in pieces]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _files(self) -> Iterator[_OpenFile]:
         yield from self._opened
-        while len(self._opened) < len(self._paths):
-            self._opened.append(_OpenFile(self._paths[len(self._opened)]))
+        while self._unopened:
+            self._opened.append(_OpenFile(self._unopened.pop(0)))
             yield self._opened[-1]
 
 
@@ -163,14 +140,9 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            with open_plain(path) as file:
-                name = str(path)
-                if not os.fsencode(path).isascii():
-                    # safetensors refuses a name that is no UTF-8; an open file has a plain one.
-                    name = f"/dev/fd/{file.fileno()}"
-                opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")
-            self._file = opened
-            self._names = set(opened.keys())
+            with open_plain(path):  # refuses what is no file
+                opened: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
+            self._file, self._names = opened, set(opened.keys())
             self._metadata: dict[str, str] = opened.metadata() or {}
             self._offsets = self.metadata(_OFFSETS)
         except OSError as error:
@@ -185,20 +157,19 @@ class _OpenFile:
         except (KeyError, ValueError, RecursionError):
             raise CheckpointError(f"{self._path}: cannot be read: its header has no {key}") from None
 
-    def rows(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
-        """The file's part of rows [start, stop), and the number of its first; None: it has none."""
+    def rows(self, name: str, start: int, stop: int) -> tuple[int, int, Tensor] | None:
+        """The file's part of rows [start, stop): its first, their number and they; None: it has none."""
         if name not in self._names:
             return None
         try:
             offsets = self._offsets[name]["saved_offsets"]
-            if not offsets:
-                return start, self._file.get_tensor(name)
-            first = offsets[0]
+            if not offsets:  # a scalar
+                return start, 1, self._file.get_tensor(name)
             part = self._file.get_slice(name)
-            low, high = max(start - first, 0), min(stop - first, part.get_shape()[0])
-            if low >= high and start < stop:
-                return None
-            return first + low, part[low:high].clone()
+            low, high = max(start - offsets[0], 0), min(stop - offsets[0], part.get_shape()[0])
+            if start == stop:  # of a rank that holds no rows: only the type counts
+                return start, 0, part[0:0]
+            return (offsets[0] + low, high - low, part[low:high].clone()) if low < high else None
         except (safetensors.SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self._path}: {name} cannot be read: {error}") from None
 
@@ -218,6 +189,9 @@ def pack(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    def inner(found: Any, key: object) -> Any:
+        return _pack(found, f"{name}.{key}" if name else str(key), tensors)
+
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
@@ -227,19 +201,15 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"$tensor": name}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-
-    def inner(found: Any, key: object) -> Any:
-        return _pack(found, f"{name}.{key}" if name else str(key), tensors)
-
     if isinstance(value, Mapping):
         if all(type(key) is str and not key.startswith(_TAG) for key in value):
             return {key: inner(found, key) for key, found in value.items()}
         return {"$dict": [[inner(key, "key"), inner(found, key)] for key, found in value.items()]}
     if isinstance(value, list | tuple | set):
         items = [inner(found, number) for number, found in enumerate(value)]
-        if type(value) is list:
-            return items
-        return {"$set": items} if isinstance(value, set) else {"$tuple": items}
+        tags = {tuple: "$tuple", set: "$set"}
+        tag = next((tags[kind] for kind in tags if isinstance(value, kind)), "")
+        return {tag: items} if tag else items
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     problem = f"is a {kind}; a checkpoint keeps plain values, lists, tuples, dicts and tensors"
     raise UserError(name or "checkpoint", problem, "keep it in another form, such as a list or a tensor")
@@ -259,10 +229,8 @@ def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
         return read(content)
     if tag == "$dict":
         return {unpack(key, read): unpack(value, read) for key, value in content}
-    if tag == "$tuple":
-        return tuple(unpack(item, read) for item in content)
-    if tag == "$set":
-        return {unpack(item, read) for item in content}
+    if tag in ("$tuple", "$set"):
+        return (tuple if tag == "$tuple" else set)(unpack(item, read) for item in content)
     dtype = getattr(torch, content, None) if tag == "$dtype" else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"nothing is written as {tag}")
@@ -285,12 +253,11 @@ def rows_file(rank: int) -> str:
 
 
 class TensorPart(NamedTuple):
-    """A file of tensors and plain values."""
+    """A file of tensors and plain values, see `write_tensors`."""
 
     rows: Mapping[str, Rows]
     values: Any = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
-    """See `write_tensors`."""
 
     @property
     def num_bytes(self) -> int:
@@ -309,7 +276,7 @@ Part = TensorPart | StatePart
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint to disk, not only to the page cache; see `write_tensors`."""
+    """Write one file of a checkpoint to disk, not only to the page cache."""
     if isinstance(part, TensorPart):
         write_tensors(path, part.rows, part.values, shapes=part.shapes)
         return
@@ -324,24 +291,22 @@ def read_rank(path: Path, rank: int) -> dict[str, Any]:
     part: dict[str, Any] = unpack(files.values, files.read)
     ledger = part.get("ledger", {})
     if ledger:
-        size = {"count": len(ledger["groups"]), "width": ledger["width"], "dtype": ledger["dtype"]}
-        ledger["rows"] = _map_rows(path / rows_file(rank), **size)
+        shape = len(ledger["groups"]), ledger["width"]
+        ledger["rows"] = _map_rows(path / rows_file(rank), shape, ledger["dtype"])
     return part
 
 
-def _map_rows(path: Path, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
+def _map_rows(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """States that `write_part` wrote, [count, width], as a memory map of the file."""
-    needed = count * width * dtype.itemsize
+    needed = shape[0] * shape[1] * dtype.itemsize
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != needed:
-                states = counted(count, "state")
-                raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {states}")
-            if not count:  # an empty file cannot be mapped
-                return torch.empty(0, width, dtype=dtype)
+                raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {shape[0]} states")
+            if not size:  # an empty file cannot be mapped
+                return torch.empty(shape, dtype=dtype)
             # Copy on write: a state that is changed in memory must not change the checkpoint.
-            mapped = torch.from_numpy(np.memmap(file, np.uint8, mode="c"))
-            return mapped.view(dtype).view(count, width)
+            return torch.from_numpy(np.memmap(file, np.uint8, mode="c")).view(dtype).view(shape)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
