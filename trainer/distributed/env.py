@@ -100,11 +100,26 @@ def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str
     return dist.PrefixStore(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+CHECK_EVERY_SEC = 0.1
+
+
+class GroupError(Exception):
+    """The ranks cannot start together: one has ended, or does not answer."""
+
+
 @contextmanager
-def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: torch.device) -> Iterator[None]:
+def process_group(
+    info: RankInfo,
+    *,
+    backend: str,
+    timeout_sec: float,
+    device: torch.device,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
     """The process group of the run, from rendezvous to teardown; a no-op for a single process.
 
-    References to the group outside of cycles are the caller's to drop.
+    References to the group outside of cycles are the caller's to drop. `is_stopped`: whether to
+    give up while the ranks start.
 
     Raises:
         GroupError: another rank has ended while they start, or does not answer in time.
@@ -117,8 +132,14 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     # as DDP does, this would keep a reference to it.
     importlib.import_module("torch._dynamo")
     try:
+        end = time.monotonic() + timeout_sec
         store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
-        answer_ready(store, rank=info.rank, world_size=info.world_size, timeout_sec=timeout_sec)
+        # Polled, since Python handles no signal during a blocking wait.
+        store.add("started", 1)
+        while store.add("started", 0) < info.world_size:
+            if is_stopped() or time.monotonic() > end:
+                raise GroupError("not all ranks have started")
+            time.sleep(CHECK_EVERY_SEC)
         dist.init_process_group(
             backend,
             store=store,
@@ -138,71 +159,20 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     except UserError as error:
         # Found by this rank in the middle of the run, not by all of them together.
         if error.speaker is None:
-            error.speaker = claim_message(store, error.message, rank=info.rank)
+            error.speaker = _claim_message(store, error.message, rank=info.rank)
         raise
     finally:
         gc.collect()  # reference cycles with the group: DDP's reducer
         dist.destroy_process_group()
 
 
-class GroupError(Exception):
-    """The ranks cannot start together: one has ended, or does not answer."""
-
-
-# Polled: during a blocking wait Python handles no signals, and the wait warns when it times out.
-CHECK_EVERY_SEC = 0.1
-SILENT = -1  # a `UserError.speaker`: those who found the mistake print it
-
-
-def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: float) -> None:
-    """Wait until all ranks are ready. UserError: one refuses; GroupError: one does not answer."""
-    end = time.monotonic() + timeout_sec
-    if _meet(store, rank=rank, world_size=world_size, gives_up=lambda: time.monotonic() > end):
-        error = UserError("another rank", "refuses to start", "see its message")
-        error.speaker = SILENT
-        raise error
-    missing = [str(each) for each in range(world_size) if not store.check([f"startup/rank_{each}"])]
-    if missing:
-        raise GroupError(f"rank {', '.join(missing)} did not start in time")
-
-
-def answer_refusal(store: dist.Store, message: str, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int:
-    """Refuse to start. Returns the rank that prints: the first with this message.
-
-    Args:
-        gives_up: polled; when true, ranks that have not answered are not waited for.
-    """
-    speaker = claim_message(store, message, rank=rank)
-    store.set("startup/refusal", "")
-    _meet(store, rank=rank, world_size=world_size, gives_up=gives_up)
-    return speaker
-
-
-def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
+def _claim_message(store: dist.Store, message: str, *, rank: int) -> int:
     """The rank that prints a message: the first that claims it."""
     digest = hashlib.sha256(message.encode()).hexdigest()
     try:
         return int(dist.PrefixStore("messages", store).compare_set(digest, "", str(rank)))
-    except (dist.DistError, RuntimeError):  # the store is gone, and with it the rank that kept it
+    except RuntimeError:  # the store is gone, and with it the rank that kept it
         return rank
-
-
-def _meet(store: dist.Store, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> bool:
-    """Wait for the other ranks. Whether any refuses."""
-    store.set(f"startup/rank_{rank}", "")
-    store.add("startup/here", 1)
-    # One that refuses and gives up on a third is gone, and nobody waits for it.
-    while store.add("startup/here", 0) < world_size and not store.check(["startup/gone"]) and not gives_up():
-        time.sleep(CHECK_EVERY_SEC)
-    is_refused = store.check(["startup/refusal"])
-    if is_refused:
-        store.add("startup/gone", 1)
-    # Rank 0 may be the host of the store, which must stay until the others have read.
-    while is_refused and rank == 0 and store.add("startup/gone", 0) < store.add("startup/here", 0):
-        if gives_up():
-            break
-        time.sleep(CHECK_EVERY_SEC)
-    return is_refused
 
 
 def gather_from_ranks(value: T, *, world_size: int) -> list[T]:

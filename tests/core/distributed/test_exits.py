@@ -132,7 +132,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(launched, tmp_path):
 START_TIMEOUT_SEC = 5
 MOMENTS = {
     "before it opens the store": "trainer.distributed.env:rendezvous_store",
-    "before it answers": "trainer.distributed.env:answer_ready",
+    "before the group begins": "torch.distributed:init_process_group",
     "before the first collective": "trainer.training.setup.record:choose_run_dir",
 }
 
