@@ -238,8 +238,6 @@ class StrategyOptions(Options):
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True
     """fsdp and hsdp: free a block's parameters between forward and backward."""
-    accumulate: Literal["shards", "whole"] = "shards"
-    """fsdp and hsdp. shards: average gradients in every micro-batch; whole: once per step."""
     find_unused_parameters: bool = False
     """ddp: allow parameters that a micro-batch does not use; DDP searches in every step."""
 

@@ -29,10 +29,8 @@ Points = list[tuple[int, float]]
 STRATEGIES = {
     "ddp": (2, ["strategy=ddp"]),
     "fsdp": (2, ["strategy=fsdp"]),
-    "fsdp, accumulate whole": (2, ["strategy=fsdp", "accumulate=whole"]),
     "fsdp, no resharding": (2, ["strategy=fsdp", "reshard_after_forward=false"]),
     "hsdp, 2 x 2": (4, ["strategy=hsdp", "replicas=2"]),
-    "hsdp, 2 x 2, accumulate whole": (4, ["strategy=hsdp", "replicas=2", "accumulate=whole"]),
 }
 BLOCKS = 3
 KINDS = ("all-gather", "all-reduce", "reduce-scatter")

@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
     "growing_batch": Case(('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}}', "optimizer.name=muon")),
     "gated_delta": Case(("model.family=gated_delta", "optimizer.name=sgd"), ranks=(1,)),
     "diag_healthy": Case((MIXED,), config="healthy"),
-    "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), ranks=(4,)),
+    "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2"), ranks=(4,)),
     "chunked": Case(("objective.z_loss=1e-4", "objective.chunk_tokens=16")),
     "resumed_on_more_ranks": Case(("checkpoint.background=true", "distributed.strategy=fsdp"), ranks=(2, 3)),
     "resumed_in_tokens": Case(

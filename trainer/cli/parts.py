@@ -44,7 +44,7 @@ _LAB = {
     # Extensions: checkpoints have their states under these names.
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
     "spikes": f"{LAB}.spikes:LossSpikes",
-    "memory snapshot": f"{LAB}.memory:MemorySnapshot",
+    "memory snapshot": f"{LAB}.profile:MemorySnapshot",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
     # Families of models.
@@ -62,7 +62,7 @@ _LAB = {
     "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
     "muon": f"{LAB}.optimizers:build_muon",
     "nested states": f"{LAB}.nested_state:carry_flat",
-    "out of memory": f"{LAB}.memory:explain",
+    "out of memory": f"{LAB}.profile:explain",
     "own batches": f"{LAB}.own_batches:make",
     "own evaluation": f"{LAB}.own_batches:OwnTask",
     "own optimizer": f"{LAB}.optimizers:build_custom",

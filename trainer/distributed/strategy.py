@@ -33,16 +33,11 @@ def strategy_for(
     param_dtype: torch.dtype | None = None,
 ) -> Strategy:
     """The strategy of a run; see `Sharded` and `layout_for`. Every rank must call it."""
-    name = options.strategy
     if info.world_size == 1:
-        if name != "ddp":
-            logger.info('distributed.strategy = "%s": a single rank holds the whole model', name)
         return Strategy()
     layout = layout_for(options, info)
     if layout is None:
         return Replicated(options, world_size=info.world_size, device=device)
-    if name == "hsdp" and layout.replicas == 1:
-        logger.info('strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node')
     return Sharded(layout, options, device=device, param_dtype=param_dtype)
 
 
@@ -167,7 +162,6 @@ class Sharded(Strategy):
         self.copies, self.groups = layout.replicas, mesh.get_all_groups()
         self._device = device
         self._reshard_after_forward = options.reshard_after_forward
-        self._keeps_whole = options.accumulate == "whole"
         self._sharding: dict[str, Any] = {"mesh": mesh}
         if param_dtype is not None:
             # Inputs are not cast: a carried state stays in float32.
@@ -193,18 +187,12 @@ class Sharded(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Between replicas, sums of shards are averaged once in either case."""
-        if not self._keeps_whole and self.copies == 1:
-            yield
-            return
-        defer = self._root.set_requires_all_reduce
-        if self._keeps_whole:
-            defer = self._root.set_requires_gradient_sync
-        defer(False)
+        """Averages shards all the same, but over replicas only in the last backward."""
+        self._root.set_requires_all_reduce(False)
         try:
             yield
         finally:
-            defer(True)
+            self._root.set_requires_all_reduce(True)
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
         """Shards; refuses a parameter without a gradient."""

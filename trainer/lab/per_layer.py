@@ -20,8 +20,6 @@ from trainer.training.extension import Extension
 if TYPE_CHECKING:
     from trainer.training.run import Run
 
-# What torch.compile and checkpoint wrappers put into the names of the parameters below them.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 # Entries of a tensor that are looked at. Where they are independent and normal, the relative
 # standard error of a tensor's norm is `1 / sqrt(2 n)` for a sample of n: 0.6 % at 16,384. With
 # kurtosis k it is `sqrt((k - 1) / (4 n))`, which is more for an embedding of which a step moves a
@@ -102,7 +100,7 @@ def layer_of(name: str) -> str:
     """The layer of a parameter: its name up to the first number, `blocks.0` of
     `blocks.0.mixer.weight`; without a number the module that owns it, `embedding` of
     `embedding.weight`; of a parameter of the model itself its own name."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     kept = parts[:-1] or parts
     if number is not None:

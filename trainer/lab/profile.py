@@ -1,24 +1,33 @@
-"""`--profile N`: torch's profiler over N steady steps of rank 0, as a trace in `RUN_DIR/profile`.
+"""Time and memory of a run: `--profile N`, `train.memory_snapshot`, and what is told when memory runs out.
 
-It could go if a run were profiled by a program around it.
+torch's profiler records N steady steps of rank 0, as a trace in `RUN_DIR/profile`. It could go if a
+run were profiled by a program around it.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
+import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils._pytree import tree_leaves
 
 from trainer.config.schema import FIRST_PROFILED
+from trainer.distributed.shards import own_part
+from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
+from trainer.training.setup.plan import ledger_bytes, width_of
 from trainer.wording import counted
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
 
 logger = get_logger(__name__)
+every_rank_logger = get_logger(f"{__name__}.memory", rank_zero_only=False)
 
 FOLDER: Final = "profile"  # of the run directory
 TRACE: Final = "trace.json.gz"
@@ -68,3 +77,40 @@ class StepProfile(Extension):
         self._is_done = True
         steps = counted(self._num_steps, "step")
         logger.info("profile of %s from step %d on: %s, for https://ui.perfetto.dev", steps, self._first_step, path)
+
+
+class MemorySnapshot(Extension):
+    """`train.memory_snapshot`: records CUDA's last allocations, and writes them at the end."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.device.type != "cuda":
+            problem = f"records CUDA's memory, not that of {run.device.type}"
+            raise UserError("train.memory_snapshot", problem, "remove it")
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+    def closed(self) -> None:
+        path = self.run.run_dir.path / f"memory_rank_{self.run.info.rank}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def explain(run: Run) -> None:
+    """Log what this rank's memory holds, by part."""
+    parameters = list(run.model.parameters())
+    sizes = {
+        "weights": _bytes(parameters),
+        "gradients": _bytes([parameter.grad for parameter in parameters]),
+        "optimizer": _bytes(tree_leaves([*run.state.optimizer.state.values()])),
+        "ledger": len(run.state.ledgers) * ledger_bytes(run.config.ledger, width_of(run.model)),
+    }
+    if run.device.type == "cuda":
+        sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.device)
+    found = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
+    text = "out of memory at step %d, rank %d: %s; docs/memory.md lists what takes less"
+    every_rank_logger.error(text, run.position.step + 1, run.info.rank, found)
+
+
+def _bytes(held: Iterable[object]) -> int:
+    """What this rank holds of the tensors among them."""
+    return sum(own_part(each).nbytes for each in held if isinstance(each, Tensor))

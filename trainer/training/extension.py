@@ -11,8 +11,7 @@ moment that no extension overrides costs the loop a look at an empty list. An ex
 is off from then on, with one warning and an event; the run continues without it.
 
 An extension must not communicate by itself: if it failed on one rank, the others would wait for it.
-The return value of `updated` is summed over ranks for `summed`; anything else goes through
-`to_exchange`.
+The return value of `updated` is summed over ranks for `summed`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.distributed.env import gather_from_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.on_device import HostCopy
@@ -50,7 +48,7 @@ class Extension:
         run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and other parts.
         args: `args` of its `[[extension]]`.
 
-    Attributes, of which those about sums and steps must be the same on all ranks:
+    Attributes (those about sums and steps are the same on all ranks):
         metric_keys: the names of all metrics that it reports.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
         every_step: measure all steps, not only logged ones. A step that it measures calls the
@@ -103,12 +101,6 @@ class Extension:
     def at_boundary(self, step: int, *, is_last: bool) -> None:
         """After a step that the next one waits for: a logged one, every `boundary_every`-th, others."""
 
-    def to_exchange(self) -> Any:
-        """A value for all ranks, within two steps of `run.extensions.asks = True` on any rank."""
-
-    def exchanged(self, by_rank: Sequence[Any]) -> None:
-        """Receives `to_exchange` of each rank, None where it failed; of a failed run this rank's alone."""
-
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run: fits JSON, and is the same on all ranks."""
         return {}
@@ -155,23 +147,19 @@ class Measured(NamedTuple):
 class Extensions:
     """The extensions of a run, each behind its guard. Sums are reduced on `device`."""
 
-    def __init__(
-        self, extensions: Mapping[str, Extension], diagnostics: Diagnostics, *, device: torch.device, world_size: int
-    ) -> None:
+    def __init__(self, diagnostics: Diagnostics, *, device: torch.device, world_size: int) -> None:
         self._all: list[_Guarded] = []
         self._diagnostics, self._device, self._world_size = diagnostics, device, world_size
         self._states: dict[str, Any] = {}  # the last ones, also of extensions that failed
         self.periods: set[int] = set()
         """The next step waits for a boundary after steps that are multiples of one of these."""
-        self.asks = False
-        """Set by an extension that asks on this rank for an exchange."""
         self.failure = ""
-        """Set by an extension, on all ranks alike, to end the run."""
-        self.add(extensions)
+        """Set by an extension, on all ranks alike, to end the run before anything more is saved."""
+        self._arrange()
         self._measure(())
 
     def add(self, extensions: Mapping[str, Extension]) -> None:
-        """Add some, by name. Those that sum or exchange must be the same on all ranks."""
+        """Add some, by name. Those that sum must be the same on all ranks."""
         for name, extension in extensions.items():
             # All calls of an extension share one guard: one failure switches it off.
             added = _Guarded(name, extension, self._diagnostics.best_effort(name))
@@ -200,26 +188,20 @@ class Extensions:
     def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> None:
         """Note which extensions measure the step, and call their first moment."""
         # By shared settings: one that failed here keeps its place in the sums until all ranks know.
-        asked = self._all if is_logged else self._always
-        if asked or self._measuring:  # else nothing changes
-            self._measure(asked)
-        for each in self._measuring:
-            if each.has("window_read"):
-                each.call("window_read", step, window)
+        self._measure(self._all if is_logged else self._always)
+        for call in self._calls("window_read"):
+            call(step, window)
 
     def _measure(self, measuring: Sequence[_Guarded]) -> None:
-        """Note which extensions measure the step."""
+        self._measuring = list(measuring)
+        self.on_micro, self.on_gradient = self._calls("micro_done"), self._calls("gradient_ready")
 
-        def calls(moment: str) -> list[Callable[..., Any]]:
-            return [partial(each.call, moment) for each in measuring if each.has(moment)]
-
-        self._measuring = measuring
-        self.on_micro, self.on_gradient = calls("micro_done"), calls("gradient_ready")
+    def _calls(self, moment: str) -> list[Callable[..., Any]]:
+        """What calls a moment of the extensions that measure the step."""
+        return [partial(each.call, moment) for each in self._measuring if each.has(moment)]
 
     def sum_up(self) -> Measured | None:
         """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""
-        if not self._measuring:
-            return None
         summing = [each for each in self._measuring if each.extension.num_sums]
         if not summing:
             return None
@@ -248,10 +230,6 @@ class Extensions:
                 self._all.remove(each)
                 self._arrange()
 
-    def has(self, moment: str) -> bool:
-        """Whether any extension has this moment."""
-        return bool(self._by_moment[moment])
-
     def drained(self) -> dict[str, Reported]:
         """The metrics of all; None for those of one that has failed."""
         found: dict[str, Reported] = {}
@@ -259,22 +237,6 @@ class Extensions:
             drained = each.call("drain_metrics")
             found |= dict.fromkeys(each.extension.metric_keys) if drained is None else drained
         return found
-
-    def exchange(self, *, alone: bool = False) -> None:
-        """Exchange the results of `to_exchange`. Collective, unless the run has failed (`alone`).
-
-        Raises CorruptedError if an extension ends the run: nothing may be saved then.
-        """
-        exchanging, self.asks = self._by_moment["to_exchange"], False
-        if not exchanging:
-            return
-        own = [each.call("to_exchange") for each in exchanging]
-        world_size = 1 if alone else self._world_size
-        by_rank = gather_from_ranks(own, world_size=world_size)
-        for index, each in enumerate(exchanging):
-            each.call("exchanged", [values[index] for values in by_rank])
-        if self.failure and not alone:
-            raise CorruptedError(self.failure)
 
     def close(self) -> None:
         """Close and release all of them: they refer to the run."""

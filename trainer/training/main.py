@@ -19,6 +19,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import torch
 
@@ -97,7 +98,8 @@ def train(config: RunConfig, launch: Launch) -> int:
         # A custom model may do anything while it is built, so it is built only once, later.
         raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         timeout = config.distributed.timeout_sec
-        group = process_group(info, backend=pick_backend(device), timeout_sec=timeout, device=device)
+        how: dict[str, Any] = {"backend": pick_backend(device), "timeout_sec": timeout, "device": device}
+        group = process_group(info, **how, is_stopped=lambda: stop.requested)
         try:
             with group:
                 try:
@@ -171,8 +173,6 @@ def _run_to_end(run: Run) -> int:
     finally:
         run.watchdog.at("end", run.position.step, may_wait=True)
         if run.info.is_main:
-            # Only what this rank knows: after a failure the others cannot be asked any more.
-            run.extensions.exchange(alone=True)
             # Before the sinks are closed, which may take time. The record is written at every step.
             run_dir.leave_status(run.info, state, reason=reason, step=run.position.step)
             run.tracker.close()  # flushes the sinks
@@ -220,7 +220,6 @@ def run_loop(run: Run) -> str:
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight, operations)
         run.extensions.call("step_launched", position.step + (in_flight is not None))
-    run.extensions.exchange()  # weights that differ between ranks are not saved
     if run.saver.last_saved != position.step and position.step > 0:
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         run.saver.save(position, in_background=False)
@@ -260,7 +259,6 @@ def take_step(
             stop=run.stop.requested,
             saved=run.saver.pending is not None and run.saver.is_written(),
             save_due=time.monotonic() >= run.saver.due_time,
-            exchange=run.extensions.asks,
             exhausted=all(map(attrgetter("is_filler"), window)),
         )
     current = StepInFlight(step, batch.reached, window, launched, batch.lr)

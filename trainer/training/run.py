@@ -27,7 +27,7 @@ from trainer.metrics.tracker import MetricsTracker
 from trainer.options import MicroBatches
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator
-from trainer.training.extension import Extensions
+from trainer.training.extension import CorruptedError, Extensions
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopNow, StopRequest
@@ -195,10 +195,9 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
         reject(run, taken, outcome, operations)
     elif outcome.tokens:  # a step without tokens trained on nothing
         position.skipped_in_a_row = 0
-    if outcome.wants_exchange:
-        # Before the row, and before a save: an exchange may find that the run is corrupt.
-        run.extensions.exchange()
     end_step(run, taken, outcome, operations, is_logged=logs(run, step))
+    if run.extensions.failure:  # before anything is saved
+        raise CorruptedError(run.extensions.failure)
     if outcome.all_saved:  # agreed by all ranks
         run.watchdog.at("checkpoint", step, may_wait=True)
         run.saver.publish_pending()
@@ -318,14 +317,12 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     position, table = run.position, run.config.checkpoint
     if position.evaluation_is_due and not evaluate(run):
         return False
-    if run.extensions.has("at_boundary") and is_read_at_once(run, position.step):
+    if is_read_at_once(run, position.step):
         run.watchdog.at("extensions", position.step)
         run.extensions.call("at_boundary", position.step, is_last=is_last)
     is_due = run.saver.must_save or (table.every and position.step % table.every == 0)
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
-        # Weights that differ between ranks must not be saved.
-        run.extensions.exchange()
         run.saver.save(position, in_background=table.background)
     return True
 
@@ -367,7 +364,6 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Oper
     what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
     # fp16 overflows regularly, until the loss scale fits.
     if table.on_non_finite == "stop" and table.precision != "fp16":
-        run.extensions.exchange()
         # The last row of the record. Unless the step is a logged one, the next is in flight and its
         # groups are counted in the ledger already, so that the row holds only the host's metrics.
         end_step(run, taken, outcome, operations, is_logged=True, drains=logs(run, taken.step))

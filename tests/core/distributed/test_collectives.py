@@ -105,10 +105,10 @@ def test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_m
         # Every unit is gathered for the forward, and the blocks, which are freed after it, for the backward again. Every
         # micro-batch averages. The one all-reduce is the step's own sums.
         (2, ["strategy=fsdp"], MICRO_BATCHES * (2 * BLOCKS + 1), MICRO_BATCHES * UNITS, 1),
-        # The last micro-batch alone averages, the shards of each unit over the replicas too.
-        (4, ["strategy=hsdp", "replicas=2", "accumulate=whole"], MICRO_BATCHES * (2 * BLOCKS + 1), UNITS, 1 + UNITS),
+        # The last micro-batch alone averages over the replicas too.
+        (4, ["strategy=hsdp", "replicas=2"], MICRO_BATCHES * (2 * BLOCKS + 1), MICRO_BATCHES * UNITS, 1 + UNITS),
     ],
-    ids=["fsdp", "hsdp whole"],
+    ids=["fsdp", "hsdp"],
 )
 def test_the_collectives_of_a_sharded_step_follow_from_its_units(
     tmp_path: Path, world_size: int, sets: list[str], gathers: int, scatters: int, reduces: int

@@ -48,8 +48,8 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     inner = make_model()
     details = StepDetails(("token_ce", "z_loss", "coord"), token_types=TYPES, sources=("left", "right"))
     strategy = Replicated(world_size=world, device=torch.device("cpu")) if world > 1 else Strategy()
-    logging = {"details": details}
-    extensions = Extensions(logging, Diagnostics(), device=torch.device("cpu"), world_size=world)
+    extensions = Extensions(Diagnostics(), device=torch.device("cpu"), world_size=world)
+    extensions.add({"details": details})
     objective = Objective(ObjectiveOptions(z_loss=Z_LOSS, coord=COORD))
     step = make_step(inner, strategy, objective=objective, clip_grad_norm=1.0, world_size=world, extensions=extensions)
     data, share, window = rows(), ROWS // (world * micros), []

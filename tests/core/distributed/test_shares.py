@@ -64,7 +64,7 @@ CASES: dict[int, dict[tuple[str, ...], int]] = {
         ("distributed.strategy=fsdp", "optimizer.name=muon"): 2,
     },
     4: {
-        ("distributed.strategy=fsdp", "distributed.accumulate=whole"): 4,
+        ("distributed.strategy=fsdp",): 4,
         ("distributed.strategy=hsdp", "distributed.replicas=2"): 2,
     },
 }

@@ -1,7 +1,7 @@
 """What a step that does not log queues reads nothing from its device.
 
 The device is `meta`, whose tensors have no data: reading one is an error, be it a number, a copy or a mask's size; copies
-to it are watched. So a step that runs there does not wait for a device. The whole program: test_strategies.py.
+to it are watched. So a step that runs there does not wait for a device.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     run: Any = SimpleNamespace(model=model, strategy=Strategy())
     diagnostics = Diagnostics()
     diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
+    extensions = Extensions(diagnostics, device=META, world_size=1)
+    if has_layers:
+        extensions.add({"layers": LayerNumbers(run)})
     return TrainStep(
         model=model,
         ledgers=[Ledger(LedgerOptions(wipe_mode=wipe_mode, **sizes), state_width=16, device=META)],
@@ -94,9 +97,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
         world_size=1,
         device=META,
         autocast=nullcontext,
-        extensions=Extensions(
-            {"layers": LayerNumbers(run)} if has_layers else {}, diagnostics, device=META, world_size=1
-        ),
+        extensions=extensions,
     )
 
 

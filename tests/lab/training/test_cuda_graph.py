@@ -62,7 +62,8 @@ def run(graphs: MicroGraphs | None, *, micros: int = 3, steps: int = 7, **more: 
     torch.manual_seed(0)
     model, seen, found = StatefulDropout(VOCABULARY, WIDTH), [], list[Tensor]()
     gns = GradientNoiseScale(model)
-    extensions = Extensions({"keeps": Keeps(found)}, SimpleNamespace(best_effort=_guard), device=CPU, world_size=1)  # type: ignore[arg-type]
+    extensions = Extensions(SimpleNamespace(best_effort=_guard), device=CPU, world_size=1)  # type: ignore[arg-type]
+    extensions.add({"keeps": Keeps(found)})
     step = make_step(
         model,
         Strategy(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -134,7 +134,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     if config.eval.every:
         own = (plan, state.model, row_model, loss, auxiliary, info, device, diagnostics, sets)
         evaluator = Evaluator(*own, strategy=strategy)
-    extensions = Extensions({}, diagnostics, device=device, world_size=info.world_size)
+    extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
     if state.gns is not None:
         # At the end, when the averages hold all steps.
@@ -285,32 +285,26 @@ def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, strategy: Str
     return make(plan, info, device, strategy, auxiliary)
 
 
-def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
-    """The extensions beyond the core that are on, each with the key that asks for it."""
-    config, is_main = run.config, run.info.is_main
-    asked: dict[str, tuple[Any, str]] = {
+def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
+    """The extensions of a run, by name. One that is off is not imported."""
+    config = run.config
+    asked = {  # those beyond the core: whether they are on, and the key that says so
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "memory snapshot": (config.train.memory_snapshot, "train.memory_snapshot"),
         "sample": (config.sample.every, "sample.every"),
-        "profile": (is_main and config.metrics.profile, "metrics.profile"),
+        "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
     }
-    for name, (is_on, key) in asked.items():
-        if is_on:
-            yield name, key
-
-
-def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
-    """The extensions of a run, by name. One that is off is not imported."""
-    config = run.config
     found: dict[str, Extension] = {"step_details": make_details(run.plan, run.diagnostics, auxiliary)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
     if run.info.world_size > 1 and run.plan.layout is None and config.metrics.compare_replicas:
         found["replicas"] = Replicas(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
-        for name, key in _asked_extensions(run):
-            make = run.plan.parts.need(name, key)
+        for name, (is_on, key) in asked.items():
+            make = run.plan.parts.need(name, key) if is_on else None
+            if make is None:
+                continue
             try:
                 found[name] = make(run)
             except UserError:

@@ -244,24 +244,18 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
 
 
 def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
-    """Refuse batch sizes for modalities that no stream has: they would change nothing.
-
-    A custom `target` has no streams and does not count; nor does data that is gone.
-    """
+    """Refuse batch sizes for modalities that no stream has: they would change nothing."""
+    # A custom target has no streams; nothing is known of a source that is off.
     sources = [source for source in sources if source.table.target is None]
     if not sources or any(source.is_off for source in sources):
         return
-    asked = [("data.mixing", config.data.mixing.batch_size_by_modality, sources)]
-    for source in sources:
-        own = source.table.mixing.batch_size_by_modality or {}
-        asked.append((f"source {source.name}: mixing", own, [source]))
-    for table, sizes, read in asked:
-        known = {stream.modality for source in read for stream in source.streams}
-        unknown = ", ".join(map(repr, sorted(sizes.keys() - known)))
-        if unknown:
-            there = ", ".join(sorted(known)) or "none"
-            problem, key = f"no stream has the modality {unknown}; there are {there}", f"{table}.batch_size_by_modality"
-            raise UserError(key, problem, "remove it, or name one that exists")
+    asked = {*config.data.mixing.batch_size_by_modality}
+    asked |= {name for source in sources for name in source.table.mixing.batch_size_by_modality or {}}
+    known = {stream.modality for source in sources for stream in source.streams}
+    if asked - known:
+        unknown, there = (", ".join(map(repr, sorted(names))) for names in (asked - known, known))
+        problem = f"no stream has the modality {unknown}; there are {there or 'none'}"
+        raise UserError("data.mixing.batch_size_by_modality", problem, "remove it, or name one that exists")
 
 
 def build_model(

@@ -145,7 +145,7 @@ class StepDetails(Extension):
             self._put(f"{kind}/{name}/loss", total, count)
 
 
-COMPARED_BITS: Final = 22  # of a digest: their squares add up exactly in float64, over 512 ranks
+COMPARED_BITS: Final = 52  # of a digest, which a float64 holds exactly
 FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, so that multiplying loses no bit
 
 
@@ -180,46 +180,34 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Replicas(Extension):
-    """Ends a run whose ranks hold different weights, by the digests d of the W ranks."""
-
-    num_sums = 2  # W sum(d^2) = sum(d)^2 only if all digests are equal
+    """Ends a run whose ranks hold different weights, by a digest of each rank's."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self.num_sums = run.info.world_size
         self._parameters = [each for each in run.model.parameters() if each.requires_grad]
-        self._step, self._agreed, self._differs = 0, run.position.step, False
-
-    def _digest(self) -> Tensor:
-        return bit_sum(map(own_part, self._parameters))
+        self._step, self._agreed = 0, run.position.step
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
         """Note the step."""
         self._step = step
 
     def updated(self) -> Tensor:
-        """This rank's digest and its square."""
-        digest = (self._digest() & (1 << COMPARED_BITS) - 1).double()
-        return torch.stack([digest, digest.square()])
+        """[W] this rank's digest at its place, 0 at the others', so that the sum holds all."""
+        digest = bit_sum(map(own_part, self._parameters)) & (1 << COMPARED_BITS) - 1
+        digests = torch.zeros(self.num_sums, dtype=torch.float64, device=digest.device)
+        digests[self.run.info.rank] = digest
+        return digests
 
     def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
-        """Compare the ranks."""
-        self._differs = sums[1] * self.run.info.world_size != sums[0] ** 2
-        self.run.extensions.asks |= self._differs
-        if not self._differs:
-            self._agreed = self._step
-
-    def to_exchange(self) -> int | None:
-        """This rank's digest, if the ranks differ."""
-        return int(self._digest()) if self._differs else None
-
-    def exchanged(self, by_rank: Sequence[Any]) -> None:
         """End the run if the ranks differ, and name those that are not as most are."""
-        if not self._differs or len(by_rank) < 2:  # alone: the run has failed otherwise
+        if len(set(sums)) == 1:
+            self._agreed = self._step
             return
-        usual, _ = Counter(by_rank).most_common(1)[0]
-        odd = ", ".join(str(rank) for rank, digest in enumerate(by_rank) if digest != usual)
+        usual, _ = Counter(sums).most_common(1)[0]
+        odd = ", ".join(str(rank) for rank, digest in enumerate(sums) if digest != usual)
         event = {"event": "replicas_differ", "global_step": self._step, "ranks": odd}
-        self.run.event({**event, "digests": list(by_rank)})
+        self.run.event({**event, "digests": list(map(int, sums))})
         self.run.extensions.failure = (
             f"step {self._step}: the weights of rank {odd} are not those of most ranks; "
             f"they agreed after step {self._agreed}: memory, a device, or code that changes weights is at fault; "

@@ -8,10 +8,9 @@ have equally many micro-batches). DDP or FSDP averages over the W ranks, and the
 by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Besides those of DDP or FSDP there is one all-reduce per step, of token and loss sums,
-the votes (stop, background save written, save due, exchange wanted, data exhausted), the noise
-scale's sums and the squared gradient norm, of which a rank may hold shards only. A NaN on one rank
-is a NaN in the sum, so all ranks see it. Extensions that sum over ranks share a second all-reduce
-after the update.
+the votes (stop, background save written, save due, data exhausted), the noise scale's sums and the
+squared gradient norm, of which a rank may hold shards only. A NaN on one rank is a NaN in the sum,
+so all ranks see it. Extensions that sum over ranks share a second all-reduce after the update.
 
 Waiting. `launch` decides on the device whether the optimizer steps, and copies the numbers to the
 host; `finish` reads them. The loop calls `finish` after the next step is launched, so that the
@@ -46,8 +45,8 @@ from trainer.training.extension import Extensions, Measured
 from trainer.training.step.optimizer import set_lr
 
 # Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
-TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
-HEAD = 7
+TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXHAUSTED = range(6)
+HEAD = 6
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,6 @@ class StepOutcome:
     """Every rank has written its background save."""
     save_is_due: bool
     """The time between two saves has passed."""
-    wants_exchange: bool
-    """An extension asks for an exchange on some rank."""
 
     @property
     def tokens_trained(self) -> int:
@@ -131,7 +128,7 @@ class TrainStep:
     """CUDA graphs that replace `run_micro`, or None."""
 
     def __post_init__(self) -> None:
-        alone = Extensions({}, self.diagnostics, device=self.device, world_size=self.world_size)
+        alone = Extensions(self.diagnostics, device=self.device, world_size=self.world_size)
         self.extensions = self.extensions or alone
         self._gns_guard = self.diagnostics.best_effort("gns")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -225,7 +222,6 @@ class TrainStep:
         stop: bool,
         saved: bool,
         save_due: bool = False,
-        exchange: bool = False,
         exhausted: bool = False,
     ) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and update unless the step is bad.
@@ -236,11 +232,10 @@ class TrainStep:
             stop: this rank was asked to stop.
             saved: this rank's background save is written.
             save_due: by this rank's clock it is time to save.
-            exchange: an extension asks for an exchange on this rank.
             exhausted: this rank had no batch of its own, only masked copies.
         """
         # Filled on the device: a tensor made from host numbers would be copied, and waited for.
-        votes = map(partial(torch.full_like, self._tokens), (stop, saved, save_due, exchange, exhausted))
+        votes = map(partial(torch.full_like, self._tokens), (stop, saved, save_due, exhausted))
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self.gns is not None:
             sums = self._gns_guard.run(self.gns.local_sums)
@@ -308,5 +303,4 @@ class TrainStep:
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self.world_size,
             save_is_due=reduced[SAVE_DUE] > 0,
-            wants_exchange=reduced[EXCHANGE] > 0,
         )
