@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from tests.support.grouped import train
-from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import overrides, read_rows, write_tiny_config
+from tests.support.runs import read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 
@@ -41,24 +40,6 @@ def test_it_ends_within_two_steps_and_goes_on_with_more_tokens_on_another_number
     assert "train.tokens = 3000: nothing is left to do" in said
     _, more = start(tmp_path, "whole", "train.tokens=4000", nproc=None, more=("--resume", "auto"))
     assert 4000 - 256 <= more[max(more)]["tokens_seen"] < 4000 + 128
-
-
-@pytest.mark.parametrize(
-    ("sets", "text"),
-    [
-        (("train.steps=0",), "how long is the run? set steps, or tokens"),
-        (("train.tokens=100000",), "train.steps: 6 beside train.tokens = 100,000: both say how long the run is"),
-        (("scheduler.warmup_tokens=60", "scheduler.warmup_steps=0"), "needs a run whose length is in tokens"),
-        (
-            ("scheduler.warmup_tokens=60", "train.tokens=500", "train.steps=0"),
-            "warmup_steps and warmup_tokens say the same",
-        ),
-    ],
-)
-def test_what_contradicts_itself_is_refused(tmp_path, capsys, sets, text):
-    done = program(["check", "--config", write_tiny_config(tmp_path), *overrides(*sets)], capsys)
-    assert done.returncode == 2
-    assert text in done.stderr
 
 
 # Some micro-batches, whichever rank reads them and whenever, make the model give NaN.

@@ -1,4 +1,4 @@
-"""Settings of which no learnt number depends, each in a run against the one without; and what they may not be combined with."""
+"""Settings of which no learnt number depends, each in a run against the one without."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
 from tests.support.grouped import train
-from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import evaluating, losses, overrides, read_rows, write_tiny_config
+from tests.support.runs import evaluating, losses, read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 EXTRA = evaluating(12, batches=1000, saves=6)
@@ -88,22 +87,3 @@ def test_a_run_with_all_of_them_resumes_bit_for_bit(tmp_path):
     assert not checkpoint_differences(whole / "checkpoints" / "latest", again / "checkpoints" / "latest")
     expected = losses(whole / "metrics.jsonl")
     assert losses(again / "metrics.jsonl") == {step: loss for step, loss in expected.items() if step > 6}
-
-
-@pytest.mark.parametrize(
-    ("sets", "text"),
-    [
-        (("train.activation_checkpointing=cell",), "train.activation_checkpointing: must be"),
-        (
-            (CHUNKED, "model.target=tests.support.models:no_head"),
-            "objective.chunk_tokens: the model's output layer is not",
-        ),
-        ((CHUNKED, "distributed.find_unused_parameters=true"), "objective.chunk_tokens: does not go with"),
-        ((BLOCKS, "model.family=gru"), 'train.activation_checkpointing: is "block", but TorchRnn has no nn.ModuleList'),
-    ],
-)
-def test_what_cannot_work_is_refused(tmp_path, capsys, sets, text):
-    ended = program(["check", "--config", write_tiny_config(tmp_path), *overrides(*sets)], capsys)
-    assert ended.returncode == 2
-    assert text in ended.stderr
-    assert "Traceback" not in ended.stderr

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from tests.support.grouped import train
 from tests.support.ranks import children, status
@@ -117,30 +116,3 @@ def test_losing_the_node_of_the_rendezvous_ends_the_other_and_both_come_back(sta
     # Without the store there is nothing to wait at: the scheduler (restartPolicy, requeue) starts both again.
     assert second.process.wait(timeout=TIMEOUT_SEC) != 0
     check_end([start("first"), start("second")], tmp_path, sets)
-
-
-@pytest.mark.parametrize(("host", "lost"), [("first", 1), ("a store of its own", 0)])
-def test_a_node_that_stays_lost_leaves_the_run_as_it_was(tmp_path, host, lost):
-    """`--nnodes=1:2` with two data shards: the rank that is left runs both, and the numbers are those of two ranks. With the
-    store on a host of its own, any node may be lost."""
-    model = ("model.target=tests.support.models:float64", "model.num_layers=1", "model.contract=false")
-    sets = ("checkpoint.every=20", f"train.steps={STEPS}", "distributed.shards=2", *model)
-    write_tiny_config(tmp_path)
-    port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if lost == 0 else None
-    nodes = [Node(tmp_path, name, port, sets, fewest=1, host=host) for name in ("first", "second")]
-    try:
-        wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step_*/COMPLETE")), nodes)
-        nodes.pop(lost).lose()
-        assert max(losses(tmp_path / "run" / "metrics.jsonl")) < STEPS, "it was lost too late"
-        assert nodes[0].process.wait(timeout=TIMEOUT_SEC) == 0, nodes[0].said()[-3000:]
-        del store
-    finally:
-        for node in nodes:
-            if node.process.poll() is None:
-                node.lose()
-    assert "1 rank on cpu" in nodes[0].said()
-    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["last_step"]) == ("done", STEPS)
-    train(tmp_path / "tiny.toml", tmp_path / "uncut", *sets, nproc=2)
-    found, wanted = (losses(tmp_path / name / "metrics.jsonl") for name in ("run", "uncut"))
-    assert found == pytest.approx(wanted, rel=1e-9)

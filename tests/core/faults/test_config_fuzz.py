@@ -1,27 +1,22 @@
-"""Nasty values for every key of the schema, and mutated configs: each is accepted or refused with one message."""
+"""Nasty values for every key of the schema: each is accepted or refused with one message."""
 
 from __future__ import annotations
 
 import random
 import time
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
-from tests.support.config_fuzz import mutated_overrides, mutated_tables, mutated_texts, schema_keys, to_bytes
-from tests.support.fault_runs import keep
+from tests.support.config_fuzz import schema_keys
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
 from trainer.config.load import apply_override, load_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
-EXAMPLES = 2000
 CPU_SEC = 10.0
 RICH = """
 [eval]
@@ -75,16 +70,6 @@ def check_in_process(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     return code
 
 
-def examples(base_text: str) -> st.SearchStrategy[tuple[bytes, list[str]]]:
-    table = tomllib.loads(base_text)
-    whole = base_text.encode()
-    return st.one_of(
-        mutated_tables(table).map(to_bytes).filter(lambda data: data is not None).map(lambda data: (data, [])),
-        mutated_texts(base_text).map(lambda data: (data, [])),
-        mutated_overrides(table).map(lambda sets: (whole, sets)),
-    )
-
-
 def arguments_of(path: Path, sets: list[str]) -> list[str]:
     return ["--config", str(path), *(part for each in sets for part in ("--set", each))]
 
@@ -132,30 +117,3 @@ def test_no_senseless_value_of_any_key_is_accepted_and_the_others_are_checked(ba
 )
 def test_a_check_takes_no_longer_for_a_long_run(base, capsys, length):
     assert check_in_process(arguments_of(base[0] / "base.toml", list(length)), capsys) == 0
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(3600)
-def test_mutated_configs_are_accepted_or_refused_with_one_message(base, capsys):
-    directory, text = base
-    seen: Counter[int] = Counter()
-    # The first call in a process imports torch, which no config is to blame for.
-    program(["check", "--config", str(directory / "base.toml")], capsys)
-
-    @settings(
-        max_examples=EXAMPLES,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(examples(text))
-    def attempt(example: tuple[bytes, list[str]]) -> None:
-        data, sets = example
-        path = directory / "mutated.toml"
-        path.write_bytes(data)
-        seen[check_in_process(arguments_of(path, sets), capsys)] += 1
-
-    attempt()
-    assert min(seen[0], seen[2]) > EXAMPLES / 50, seen
-    keep(7, "mutated TOML files and overrides through `train check`, in one process", lost="–", times=EXAMPLES)

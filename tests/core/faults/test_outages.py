@@ -1,26 +1,122 @@
-"""What a run must survive or refuse clearly: a read-only run directory, a jumping clock, a closed stdout, a stopped wandb."""
+"""A full disk, a file-size limit, a read-only directory: the run stops and says why; a stopped wandb does not matter."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, assert_same, end_with, keep, make_config, whole_run
-from tests.support.ranks import Ranks, children, last_logged
-from trainer.metrics.payload_contract import validate_stream
+from tests.support.fault_runs import ARGUMENTS, LOST, assert_same, end_with, keep, make_config, whole_run
+from tests.support.ranks import Ranks, children, last_logged, status
+from tests.support.runs import train
+from trainer.training.extension import Extension
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
-JUMPY_CLOCK = """
-import itertools, time
-_jumps = itertools.cycle([0.0, 86400.0, -7200.0, 3600.5, -1e9])
-_now = time.time
-time.time = lambda: _now() + next(_jumps)
-"""
+STOP_AT_5 = {"what": "signal", "rank": 0, "step": 5}
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A tmpfs of 4 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(file: Path) -> None:
+    """Let it grow until the disk is full."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
+    with contextlib.suppress(OSError):
+        while os.write(descriptor, b"\0" * 4096):
+            pass
+    os.close(descriptor)
+
+
+class Fills(Extension):
+    """Leaves no byte free from the third step on."""
+
+    def step_launched(self, step):
+        if step == 3:
+            (self.run.run_dir.path.parent / "filler").touch()
+            fill(self.run.run_dir.path.parent / "filler")
+
+
+def test_a_disk_that_stays_full_does_not_keep_the_run_from_saying_how_it_ended(small_disk, tmp_path):
+    config, fills = make_config(tmp_path), "extension=[{target='tests.core.faults.test_outages:Fills'}]"
+    train(config, small_disk / "run", fills, "train.steps=1000", code=1)
+    ended = status(small_disk / "run")
+    assert ended["state"] == "failed"
+    assert "No space left on device (0.0 MB are free)" in ended["reason"]
+    keep(2, "full disk: no byte is left, ever, from step 3 on", lost=LOST)
+
+
+@pytest.mark.parametrize(("left", "background"), [(0, False), (40_000, False), (40_000, True)])
+def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp_path, left, background):
+    config = make_config(tmp_path)
+    whole = whole_run(config, tmp_path / "whole", "--steps", 20)
+    run_dir = small_disk / "run"
+    whole_run(config, run_dir, "--steps", 20, fault=STOP_AT_5)
+    filler = small_disk / "filler"
+    filler.write_bytes(b"\0" * max(shutil.disk_usage(small_disk).free - left - 60_000, 0))  # 60 kB for the record
+    if left == 0:
+        fill(filler)
+    more = ("--set", "checkpoint.background=true") if background else ()
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 20)
+    with Ranks((*arguments, *more), logs=tmp_path / "full") as ranks:
+        codes, said = ranks.wait(), ranks.said()
+    assert 0 not in codes
+    assert "Traceback" not in said, said
+    if left:
+        assert codes == [1, 1]
+        assert status(run_dir)["state"] == "failed"
+        # The directory is named, not a file in it: found before anything was written.
+        text = r"the checkpoint could not be written: rank 0: No space left on device \(\S*/\.tmp_step_\d+\);.* needs (\S+) MB"
+        found = re.search(text, status(run_dir)["reason"])
+        assert found, said
+        assert found[0] in said
+        saved = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "step_00000005").iterdir())
+        assert float(found[1]) == pytest.approx(saved / 1e6, rel=0.3, abs=0.06)
+    else:
+        assert "No space left on device" in said
+    assert [path.name for path in sorted((run_dir / "checkpoints").glob("*step_*"))] == ["step_00000005"]
+    filler.unlink()
+    end_with(0, arguments, tmp_path / "again")
+    assert_same(whole, run_dir, 20)
+    what = "no byte is left" if left == 0 else "less is left than a checkpoint needs"
+    keep(2, f"full disk: {what}{', saving in the background' if background else ''}", lost=LOST)
+
+
+def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpoint(tmp_path):
+    config = make_config(tmp_path)
+    steps = ("--steps", 20, "--set", "metrics.log_interval=5")
+    whole = whole_run(config, tmp_path / "whole", *steps)
+    run_dir = whole_run(config, tmp_path / "run", *steps, fault=STOP_AT_5)
+    model = run_dir / "checkpoints" / "step_00000005" / "model_000.safetensors"
+    limit = model.stat().st_size // 2
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *steps)
+    limited = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    limited += "from trainer.cli.main import main\nmain()"
+    said = end_with(1, arguments, tmp_path / "limited", program=limited)
+    assert "the checkpoint could not be written: rank 0: " in said
+    assert "File too large" in said, said
+    assert "Traceback" not in said
+    assert not list((run_dir / "checkpoints").glob(".tmp*"))
+    end_with(0, arguments, tmp_path / "again")
+    assert_same(whole, run_dir, 20)
+    keep(2, "a file-size limit in the middle of a checkpoint's file", lost=LOST)
 
 
 @pytest.fixture
@@ -43,20 +139,6 @@ def test_a_read_only_run_directory_is_refused_with_one_line(tmp_path, read_only)
     keep(7, "a run directory on a read-only file system", lost="–")
 
 
-def test_clock_jumps_change_nothing(tmp_path):
-    config = make_config(tmp_path)
-    whole = whole_run(config, tmp_path / "whole", "--steps", 20)
-    (tmp_path / "clock").mkdir()
-    (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPY_CLOCK)
-    path = f"{tmp_path / 'clock'}:{Path(__file__).parents[3]}"
-    run_dir = tmp_path / "run"
-    arguments = ("--config", config, "--run-dir", run_dir, *ARGUMENTS, "--steps", 20)
-    end_with(0, arguments, tmp_path / "logs", extra={"PYTHONPATH": path}, is_fresh=True)
-    assert_same(whole, run_dir, 20)
-    assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
-    keep(6, "a wall clock that jumps by hours, days and 30 years at every reading")
-
-
 def test_a_wandb_service_that_is_stopped_holds_up_no_step(tmp_path):
     config = make_config(tmp_path, 'wandb = { mode = "offline", project = "trainer-test" }\n')
     run_dir = tmp_path / "run"
@@ -71,7 +153,7 @@ def test_a_wandb_service_that_is_stopped_holds_up_no_step(tmp_path):
             assert ranks.wait() == [0, 0], ranks.said()
         finally:
             for service in services:
-                with suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(service, signal.SIGKILL)
         said = ranks.said(0)
     assert services

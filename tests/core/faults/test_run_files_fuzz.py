@@ -9,20 +9,17 @@ import random
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
-import typer
 
 from tests.support.checkpoints import sign
 from tests.support.config_fuzz import NUMBERS, WORDS, places
 from tests.support.fault_runs import keep
 from tests.support.in_process import program
 from tests.support.runs import EVERY_FILE, write_tiny_config
-from trainer.cli.main import app
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.errors import UserError
@@ -152,31 +149,3 @@ def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_
     assert victim.read_text() == "precious\n"
     assert not found, "\n".join(found)
     keep(7, "anything in any file of a run, under all verbs and resumes", lost="–", times=CASES)
-
-
-def options(command: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The words of each verb, the verb, and each of its arguments and options that takes a value."""
-    for name, verb in getattr(command, "commands", {}).items():
-        yield from options(verb, (*names, name))
-    if not hasattr(command, "commands"):
-        yield from ((names, command, each) for each in command.params if not getattr(each, "is_flag", False))
-
-
-def test_every_option_takes_or_refuses_bytes_that_are_not_utf_8(whole, tmp_path, capsys, monkeypatch):
-    config, run_dir = whole
-    monkeypatch.chdir(tmp_path)
-    odd, given = os.fsdecode(b"caf\xc3"), {"--set": "run.name={}", "--source": "name={}", "--modality": "name={}"}
-    for words, verb, option in options(typer.main.get_command(app)):
-        if option.name in ("help", "steps", "install_completion", "show_completion") or words[:2] == ("data", "build"):
-            continue
-        line = list(words)
-        for each in verb.params:
-            if each.param_type_name == "argument":
-                line.append(odd if each is option else str(run_dir))
-            elif each is option:
-                line += [each.opts[0], given.get(each.opts[0], "{}").format(odd)]
-            elif each.required or each.name == "config":
-                line += [each.opts[0], str(config) if each.name == "config" else "1"]
-        ended = program(line, capsys)
-        assert ended.returncode in (0, 1, 2), line
-        assert "Traceback" not in ended.stderr, line

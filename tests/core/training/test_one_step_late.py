@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.grouped import train
 from tests.support.in_process import train_here
 from tests.support.late import events, run_differences
 from tests.support.ranks import checkpoint_differences
@@ -48,28 +49,49 @@ def both(tmp_path, monkeypatch):
     return go
 
 
+SKIPS = ("train.on_non_finite=skip", *LRU)
+EXHAUSTED = (
+    *("train.on_non_finite=skip", "train.micro_batches=3", "train.steps=9999", "data.mixing.repeat=false"),
+    *("data.mixing.batch_size=12", "data.seq_len=64", "ledger.capacity=64", "ledger.wipe_mode=periodic_stale"),
+    *("ledger.stale_threshold=2", "eval.every=0", "checkpoint.every=0"),
+)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "fault"),
     [
-        LRU,
-        ("ledger.wipe_mode=full", "ledger.wipe_every=3", "metrics.per_source=true"),
-        ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2", "ledger.sweep_every=2"),
-        ("train.on_non_finite=skip", "train.micro_batches=1", "gns.enabled=false"),
-        ("sample.every=10", "sample.tokens=2", "checkpoint.background=true"),
+        (("ledger.wipe_mode=full", "ledger.wipe_every=3", "metrics.per_source=true"), {}),
+        (("train.micro_batches=1", "gns.enabled=false", "train.on_non_finite=skip"), {}),
+        (("sample.every=10", "sample.tokens=2", "checkpoint.background=true", *LRU), {}),
+        (SKIPS, {"what": "nan", "step": 7, "micro": 1}),
+        (SKIPS, {"what": "inf_gradient", "step": 11, "micro": 1}),
+        ((), {"what": "nan_state", "step": 3, "micro": 0}),  # of one row, while the loss is finite
+        (EXHAUSTED, {}),
     ],
 )
-def test_the_numbers_are_those_of_steps_read_at_once(both, settings):
-    every, late = both(*settings)
-    assert run_differences(every, late) == []
-    assert any(key.startswith("stream_mixing/") for key in read_rows(late / "metrics.jsonl")["train", STEPS])
+def test_the_numbers_are_those_of_steps_read_at_once(both, settings, fault):
+    every, late = both(*settings, fault=fault)
+    found = run_differences(every, late)
+    rows = read_rows(late / "metrics.jsonl")
+    if settings is EXHAUSTED:
+        # Steps without tokens moved nothing but the ledger's clock, its sweeps, and the next step's learning rate.
+        found = [line for line in found if ".ledger" not in line]
+        assert json.loads((late / "status.json").read_text())["reason"] == "data exhausted"
+    assert found == []
+    assert any(key.startswith("stream_mixing/") for row in rows.values() for key in row)
+    skipped = [event["global_step"] for event in events(late) if event["event"] == "non_finite"]
+    assert skipped == ([fault["step"]] if settings is SKIPS else [])
+    assert sum(row.get("ledger/refused_rows", 0) for row in rows.values()) == (fault.get("what") == "nan_state")
 
 
-@pytest.mark.parametrize(("what", "step"), [("nan", 7), ("inf_gradient", 11)])
-def test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights(both, step, what):
-    fault = {"what": what, "step": step, "micro": 1}
-    every, late = both("train.on_non_finite=skip", *LRU, fault=fault)
-    assert run_differences(every, late) == []
-    assert [event["global_step"] for event in events(late) if event["event"] == "non_finite"] == [step]
+@pytest.mark.distributed
+def test_a_stop_of_one_rank_ends_both_after_the_same_step(tmp_path):
+    config, extra = write_tiny_config(tmp_path, EXTRA), {"FAULT": '{"what": "signal", "rank": 1, "step": 4}'}
+    for name, interval, last in (("every", 1, 4), ("late", 8, 5)):
+        train(config, tmp_path / name, *SETTINGS, f"metrics.log_interval={interval}", nproc=2, extra=extra)
+        ended = json.loads((tmp_path / name / "status.json").read_text())
+        assert (ended["state"], ended["last_step"]) == ("stopped", last)
+        assert (tmp_path / name / "checkpoints" / f"step_{last:08d}" / "COMPLETE").exists()
 
 
 @pytest.mark.parametrize("step", [2, 7, 8])
@@ -102,14 +124,6 @@ def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeyp
         assert f"train data at {run_dir} 6" in status["reason"]
 
 
-def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both):
-    """The state of one row is NaN while the loss is not: the group starts from zero."""
-    every, late = both(fault={"what": "nan_state", "step": 3, "micro": 0})
-    rows = read_rows(late / "metrics.jsonl")
-    assert sum(row.get("ledger/refused_rows", 0) for row in rows.values()) == 1
-    assert run_differences(every, late) == []
-
-
 @pytest.mark.parametrize(("fault", "last"), [({"step": 2, "micro": 1}, 2), ({"step": 7}, 7)])
 def test_a_stop_of_a_single_rank_takes_effect_before_it_reads_for_the_next_step(both, fault, last):
     _, late = both(fault={"what": "signal", **fault})
@@ -119,29 +133,6 @@ def test_a_stop_of_a_single_rank_takes_effect_before_it_reads_for_the_next_step(
     # Resumed, both run to the end.
     resumed = both()
     assert [line for line in run_differences(*resumed) if not line.startswith(("events", "checkpoints"))] == []
-
-
-def test_the_data_end_at_the_same_step(both):
-    settings = (
-        "train.on_non_finite=skip",
-        "train.micro_batches=3",
-        "train.steps=9999",
-        "data.mixing.repeat=false",
-        "data.mixing.batch_size=12",
-        "data.seq_len=64",
-        "ledger.capacity=64",
-        "ledger.wipe_mode=periodic_stale",
-        "ledger.stale_threshold=2",
-        "eval.every=0",
-        "checkpoint.every=0",
-    )
-    every, late = both(*settings)
-    # The steps without tokens moved nothing but the ledger's clock, its sweeps, and the learning rate that the next step sets.
-    found = [line for line in run_differences(every, late) if ".ledger" not in line]
-    assert found == []
-    for run_dir in (every, late):
-        status = json.loads((run_dir / "status.json").read_text())
-        assert (status["state"], status["reason"]) == ("done", "data exhausted")
 
 
 def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.ranks import differences
 from tests.support.runs import write_tiny_config
 from trainer.cli.parts import PARTS
-from trainer.config.load import load_config, to_toml
+from trainer.config.load import load_config
 from trainer.config.schema import OptimizerTable, SchedulerTable
 from trainer.errors import UserError
 from trainer.model import build
@@ -190,10 +190,6 @@ def first_group_alone(groups, lr):
     return torch.optim.AdamW(groups[:1], lr=lr)
 
 
-def with_a_closure(groups, lr):
-    return torch.optim.LBFGS([parameter for group in groups for parameter in group["params"]], lr=lr)
-
-
 def test_one_of_ones_own_that_would_not_train_all_parameters_is_refused_with_their_names():
     model = build(11, dim=8, num_layers=1)
     with pytest.raises(UserError, match=r"leaves \d+ parameters out, which would never be trained: .*bias"):
@@ -201,22 +197,6 @@ def test_one_of_ones_own_that_would_not_train_all_parameters_is_refused_with_the
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.ndim >= 2 and "head" not in name)
     build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"), PARTS)  # the others are frozen
-
-
-def test_one_of_ones_own_whose_step_needs_a_closure_is_refused():
-    model = build(11, dim=8, num_layers=1)
-    with pytest.raises(UserError, match=r"LBFGS takes arguments.*'closure'"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:with_a_closure"), PARTS)
-
-
-def test_keys_that_would_have_no_effect_beside_a_target_are_refused():
-    with pytest.raises(ValueError, match="betas, name would have no effect beside target"):
-        OptimizerTable(target="a:b", name="muon", betas=[0.9, 0.99])
-    OptimizerTable(target="a:b", name="adamw", lr=0.1, weight_decay=0.3)
-    with pytest.raises(ValueError, match="min_lr_ratio, warmup_steps would have no effect beside target"):
-        SchedulerTable(target="a:b", warmup_steps=3, min_lr_ratio=0.5)
-    with pytest.raises(ValueError, match="args are those of a target of your own"):
-        SchedulerTable(args={"power": 2})
 
 
 @pytest.mark.parametrize(
@@ -298,12 +278,3 @@ def test_a_schedule_of_ones_own_is_called_with_its_settings(tmp_path, monkeypatc
 def test_one_that_cannot_be_used_is_refused_before_the_run(tmp_path, monkeypatch, body, text):
     with pytest.raises(UserError, match=text):
         of_target(tmp_path, monkeypatch, body)
-
-
-def test_a_resolved_config_with_parts_of_ones_own_is_a_config(tmp_path):
-    """What a run writes down is what a resume reads."""
-    text = '[train]\nsteps = 3\n[scheduler]\ntarget = "a:b"\nargs = { power = 2 }\n[optimizer]\ntarget = "a:c"\n'
-    (tmp_path / "x.toml").write_text(text + '[[data.source]]\nname = "s"\nroot = "data"\n')
-    config = load_config(tmp_path / "x.toml")
-    (tmp_path / "resolved.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "resolved.toml") == config

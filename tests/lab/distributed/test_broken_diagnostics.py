@@ -1,24 +1,23 @@
-"""Every function that only measures or shows may fail: one warning, and the run computes what it would have."""
+"""A diagnostic that fails costs its own metrics and one warning; the run computes what it would have."""
 
 from __future__ import annotations
 
+import importlib
 import re
-from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.broken_diagnostics import find_diagnostics, losses, train_with_broken
-from tests.support.runs import read_rows, write_tiny_config
-from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS
-
-pytestmark = pytest.mark.distributed
+from tests.support.grouped import train
+from tests.support.in_process import train_here
+from tests.support.runs import losses, read_rows, write_tiny_config
+from trainer.training.step.step import TrainStep
 
 EXTRA = """
 per_source = true
 per_layer = true
-peak_tflops = 1.0
 tensorboard = true
-stdout = "line"
 
 [objective]
 token_types = true
@@ -28,125 +27,112 @@ every = 3
 batches = 2
 holdout_fraction = 0.2
 
-[checkpoint]
-every = 4
-
 [sample]
 every = 3
 tokens = 4
-
-[distributed]
-timeout_sec = 60
 """
-COUNTED = (*COUNTER_KEYS, *GAUGE_KEYS)
-# What is absent from the last row, and not 0, where a function is broken.
-ABSENT = {
-    "trainer.ledger.ledger.Ledger.drain_metrics": COUNTED,
-    "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
-    "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
-    "trainer.lab.per_layer.LayerNumbers.gradient_ready": "layer/",
-    "trainer.lab.per_layer.LayerNumbers.summed": "layer/",
-    "trainer.training.step.core_extensions.StepDetails.drain_metrics": (
-        *("accuracy", "objective/", "token_type/", "source/", "modality/"),
-    ),
+# A function -> the guard that it fails in, and the metrics that are absent from the last row.
+CASES = {
+    "trainer.ledger.ledger:Ledger.drain_metrics": ("ledger metrics", ("ledger/", "ledger_")),
+    "trainer.metrics.noise_scale.hooks:GradientNoiseScale._measure": ("gns", ("gns/",)),
+    "trainer.lab.per_layer:LayerNumbers.gradient_ready": ("per_layer", ("layer/",)),
+    "trainer.training.step.core_extensions:StepDetails._add_token_types": ("token_type", ("token_type/",)),
+    "trainer.training.step.core_extensions:StepDetails._add_labels": ("per_source", ("source/", "modality/")),
+    "trainer.lab.samples:Samples.at_boundary": ("sample", ()),
+    "trainer.lab.spikes:LossSpikes.update": ("spikes", ("loss_spike",)),
+    "trainer.lab.tensorboard:TensorboardSink.log": ("tensorboard", ()),
+    "trainer.training.run_dir:RunDir.keep_status": ("status.json", ()),
+    "trainer.tools.summary:summarize": ("summary", ()),
 }
-NEEDED = [
-    "trainer.ledger.ledger.Ledger.lookup",
-    "trainer.ledger.ledger.Ledger.store",
-    "trainer.data.blend.BlendDataset.__next__",
-    "trainer.data.mixing.StreamMixingDataset.__next__",
-    "trainer.objective.loss.Objective.__call__",
-    "trainer.metrics.sinks.JsonlSink.log",
-    "trainer.metrics.aggregate.reduce_over_ranks",
-]
+NEEDED = ("trainer.ledger.ledger:Ledger.lookup", "trainer.metrics.sinks:JsonlSink.log")
 
 
-ALL = "all of them"
-
-
-def holder(name):
-    return name.rpartition(".")[0]
-
-
-def last_row(directory, name):
-    rows = read_rows(directory / f"run {name}" / "metrics.jsonl")
-    return rows[max(place for place in rows if place[0] == "train")]
-
-
-def make_config(directory):
+def make_config(directory: Path) -> Path:
     config = write_tiny_config(directory, EXTRA)
-    text = config.read_text().replace("log_interval = 1", "log_interval = 2").replace("[eval]", "[eval]\ndepth = true")
-    config.write_text(text.replace("[train]", "[train]\nspike_sigma = 6"))
+    config.write_text(config.read_text().replace("[train]", "[train]\nspike_sigma = 6"))
     return config
 
 
-def check(directory, outcomes, breaks_on):
-    """Every run ends well, with the losses of the one that nothing was broken in.
-
-    Where something was broken, each part that it belongs to (each source's pool, say) is off with one warning.
-    """
-    expected = losses(directory, "")
-    problems = []
-    for name, ranks in outcomes.items():
-        if any(each.code != 0 for each in ranks):
-            problems.append(f"{name}: {[(each.code, each.said[-1500:]) for each in ranks]}")
-            continue
-        if losses(directory, name) != expected:
-            problems.append(f"{name}: other losses")
-        for rank, each in enumerate(ranks):
-            off = re.findall(r"WARNING (.*) failed and is off", each.said)
-            if len(off) != len(set(off)) or (rank not in breaks_on and off):
-                problems.append(f"{name}: rank {rank} warns of {off}")
-    assert not problems, "\n".join(problems)
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_config(tmp_path_factory.mktemp("broken"))
 
 
-def train(directory, cases, world_size, breaks_on):
-    """Trains without and with each case, and checks all of it; the outcomes."""
-    outcomes = train_with_broken(directory, make_config(directory), cases, world_size=world_size, breaks_on=breaks_on)
-    check(directory, outcomes, breaks_on)
-    return outcomes
+@pytest.fixture(scope="module")
+def whole(config: Path) -> Path:
+    train_here(config, config.parent / "whole")
+    return config.parent / "whole"
 
 
-def test_all_may_fail_at_once_and_one_that_fails_alone_leaves_its_own_metrics_absent(tmp_path):
-    diagnostics = list(find_diagnostics())
-    assert {*diagnostics} >= ABSENT.keys()
-    outcomes = train(tmp_path, {ALL: diagnostics, **{name: [name] for name in ABSENT}}, 1, [0])
-    assert outcomes.keys() == {"", ALL, *ABSENT}
-    whole = last_row(tmp_path, "")
-    for name, prefix in ABSENT.items():
-        missing = {key for key in whole if key.startswith(prefix)}
-        assert missing, prefix
-        assert last_row(tmp_path, name).keys() == whole.keys() - missing, name
+def run_with_broken(config: Path, run_dir: Path, name: str, patch: pytest.MonkeyPatch, *, code: int = 0) -> None:
+    """A run in which a function raises from the first step on."""
+    begun: list[int] = []
+    accumulate = TrainStep.accumulate
+
+    def begin(*args: Any, **options: Any) -> None:
+        begun.append(1)
+        accumulate(*args, **options)
+
+    module, _, names = name.partition(":")
+    *holders, attribute = names.split(".")
+    place = importlib.import_module(module)
+    for each in holders:
+        place = getattr(place, each)
+    original = getattr(place, attribute)
+
+    def broken(*args: Any, **options: Any) -> Any:
+        if begun:
+            raise ArithmeticError("broken on purpose")
+        return original(*args, **options)
+
+    patch.setattr(TrainStep, "accumulate", begin)
+    patch.setattr(place, attribute, broken)
+    train_here(config, run_dir, code=code)
 
 
-def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path):
-    prefixes = {
-        "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
-        "trainer.lab.per_layer.LayerNumbers.updated": "layer/",
-    }
-    outcomes = train(tmp_path, {ALL: list(find_diagnostics()), **{name: [name] for name in prefixes}}, 2, [1])
-    assert ALL in outcomes
-    for name, prefix in prefixes.items():
-        assert any(key.startswith(prefix) for key in last_row(tmp_path, ""))
-        assert not any(key.startswith(prefix) for key in last_row(tmp_path, name))
+def last_row(run_dir: Path) -> dict[str, float]:
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return rows["train", max(step for mode, step in rows if mode == "train")]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
-)
-def test_each_of_them_may_fail_alone(tmp_path, world_size, breaks_on):
-    """On both ranks those of a class, or a module's functions, at once."""
-    names = sorted(find_diagnostics(), key=holder)
-    cases = {name: [name] for name in names}
-    if breaks_on == [0, 1]:
-        cases = {name: list(those) for name, those in groupby(names, key=holder)}
-    train(tmp_path, {ALL: names, **cases}, world_size, breaks_on)
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_costs_its_own_metrics_and_one_warning(config, whole, tmp_path, monkeypatch, capfd, caplog, name):
+    run_with_broken(config, tmp_path / "run", name, monkeypatch)
+    guard, absent = CASES[name]
+    said = caplog.text + capfd.readouterr().err
+    assert set(re.findall(r"([\w. ]+) failed and is off from now on: ArithmeticError", said)) == {guard}
+    assert losses(tmp_path / "run" / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    expected = last_row(whole)
+    missing = {key for key in expected if key.startswith(absent)} if absent else set()
+    assert len(missing) >= len(absent)
+    assert last_row(tmp_path / "run").keys() == expected.keys() - missing
 
 
-def test_what_is_no_diagnostic_ends_the_run(tmp_path):
-    cases = {name: [name] for name in NEEDED}
-    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=1, breaks_on=[0])
-    assert outcomes.keys() == {"", *NEEDED}
-    assert [name for name, (alone,) in outcomes.items() if alone.code == 0] == [""]
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_is_no_diagnostic_ends_the_run(config, tmp_path, monkeypatch, name):
+    run_with_broken(config, tmp_path / "run", name, monkeypatch, code=1)
+
+
+ON_RANK_1 = """
+import os
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.model import build
+
+measure = GradientNoiseScale._measure
+
+def _measure(self, *args, **options):
+    if os.environ.get("RANK") == "1":
+        raise ArithmeticError("broken on purpose")
+    return measure(self, *args, **options)
+
+GradientNoiseScale._measure = _measure
+"""
+
+
+@pytest.mark.distributed
+def test_a_noise_scale_that_fails_on_one_rank_is_absent_on_all(tmp_path):
+    (tmp_path / "broken_on_one.py").write_text(ON_RANK_1)
+    sets = ("model.target=broken_on_one:build", "model.contract=false")
+    said = train(make_config(tmp_path), tmp_path / "run", *sets, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
+    assert said.count("gns failed and is off from now on") == 1
+    assert not any(key.startswith("gns/") for key in last_row(tmp_path / "run"))

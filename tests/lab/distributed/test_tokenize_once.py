@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -58,31 +56,3 @@ def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path, nproc: int
         train(config, config.parent / name, "train.steps=3", "data.eod=7", nproc=nproc, extra=extra)
     ended, whole = (losses(config.parent / name / "metrics.jsonl") for name in ("ended", "ended_whole"))
     assert ended == whole != first, "those of the cache are without the id that ends documents"
-
-
-@pytest.mark.slow  # tests/lab/data/test_tokenize.py has what it continues with
-def test_a_signal_ends_the_tokenizing_and_the_next_run_continues_it(config: Path) -> None:
-    for number in range(4):
-        path = config.parent / "corpus" / "a" / f"stream{number}.jsonl"
-        path.write_text(path.read_text() * 4)
-    arguments = command(("--config", config, "--run-dir", config.parent / "stopped", "--steps", 3))
-    env = environment({"XDG_CACHE_HOME": str(config.parent / "cache")})
-    with subprocess.Popen(arguments, env=env, stderr=subprocess.PIPE, text=True) as process:
-        cache = config.parent / "cache" / "trainer" / "data"
-        while process.poll() is None and not list(cache.glob("*/files/.parts/*.npy")):
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=TIMEOUT_SEC)
-    assert process.returncode == 1, said
-    assert "stopped while text was tokenized" in said, said
-    assert "Traceback" not in said
-    assert not list(cache.glob("*/entry.json"))
-    kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
-    assert kept
-    ended = fresh(config, "again")
-    assert ended.returncode == 0, ended.stderr
-    assert list(cache.glob("*/entry.json"))
-    other = (config.parent / "tokenizer.json").rename(config.parent / "other.json")
-    refused = fresh(config, "again", "--resume", "auto", "--set", f"data.tokenizer={other}")
-    assert (refused.returncode, "tokenizing" in refused.stderr) == (2, False), refused.stderr
-    assert "made with another config: data.tokenizer: " in refused.stderr

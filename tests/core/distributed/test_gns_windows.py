@@ -1,4 +1,4 @@
-"""The noise scale under FSDP2: exact through the unsharded parameters, or refused."""
+"""The noise scale under FSDP2 and DDP: exact against a separate backward of every micro-batch, or refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import (
@@ -161,3 +162,43 @@ def test_other_shardings_are_refused_with_the_reason(results: list[Results]) -> 
     for *_, (tensor_parallel, ignored) in results:
         assert "sharded next to unsharded parameters" in tensor_parallel
         assert "sharded next to unsharded parameters" in ignored
+
+
+MICRO_BATCHES = (1, 2, 4)
+
+
+def windows_of_ddp(rank: int, case: Case) -> Windows:
+    """Two windows of each length: static_graph and rebuilt buckets behave differently from the second on."""
+    net = make_net(case)
+    bucket_mb: float | None = 1e-3  # a bucket for each parameter
+    if case.backend is not None:
+        net.compile(backend=case.backend)
+        bucket_mb = None  # compilation splits at buckets and refuses a first one (1 MB) above the others
+    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mb, **case.ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=case.has_scaler)
+    gns = GradientNoiseScale(ddp)
+    results: Windows = {}
+    for m in MICRO_BATCHES:  # 1 first: with static_graph DDP itself fails if its first backward is under no_sync
+        for _ in range(2):
+            optimizer.zero_grad()
+            run_window(case, ddp, gns, scaler, rank, m)
+            scale = scaler.get_scale()
+            if case.has_scaler:
+                scaler.unscale_(optimizer)
+                scaler.update()
+            results.setdefault(m, []).append(measured(gns, scale))
+    gns.close()
+    return results
+
+
+def compare_ddp(rank: int, world_size: int) -> list[str]:
+    return wrong_windows(CASES, lambda case: windows_of_ddp(rank, case), rank, world_size)
+
+
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_a_window_of_ddp_is_measured_as_by_separate_backwards(world_size: int) -> None:
+    wrong = run_on_ranks(compare_ddp, world_size)[0]
+    assert not wrong, "\n".join(wrong)
