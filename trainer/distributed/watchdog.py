@@ -192,7 +192,8 @@ class Watchdog:
             if self._if_store_lives(partial(self._exchange, beat)):
                 self._heard_at = self._time
             elif self._time - self._heard_at > (GRACE_SEC if beat.is_asked else self._limit):
-                self.hang = f"rank 0, which hosts the store, does not answer; {_describe(self._info.rank, beat, 0)}"
+                own = _describe(self._info.rank, beat, beat.collectives)
+                self.hang = f"rank 0, which hosts the store, does not answer; {own}"
             if self.hang is not None:
                 self._end(self.hang)
                 break

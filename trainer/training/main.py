@@ -58,7 +58,6 @@ from trainer.training.run import (
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.record import refuse_other_tokenizer
 from trainer.training.signals import StopNow, exits_as_errors
 from trainer.wording import error_text
 
@@ -127,7 +126,6 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
     if tokenized is None:
         logger.info("text is tokenized again whenever it is read: %s", plan.parts.problem)
         return plan
-    refuse_other_tokenizer(plan, launch.run_dir)
     try:
         made: Plan = tokenized.tokenize_once(plan, info, lambda: launch.stop.requested)
     except tokenized.Stopped:

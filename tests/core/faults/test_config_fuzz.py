@@ -105,15 +105,3 @@ def test_no_senseless_value_of_any_key_is_accepted_and_the_others_are_checked(ba
     assert {key for key, value in accepted if value in SENSELESS} <= {"sample.prompt"}
     for key, value in draw.sample(accepted, 2 * values):
         check_in_process(arguments_of(directory / "base.toml", [f"{key}={value}"]), capsys)
-
-
-@pytest.mark.parametrize(
-    "length",
-    [
-        ("train.steps=1000000000",),
-        ("train.steps=0", "train.tokens=1000000000000000"),
-        ("train.micro_batches=10000",),
-    ],
-)
-def test_a_check_takes_no_longer_for_a_long_run(base, capsys, length):
-    assert check_in_process(arguments_of(base[0] / "base.toml", list(length)), capsys) == 0

@@ -16,7 +16,6 @@ from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.tools.summary import resume_command
 from trainer.training import signals
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.restore import check_config
@@ -143,18 +142,6 @@ def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
     first = names[0].path.name
     assert [run.path.name for run in names] == [first, f"{first}-2", f"{first}-3"]
     assert names[2].metrics.parent == names[2].path == tmp_path / "runs" / f"{first}-3"
-
-
-def test_the_way_on_is_a_whole_command_line_where_it_can_be_known(config, tmp_path):
-    run = RunDir(tmp_path / "a b")
-    options = f"--resume auto --run-dir '{run.path}'"
-    whole = f"--config '{run.path}/config.resolved.toml' {options}"
-    assert resume_command(run, config, 1, local_world_size=1) == f"train {whole}"
-    assert resume_command(run, config, 2, local_world_size=2) == f"train --nproc 2 {whole}"
-    assert resume_command(run, config, 4, local_world_size=2) == f"the same command line and {options}"
-    included = config.data.source[0].model_copy(update={"include": "other.toml"})
-    including = config.model_copy(update={"data": config.data.model_copy(update={"source": [included]})})
-    assert resume_command(run, including, 1, local_world_size=1) == f"the same command line and {options}"
 
 
 @pytest.mark.parametrize(("rows", "step"), [(0, None), (1, None), (0, 5)])

@@ -16,7 +16,7 @@ import pytest
 
 from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.errors import UserError
-from trainer.lab.remote import ABANDONED, Store, Uploads, find_checkpoint
+from trainer.lab.remote import ABANDONED, Store, StoreError, Uploads, find_checkpoint
 from trainer.metrics.best_effort import Diagnostics
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import FORMAT_VERSION, MARKER, checkpoint_name, parse_marker
@@ -114,7 +114,7 @@ def test_a_prefix_is_of_one_run_and_an_outage_is_no_reason_not_to_resume(
         found_by(url, tmp_path / "other", "off")
 
     def names(self):
-        self._fs.cat_file("memory://absent/" + "x" * 9)
+        raise StoreError("planned")
 
     monkeypatch.setattr(Store, "names", names)
     assert found_by(url, checkpoints.parent) == "step_00000003"

@@ -176,6 +176,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
     """Name -> fingerprint, from the marker."""
+    if not (path / MARKER).exists():
+        raise CheckpointError(f"{path}: is not complete (it has no {MARKER})")
     with _reading(path / MARKER):
         return parse_marker(read_bytes(path / MARKER), path / MARKER)
 

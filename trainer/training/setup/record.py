@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output
 from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import changed_settings, check_config, refuse_gone
-from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.training.setup.plan import Plan, width_of
@@ -77,17 +76,6 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
             refuse_gone(found[1])
             check_config(found[1]["config"], with_sizes(config, found[1]["config"]))
     return run_dir, found, store
-
-
-def refuse_other_tokenizer(plan: Plan, given: str | None) -> None:
-    """Refuse a local checkpoint of another tokenizer, before minutes are spent on tokenizing."""
-    with suppress(OSError, LookupError, TypeError, CheckpointError):  # reported by `place_run`
-        path = Path(plan.resume)
-        if plan.resume == "auto":
-            path = choose_run_dir(plan.config, given, "auto").checkpoints / checkpoint.LATEST
-        saved = checkpoint.read_state(path)["config"]
-        if saved["data"]["tokenizer"] != plan.config.data.tokenizer:
-            check_config(saved, with_sizes(plan.config, saved))
 
 
 def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
