@@ -89,6 +89,10 @@ def pick_backend(device: torch.device) -> str:
 
 def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> dist.Store:
     """The key-value store for the rendezvous of the ranks, fresh for every torchrun restart."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # Rank 0 hosts it, and does not wait for the others here, where Python handles no signal.
+        place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        return dist.TCPStore(*place, info.world_size, info.is_main, timeout, wait_for_workers=False)
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
     assert isinstance(store, dist.Store)
     # torchrun keeps one store for all its restarts (torch 2.13): a rank may read an address of the

@@ -81,7 +81,7 @@ def test_a_rank_that_fails_tells_the_others_why(pair):
 
 
 def test_a_rank_that_is_gone_is_named_alone_also_by_who_notices_after_the_others_have_ended(tmp_path):
-    first, second, gone = make_watchdogs(tmp_path, 3, timeout_sec=2)
+    first, second, gone = make_watchdogs(tmp_path, 3, timeout_sec=10)
     gone.close()
     closed = RuntimeError("gloo: connection closed by peer")
     assert second.explain(closed).startswith("rank 2 failed: it is gone (")
