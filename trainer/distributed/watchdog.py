@@ -154,7 +154,8 @@ class Watchdog:
             return own
         before = self._if_store_lives(self._heartbeats)
         # Long enough for two heartbeats of every live rank.
-        end, failed = time.monotonic() + 2.5 * self._interval, None
+        failed: dict[int, str] | None = None
+        end = time.monotonic() + 2.5 * self._interval
         while time.monotonic() < end and not failed and self.hang is None:
             time.sleep(self._interval / 5)
             failed = self._if_store_lives(self._failed_ranks)
