@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.records import record_of
+from tests.support.runs import ROOT
 from trainer.metrics.payload_contract import Restart
+from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import RULES, Ruling, diagnose
 from trainer.tools.diagnostics.rule import Outcome, batches_through, micro_batches
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
@@ -510,3 +513,21 @@ def test_noise_bumps_of_some_percent_and_drifts_are_healthy(curve: str, count: i
             rows.append(level * math.exp(spread * rng.gauss(0, 1) * rng.choice((1, 1, 1, 1.5))))
         outcome = check("loss_spikes", losses(*rows))
         assert outcome.verdict != "finding", (seed, outcome.sentence)
+
+
+TOOLS = ROOT / "trainer" / "tools"
+TEXT = (TOOLS / "limits.py").read_text(encoding="utf-8")
+DEFINED = re.findall(r"(?m)^([A-Z_0-9]+): Final", TEXT)
+
+
+def test_every_threshold_has_a_unit_and_a_reason_and_is_read() -> None:
+    assert len(DEFINED) > 40
+    read = "".join(path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py"))
+    for name in DEFINED:
+        assert re.search(rf"(?m)^# [^:]+: .*[\w)]\.\n{name}: ", TEXT), name
+        assert f"limits.{name}" in read or TEXT.count(name) > 1, name
+
+
+@pytest.mark.parametrize(("picks", "nats"), [(200, 12.2), (1_000_000, 20.7), (0, 7.6)])
+def test_the_bound_on_a_surprise_grows_with_the_logarithm_of_the_picks(picks: int, nats: float) -> None:
+    assert limits.surprise_bound(picks) == pytest.approx(nats, abs=0.1)

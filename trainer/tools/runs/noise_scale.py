@@ -18,18 +18,16 @@ READINGS: Final = ("gns/b_now", "gns/b_simple")
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The last row's noise scale, in sequences, and the batch of that step. Without an upper bound
-    `value` is None too; `steps` are those that it was computed from, if it says so."""
+    """The last row's noise scale, in sequences, and the batch of that step."""
 
     key: str
     step: int
     batch: float
     low: float
-    value: float | None
+    value: float | None  # None without an upper bound
     high: float | None
-    steps: int | None
-    documents: float = math.inf
-    """To draw from."""
+    steps: int | None  # that it was computed from, if the record says so
+    documents: float = math.inf  # to draw from
 
     @property
     def is_high(self) -> bool:
@@ -62,24 +60,24 @@ class NoiseScale:
         return where
 
 
-def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
-    """The noise scale in the last row (by a step) that has a batch size, if that row knows it."""
-    batches = {step: size for step, size in _column(run, B_BIG).items() if by is None or step <= by}
+def noise_scale_of(run: RunRecord) -> NoiseScale | None:
+    """The noise scale in the last row that has a batch size, if that row knows it."""
+    batches = _column(run, B_BIG)
     if not batches:
         return None
     step = max(batches)
+
+    def at(key: str) -> float | None:
+        return _column(run, key).get(step)
+
     for key in READINGS:
-        low, high = (_column(run, f"{key}{end}").get(step) for end in ("_low", "_high"))
+        low, high, value, steps = (at(f"{key}{end}") for end in ("_low", "_high", "", "_steps"))
         if low is None:
             continue
-        value = _column(run, key).get(step)
         if high is None:  # a value without an upper bound says nothing
             value = None
-        steps, num_steps = _column(run, f"{key}_steps").get(step), None
-        if steps is not None:
-            num_steps = int(steps)
         documents = _column(run, "data/documents").get(step, math.inf)
-        return NoiseScale(key, step, batches[step], low, value, high, num_steps, documents)
+        return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps), documents)
     return None
 
 
