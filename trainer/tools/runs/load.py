@@ -170,7 +170,7 @@ class _Reader:
             try:
                 self._take(_parse(line))
             except PayloadError as error:
-                if not line.endswith(b"\n"):  # of a run that was killed or is still writing
+                if line[:1] == b"{" and line[-1:] != b"\n":  # the run was killed or is still writing
                     self._cut_off = "skipped the last line, which is cut off"
                     continue
                 self.num_skipped += 1
