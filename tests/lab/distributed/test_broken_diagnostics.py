@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import train_here
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import losses, read_rows, train, write_tiny_config
 from trainer.training.step.step import TrainStep
 
 EXTRA = """
@@ -131,7 +130,7 @@ GradientNoiseScale._measure = _measure
 
 @pytest.mark.distributed
 def test_a_noise_scale_that_fails_on_one_rank_is_absent_on_all(tmp_path):
-    (tmp_path / "broken_on_one.py").write_text(ON_RANK_1)
+    (tmp_path / "broken_on_one.py").write_text(ON_RANK_1)  # for processes of this run alone
     sets = ("model.target=broken_on_one:build", "model.contract=false")
     said = train(make_config(tmp_path), tmp_path / "run", *sets, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
     assert said.count("gns failed and is off from now on") == 1
