@@ -6,13 +6,11 @@ or a run of cells of one that is cut.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
@@ -20,17 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Flags, Ints
-from trainer.data.documents import ReadOptions, TokenArray, TokenTable
-from trainer.data.formats import format_name, load_documents, takes_option
+from trainer.data.documents import ReadOptions, TokenTable
+from trainer.data.formats import load_documents
 from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.hashing import splitmix64, stable_hash
 from trainer.options import Limits, Options, part_options
-from trainer.wording import counted, few, printable
 
 Split: TypeAlias = Literal["train", "holdout", "all"]
-SAMPLE_BYTES = 1 << 16  # at either end of a file whose dtype is doubted
-logger = logging.getLogger("trainer.data")
 
 
 def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
@@ -165,12 +160,6 @@ class OpenStream:
         lists = [column.tolist() for column in columns]
         return [*map(_new_handed, zip(repeat(epoch), repeat(self), *lists, strict=False))]
 
-    @property
-    def tokens_behind_cuts(self) -> tuple[int, int]:
-        """(target tokens that follow a cut of their document, all target tokens)."""
-        tokens = self.num_tokens()
-        return int(tokens[self.groups.first_cells > 0].sum()), int(tokens.sum())
-
 
 NOTHING: Mapping[str, OpenStream] = MappingProxyType({})  # by relative path
 
@@ -186,102 +175,21 @@ def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenSt
     if stream.tokens:
         options = ReadOptions(options.tokenizer, format="megatron")
     num_bytes = file_bytes(stream)  # before it is read, so that nothing is cut unseen
-    documents = load_documents(stream.tokens or stream.path, options)
+    try:
+        documents = load_documents(stream.tokens or stream.path, options)
+    except UserError as error:
+        error.where = f"source {cut.namespace}"
+        raise
     path, count = stream.relative_path, documents.num_documents
     kept = np.flatnonzero(documents_of(cut.split, path, count, cut.holdout_fraction))
     groups = build_groups(documents.lengths, kept, path, cut)
     return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
 
 
-def has_zero_halves(tokens: TokenArray) -> bool:
-    """Whether nearly every second value is 0 and others are not: ids read with half their width."""
-    if len(tokens) < 64 or tokens.itemsize == 8:
-        return False
-    size = SAMPLE_BYTES // tokens.itemsize
-    # Both ends of the array, the second from an even place on.
-    end = max((len(tokens) - size) // 2 * 2, size)
-    sample = np.concatenate([tokens[:size], tokens[end:]])
-    return bool((sample[1::2] == 0).mean() >= 0.99 and (sample[0::2] == 0).mean() <= 0.9)
-
-
-class StreamOpener:
-    """Opens the streams of a source, and warns of files that `eod` or `dtype` do not fit.
-
-    With `warns` false, `warn` reports all that were opened; otherwise each kind is reported once.
-    `in_memory` has, by relative path, streams that are no files.
-    """
-
-    def __init__(
-        self,
-        options: ReadOptions,
-        cut: CutOptions,
-        *,
-        warns: bool = True,
-        in_memory: Mapping[str, OpenStream] = NOTHING,
-    ) -> None:
-        self._options, self._cut, self._warns, self._in_memory = options, cut, warns, in_memory
-        # Of each stream that was opened; None once they are reported.
-        self._behind_cuts: list[tuple[int, int]] | None = []
-        self.current: Stream | None = None  # being opened, or read from
-        self._num_documents: dict[Stream, int] = {}
-        # Option -> stream that it does not fit -> its text in the warning.
-        self._doubtful: dict[str, dict[str, str]] = {"eod": {}, "dtype": {}}
-        self._warned: set[str] = set()
-
-    def __call__(self, stream: Stream) -> OpenStream:
-        """The stream, opened; see `open_stream`."""
-        self.current = stream
-        if stream.relative_path in self._in_memory:
-            return self._in_memory[stream.relative_path]
-        try:
-            opened = open_stream(stream, self._options, self._cut)
-        except UserError as error:
-            error.where = f"source {self._cut.namespace}"
-            raise
-        documents, eod = opened.documents, self._options.eod
-        self._num_documents[stream] = documents.num_documents
-        format = format_name(Path(stream.path), self._options.format)
-        shown = f"{printable(stream.relative_path)} ({counted(len(documents.tokens), 'token')})"
-        is_whole = takes_option(format, "eod") and documents.num_documents == 1
-        # Where it occurs, an id that ends documents ends each but perhaps the last.
-        if eod is not None and is_whole and documents.tokens[-1] != eod:
-            self._doubtful["eod"][stream.relative_path] = shown
-        if takes_option(format, "dtype") and has_zero_halves(documents.tokens):
-            self._doubtful["dtype"][stream.relative_path] = shown
-        if self._behind_cuts is not None:
-            self._behind_cuts.append(opened.tokens_behind_cuts)
-        if self._warns:
-            self.warn()
-        return opened
-
-    def report_cuts(self) -> None:
-        """Log, once, which share of the tokens of the streams opened so far lies behind a cut."""
-        found, self._behind_cuts = self._behind_cuts, None
-        if found and self._warns and any(behind for behind, _ in found):
-            behind, tokens = map(sum, zip(*found, strict=True))
-            text = "source %s: of the tokens of %s opened first, %.1f %% follow a cut of their "
-            text += "document: their state reaches back to the cut, at most %s tokens (data.max_group_cells)"
-            reach = f"{self._cut.max_group_cells * self._cut.seq_len:,}"
-            streams = counted(len(found), "stream")
-            logger.info(text, self._cut.namespace, streams, 100 * behind / tokens, reach)
-
-    def warn(self) -> None:
-        """Warn, once of either, of the opened files that lack `eod` or have a doubtful `dtype`."""
-        eod, dtype = self._options.eod, self._options.dtype
-        texts = {
-            "eod": f"eod = {eod} does not occur in %s: such a file is one document; check the id",
-            "dtype": f'dtype = "{dtype}" gives 0 as every second id in %s: check whether it is wider',
-        }
-        for option, files in self._doubtful.items():
-            if files and option not in self._warned:
-                self._warned.add(option)
-                place = f"{len(files):,} of {len(self._num_documents):,} files, {few(list(files.values()))}"
-                logger.warning(f"source %s: {texts[option]}", self._cut.namespace, place)
-
-    def nothing_left(self, key: str, problem: str) -> UserError:
-        fix = "change holdout_fraction or the paths"
-        are_whole = max(self._num_documents.values(), default=0) == 1
-        if self._cut.holdout_fraction and are_whole:
-            problem += ": each file is one document, and documents are held out whole"
-            fix = f"set eod or text_split so that files are split, or {fix}"
-        return UserError(key, problem, fix)
+def nothing_left(key: str, problem: str, cut: CutOptions, most_documents: int) -> UserError:
+    """The error for a source without a document to read, whose files have at most so many."""
+    fix = "change holdout_fraction or the paths"
+    if cut.holdout_fraction and most_documents == 1:
+        problem += ": each file is one document, and documents are held out whole"
+        fix = f"set eod or text_split so that files are split, or {fix}"
+    return UserError(key, problem, fix)

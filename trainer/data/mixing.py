@@ -228,7 +228,7 @@ class StreamMixingDataset(StreamSource):
             reader = self._pool.readers[slot]
             position, lanes = reader.position, reader.take() or lanes
             self._has_moved(slot)
-            self._opener.current = reader.stream
+            self._current = reader.stream
             path, modality = reader.stream.relative_path, reader.stream.modality
         else:
             if not (was_ended or self._has_groups):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trainer.metrics.best_effort import BestEffort
 from trainer.options import PickMode
 
-STAGES = ("open", "tokenize", "read", "own_code")  # of reading, timed separately
+STAGES = ("open", "read", "own_code")  # of reading, timed separately
 
 REMAINING_MIN = "stream_mixing/active/remaining_min"
 REMAINING_MAX = "stream_mixing/active/remaining_max"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,18 @@ from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.fingerprint import check_states, fingerprint
 from trainer.data.formats import is_import_path
-from trainer.data.groups import NOTHING, CutOptions, EpochCount, Handed, OpenStream, StreamOpener, file_bytes
+from trainer.data.groups import (
+    NOTHING,
+    CutOptions,
+    EpochCount,
+    Handed,
+    OpenStream,
+    file_bytes,
+    nothing_left,
+    open_stream,
+)
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
-from trainer.data.tokenizer import TimedTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.hashing import KeyedUniforms, keyed_generator
 from trainer.metrics.best_effort import BestEffort
@@ -161,7 +169,7 @@ class StreamSource(ABC):
     An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a pure
     function of (name, seed, epoch, shard, number of shards, pick), so the state is cursors, and the
     pool's observations for its metrics. The namespace of `cut`, the source's name, is unique in a
-    blend; `in_memory`: see `StreamOpener`. Raises UserError for no streams, or one twice.
+    blend; `in_memory` has, by relative path, streams that are no files. Raises UserError for no streams, or one twice.
     """
 
     version: ClassVar[int]  # of the saved state
@@ -204,13 +212,10 @@ class StreamSource(ABC):
             "rank": shard,
             "world_size": num_shards,
         }
-        self._tokenizer = TimedTokenizer(read.tokenizer)
         self._opening = "own_code" if is_import_path(read.format) else "open"
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of each of the `STAGES`
-        options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
-        self._in_memory = in_memory
-        # Held-out documents lie in the files of the training data, which warn of themselves.
-        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
+        self._cut, self._read, self._in_memory = cut, read, in_memory
+        self._current: Stream | None = None  # being opened, or read from
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
         self._open = lru_cache(2 * mix.streams_open)(self._open_weighted)
         self.epochs = EpochCount()
@@ -249,7 +254,9 @@ class StreamSource(ABC):
 
     def _open_weighted(self, stream: Stream) -> OpenStream:
         """Files that were never opened have no number of tokens: an epoch is divided by bytes."""
-        opened, share = self._opener(stream), self._sizes[stream.stream_id] / self._total_size
+        self._current = stream
+        opened = self._in_memory.get(stream.relative_path) or open_stream(stream, self._read, self._cut)
+        share = self._sizes[stream.stream_id] / self._total_size
         num_tokens = max(int(opened.num_tokens().sum()), 1)
         return replace(opened, epochs=self.epochs, epochs_per_token=share / num_tokens)
 
@@ -259,13 +266,18 @@ class StreamSource(ABC):
 
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""
-        if not any(self._open(stream).groups.num_groups for stream in self.streams):
-            raise self._opener.nothing_left(self.name, "no document is left to read")
+        most_documents = 0
+        for stream in self.streams:
+            opened = self._open(stream)
+            if opened.groups.num_groups:
+                return
+            most_documents = max(most_documents, opened.documents.num_documents)
+        raise nothing_left(self.name, "no document is left to read", self._cut, most_documents)
 
     @property
     def now_reading(self) -> str:
         """The file that was opened or read last; empty before the first. For any thread."""
-        return "" if self._opener.current is None else printable(self._opener.current.path)
+        return "" if self._current is None else printable(self._current.path)
 
     def drain_seconds(self) -> dict[str, float]:
         found = dict(self._seconds)
@@ -339,7 +351,7 @@ class StreamSource(ABC):
 
     def _next_reader(self) -> Any:
         """The next with anything to read, None at the end of the epoch; notes the time it takes."""
-        start, before, found = time.perf_counter(), self._tokenizer.seconds, None
+        start, found = time.perf_counter(), None
         while found is None and self._index < len(self._queue):
             part = self._queue[self._index]
             reader = self._reader(part)
@@ -349,9 +361,7 @@ class StreamSource(ABC):
             elif not reader.source.groups.num_groups and self._is_first(part):
                 # Its share of the bytes counts as read, or an epoch would end below 1.
                 self.epochs.read += reader.source.epochs_per_token
-        tokenizing = self._tokenizer.seconds - before
-        self._seconds["tokenize"] += tokenizing
-        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
+        self._seconds[self._opening] += time.perf_counter() - start
         return found
 
     def _is_first(self, part: Any) -> bool:
@@ -377,7 +387,6 @@ class StreamSource(ABC):
             self._fill()
             if pool.readers:
                 self._has_groups = True
-                self._opener.report_cuts()
             elif not (self._has_groups or self._later_has_groups()) or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
                 # Other shards continue, and nobody will count its files without a token again.
@@ -456,7 +465,6 @@ class StreamSource(ABC):
         self.is_ended = own["is_ended"] and not self._may_repeat()
         self._has_groups = self._has_groups or own["epoch"] > 0
         if own["pool"]:
-            self._opener.report_cuts()
             self._fill()  # more may be open at once than before
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +17,9 @@ from trainer.arrays import Ints
 from trainer.errors import UserError
 
 logger = logging.getLogger("trainer.data")
+# Text with every byte that UTF-8 may have, in the form that nearly all text has.
+_CHARACTERS = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x1000)])
+PROBE = unicodedata.normalize("NFC", "".join(_CHARACTERS))
 
 
 class Tokenizer(Protocol):
@@ -46,30 +48,6 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
     """
     together = getattr(tokenizer, "encode_together", None)
     return [tokenizer.encode(text) for text in texts] if together is None else together(texts)
-
-
-class TimedTokenizer:
-    """Counts the seconds that a tokenizer's encoding takes; `isinstance` sees the inner class."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.seconds = 0.0
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._tokenizer)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._tokenizer, name)
-        if name in ("encode", "encode_together"):
-            return partial(self._timed, value)
-        return value
-
-    def _timed(self, encode: Callable[[Any], Any], text: Any) -> Any:
-        start = time.perf_counter()
-        ids = encode(text)
-        self.seconds += time.perf_counter() - start
-        return ids
 
 
 def _byte_type(byte: int) -> str:
@@ -242,54 +220,14 @@ def token_bytes(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32] | None, str
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None, "ids without a tokenizer stand for no text"
     spec = tokenizer.spec
-    problem = _why_inexact(spec)
-    if problem:
-        return None, f"{tokenizer.name}: the bytes of a token are not known exactly ({problem})"
-    for token, id in _tokens_of(spec["model"]):
-        sizes[id] = len(token)  # each character stands for a byte
+    vocabulary = spec["model"].get("vocab", {})
+    if isinstance(vocabulary, list):  # Unigram: tokens with scores
+        vocabulary = {token: id for id, (token, _) in enumerate(vocabulary)}
+    for token, id in vocabulary.items():
+        sizes[id] = len(token)  # if it is byte-level, each character stands for a byte
     for added in spec["added_tokens"]:
-        sizes[added["id"]] = len(added["content"].encode("utf-8"))
-        if added["special"]:
-            sizes[added["id"]] = 0
+        sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode("utf-8"))
+    if int(sizes[tokenizer.encode(PROBE)].sum()) != len(PROBE.encode("utf-8")):
+        problem = "its tokens do not add up to the bytes of a text: it is not byte-level, or changes the text"
+        return None, f"{tokenizer.name}: {problem}"
     return sizes, ""
-
-
-def _tokens_of(model: dict[str, Any]) -> list[tuple[str, int]]:
-    vocabulary = model.get("vocab", {})
-    if isinstance(vocabulary, dict):
-        return list(vocabulary.items())
-    return [(token, id) for id, (token, _) in enumerate(vocabulary)]  # Unigram: tokens with scores
-
-
-def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
-    if not step:
-        return []
-    return list(step[parts]) if step.get("type") == "Sequence" else [step]
-
-
-def _why_inexact(spec: dict[str, Any]) -> str:
-    """Why a tokenizer.json does not cut a text into bytes without a rest; empty if it does."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    model, before = spec["model"], _steps(spec["pre_tokenizer"], "pretokenizers")
-    is_byte_level = any(step["type"] == "ByteLevel" for step in before)
-    if not is_byte_level or model.get("type") not in ("BPE", "Unigram"):
-        return "it is not byte-level"
-    missing = set(ByteLevel.alphabet()) - {token for token, _ in _tokens_of(model)}
-    if missing:
-        return f"{len(missing)} of the 256 bytes have no token"
-    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return "its tokens have prefixes or suffixes"
-    for step in _steps(spec["normalizer"], "normalizers"):
-        if step["type"] != "NFC":  # a form that nearly all text has
-            return f"its normalizer {step['type']} changes the text"
-    for step in before:
-        kind = step["type"]
-        is_removing = kind not in ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
-        if is_removing or step.get("behavior") == "Removed" or step.get("add_prefix_space"):
-            return f"its pre-tokenizer {kind} adds or removes spaces"
-    for added in spec["added_tokens"]:
-        if not added["special"] and (added["lstrip"] or added["rstrip"]):
-            return "an added token takes the spaces around it"
-    return ""

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.config.rules import reads_lanes
 from trainer.data.formats import FORMATS, format_name, load_documents
-from trainer.data.groups import StreamOpener, file_bytes
+from trainer.data.groups import file_bytes, nothing_left, open_stream
 from trainer.errors import UserError
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, reading
@@ -39,11 +39,11 @@ def contents(plan: Plan) -> dict[str, Content]:
 
 def _opened(plan: Plan, source: Source) -> Content:
     cut, read, _ = reading(plan, source)
-    opener = StreamOpener(read, cut, warns=False)
-    sizes = np.concatenate([opener(stream).num_tokens() for stream in source.streams])
+    opened = [open_stream(stream, read, cut) for stream in source.streams]
+    sizes = np.concatenate([each.num_tokens() for each in opened])
     if not len(sizes):
-        raise opener.nothing_left(f"source {source.name}", "has no document to train on")
-    opener.warn()
+        most = max(each.documents.num_documents for each in opened)
+        raise nothing_left(f"source {source.name}", "has no document to train on", cut, most)
     return Content(int(sizes.sum()), len(sizes), int(sizes.max()))
 
 

@@ -1,9 +1,8 @@
-"""The id that ends documents: one that no file can hold is refused, one that a file does not hold is a warning."""
+"""The id that ends documents: one that no file can hold is refused, and text is ended with it."""
 
 from __future__ import annotations
 
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tests.support.spaced import spaced
 from tests.support.streams import mixing_dataset
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import load_documents, open_documents
-from trainer.data.groups import has_zero_halves
 from trainer.data.layout import discover_direct
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -21,10 +19,6 @@ from trainer.errors import UserError
 def dataset(*paths, **settings):
     given = {"tokenizer": IdsTokenizer(500), "seq_len": 4, "repeat": False, **settings}
     return mixing_dataset(discover_direct(paths), name="s", **given)
-
-
-def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 @pytest.mark.parametrize("eod", [-1, 500])
@@ -61,53 +55,7 @@ def test_a_text_that_ends_with_the_id_gets_no_second_one_and_need_not_be_utf8(tm
     assert load_documents(tmp_path / "a.txt", options).tokens.tolist() == [255, 10]
 
 
-def test_an_eod_that_a_file_lacks_is_one_warning_per_source(tmp_path, caplog):
-    for name in "abc":
-        np.save(tmp_path / f"{name}.npy", np.array([1, 7, 2, 3, 7, 4] if name == "a" else [1, 2, 3]))
-    list(dataset(*(tmp_path / f"{name}.npy" for name in "abc"), eod=7, num_streams_mixed=1))
-    (said,) = warnings(caplog)
-    assert said.startswith(f"source s: eod = 7 does not occur in 1 of 1 files, {tmp_path / 'b.npy'} (3 tokens): ")
-
-
-def test_files_that_eod_splits_or_ends_are_no_warning(tmp_path, caplog):
-    np.save(tmp_path / "a.npy", np.array([1, 7, 2, 3]))
-    np.save(tmp_path / "b.npy", np.array([1, 2, 7]))
-    np.save(tmp_path / "c.npy", np.array([7]))
-    (tmp_path / "d.jsonl").write_text('{"tokens": [1, 2]}\n')
-    list(dataset(*(tmp_path / name for name in ("a.npy", "b.npy", "c.npy", "d.jsonl")), eod=7))
-    list(dataset(tmp_path / "a.npy"))
-    assert warnings(caplog) == []
-
-
-IDS = np.random.default_rng(0).integers(0, 256, 131_072)
-
-
-@pytest.mark.parametrize(("wide", "narrow"), [("uint16", "uint8"), ("int64", "uint16")])
-def test_ids_read_with_less_than_their_width_are_a_warning(tmp_path, caplog, wide, narrow):
-    IDS.astype(wide).tofile(tmp_path / "a.bin")
-    next(dataset(tmp_path / "a.bin", dtype=narrow))
-    (said,) = warnings(caplog)
-    assert f'source s: dtype = "{narrow}" gives 0 as every second id in 1 of 1 files, {tmp_path / "a.bin"}' in said
-    caplog.clear()
-    next(dataset(tmp_path / "a.bin", dtype=wide))
-    assert warnings(caplog) == []
-
-
-@pytest.mark.parametrize("size", [63, 100_000])
-def test_other_ids_are_of_no_doubtful_dtype(size):
-    some = IDS[:size].astype(np.uint8)
-    sparse = np.where(np.random.default_rng(1).random(size) < 0.005, some, 0)  # mostly 0, at odd and even places
-    for ids in (some, sparse, np.zeros(size, np.uint8), np.resize([3, 0, 0], size)):
-        assert not has_zero_halves(ids), ids[:9]
-    pairs = np.resize([3, 0], size)
-    assert has_zero_halves(pairs.astype(np.uint16)) == (size >= 64)
-    assert not has_zero_halves(pairs.astype(np.int64))
-    half = pairs.astype(np.uint16)
-    half[size // 2 :] = 7  # the other end is looked at too
-    assert not has_zero_halves(half)
-
-
-def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path, caplog):
+def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path):
     held = {"split": "holdout", "holdout_fraction": 0.001}
     np.save(tmp_path / "a.npy", np.array([1, 2, 3]))
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2]}\n' * 2)
@@ -115,4 +63,3 @@ def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path, caplog):
     for name, eod, why in (("a.npy", None, one), ("a.npy", 9, one), ("a.jsonl", None, "change holdout_fraction")):
         with pytest.raises(UserError, match=f"s: no document is left to read.*{why}"):
             next(dataset(tmp_path / name, eod=eod, **held))
-    assert warnings(caplog) == []  # the training data of the same source warn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.data import documents
 from trainer.data.documents import table_from_pieces
 from trainer.data.formats import open_documents
-from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, TimedTokenizer, encode_all, load_tokenizer
+from trainer.data.tokenizer import HuggingFaceTokenizer, encode_all, load_tokenizer
 from trainer.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -106,13 +105,3 @@ def test_texts_together_are_encoded_as_each_alone(tmp_path):
         open_documents(tmp_path / "a.txt", tokenizer=tokenizer)
     with pytest.raises(UnicodeEncodeError):
         encode_all(tokenizer, ["a", "\ud800"])
-
-
-def test_a_timed_tokenizer_is_of_the_same_class_and_counts_its_seconds(monkeypatch):
-    """Formats ask for the class: text of raw bytes is mapped, and need not be UTF-8."""
-    timed, clock = TimedTokenizer(BytesTokenizer()), iter((10.0, 12.5, 20.0, 20.25))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert isinstance(timed, BytesTokenizer)
-    assert (timed.vocab_size, getattr(timed, "encode_together", None)) == (257, None)
-    assert [ids.tolist() for ids in encode_all(timed, ["a", "bc"])] == [[97], [98, 99]]
-    assert timed.seconds == 2.75

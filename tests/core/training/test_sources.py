@@ -13,7 +13,6 @@ from trainer.config.load import load_config
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.tools.content import contents
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Source, make_dataset, resolve_sources
 
@@ -144,16 +143,3 @@ def test_an_eod_outside_the_vocabulary_is_refused_by_the_plan(tokenizer, eod):
     assert len(planned(f"data.source.t.eod={eod - 1}", tables=data + own).sources[0].streams) == 1
     with pytest.raises(UserError, match=rf"data.eod: {eod} is outside the vocabulary"):
         planned(f"data.source.t.eod={eod - 1}", f"data.eod={eod}", tables=data + own)
-
-
-def test_a_check_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_in(caplog):
-    Path("tokens").mkdir()
-    for name, ids in (("a", [1, 7, 2]), ("b", [1, 2]), ("c", [1, 2, 3])):
-        np.save(f"tokens/{name}.npy", np.array(ids))
-    plan = planned(tables=source("t", 'paths = ["tokens/*.npy"]\neod = 7'))
-    caplog.clear()
-    contents(plan)
-    assert [record.getMessage() for record in caplog.records] == [
-        "source t: eod = 7 does not occur in 2 of 3 files, tokens/b.npy (2 tokens), tokens/c.npy (3 tokens): "
-        "such a file is one document; check the id"
-    ]

@@ -14,9 +14,8 @@ from torch import nn
 
 from tests.support.in_process import train_here
 from tests.support.runs import read_rows
-from trainer.data import collate, groups
+from trainer.data import collate, shard_source
 from trainer.data.formats import open_documents
-from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.model import build
 from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import diagnose
@@ -24,7 +23,6 @@ from trainer.tools.diagnostics.rule import Outcome
 from trainer.tools.runs.load import load_run
 
 SECONDS = re.compile(r"time/.*/(tortoise|hare)")
-tokenizers = pytest.importorskip("tokenizers")
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
@@ -41,9 +39,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
         monkeypatch.setattr(place, name, called)
 
     if stage == "open":
-        slow(groups, "open_stream", lambda stream, *_: "tortoise" in stream.path)
-    if stage == "tokenize":
-        slow(HuggingFaceTokenizer, "encode_together", lambda _, texts: "slow" in texts[0])
+        slow(shard_source, "open_stream", lambda stream, *_: "tortoise" in stream.path)
     if stage == "read":
         slow(collate, "check_size", lambda source: "tortoise" in source.stream.path)
 
@@ -70,7 +66,6 @@ micro_batches = 2
 [data]
 seq_len = 8
 prefetch = 0  # or a machine that is busy computes longer than the slow source reads
-tokenizer = "tokenizer.json"
 [data.mixing]
 batching_mode = "per_stream"
 num_streams_mixed = 1
@@ -99,13 +94,10 @@ def judged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, stage: str, tortoise: str = FILES, *, per_source: bool = True
 ) -> Outcome:
     """What `data_bound` says of a run whose source `tortoise` is slow in a stage."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"slow": 0, "fast": 1, "?": 2}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(directory / "tokenizer.json"))
     for name, word in (("hare", "fast"), ("tortoise", "slow")):
         (directory / name).mkdir()
         for number in range(8):  # a batch each, more than are kept open
-            (directory / name / f"{number}.jsonl").write_text(json.dumps({"text": f"{word} " * 6}) + "\n")
+            (directory / name / f"{number}.jsonl").write_text(json.dumps({"text": word[:1] * 6}) + "\n")
     config = directory / "config.toml"
     settings = {"module": __name__, "seconds": 0.1 if stage == "none" else 0.02}  # a busy machine makes gaps of 0.03 s
     config.write_text(CONFIG.format(tortoise=tortoise, per_source=str(per_source).lower(), **settings))
@@ -120,8 +112,7 @@ def judged(
 @pytest.mark.parametrize(
     ("stage", "tortoise", "words", "advice"),
     [
-        ("open", FILES, "opening the files", "fewer, larger files"),
-        ("tokenize", FILES, "tokenizing the files", "train data tokenize"),
+        ("open", FILES, "opening or tokenizing files", "fewer, larger files"),
         ("read", FILES, "reading opened files", "a faster disk"),
         ("own_code", FORMAT, "running the own code", "less work for each batch in its own code"),
     ],
@@ -143,8 +134,8 @@ def test_the_slow_source_and_stage_are_named(tmp_path, monkeypatch, stage, torto
 
 
 def test_no_key_names_a_source_unless_asked_for(tmp_path, monkeypatch):
-    found = judged(tmp_path, monkeypatch, "tokenize", per_source=False)
-    assert "went into tokenizing the files (metrics.per_source = true names the source)" in found.sentence
+    found = judged(tmp_path, monkeypatch, "open", per_source=False)
+    assert "went into opening or tokenizing files (metrics.per_source = true names the source)" in found.sentence
     keys = {key for row in read_rows(tmp_path / "run" / "metrics.jsonl").values() for key in row}
-    assert {"time/open/all", "time/tokenize/all", "time/read/all"} <= keys
+    assert {"time/open/all", "time/read/all"} <= keys
     assert not any(map(SECONDS.fullmatch, keys))

@@ -187,8 +187,7 @@ ROWS: tuple[MetricSpec, ...] = (
             f"Time in {words}, waited for or not.", "Far below the time of the steps.", f"Close to it: {fix}."
         )
         for stage, words, fix in (
-            ("open", "opening files", "many small files"),
-            ("tokenize", "tokenizing", "tokenize ahead"),
+            ("open", "opening and tokenizing files", "many small files, or text to tokenize ahead"),
             ("read", "reading opened files and making batches", "the disk is slow"),
             ("own_code", "the user's data set or format", "its code is slow"),
         )

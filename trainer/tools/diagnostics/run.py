@@ -32,8 +32,7 @@ SLOWEST = "time/slowest_rank_sec"
 FASTEST = "time/fastest_rank_sec"
 
 STAGES = {  # of reading: in words, and what makes them faster
-    "open": ("opening the files", "fewer, larger files, or token ids that train data tokenize made of text"),
-    "tokenize": ("tokenizing the files", "files that train data tokenize made"),
+    "open": ("opening or tokenizing files", "fewer, larger files, or text tokenized ahead (train data tokenize)"),
     "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
     "own_code": ("running the own code", "less work for each batch in its own code"),
 }
