@@ -33,7 +33,6 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
@@ -90,8 +89,7 @@ def gated_delta_rule(
 
     q, k, v, log_a, b = map(in_chunks, (queries, keys, values, log_decay[..., None], rate[..., None]))
     document = torch.unflatten(F.pad(resets, (0, padding)), 1, (-1, chunk)).cumsum(-1).repeat_interleave(heads, dim=0)
-    rows = q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document
-    outputs, after = _Rule.apply(*rows)  # type: ignore[no-untyped-call]
+    outputs, after = _over_chunks(q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document)
     return outputs.view(batch, heads, -1, v.shape[-1])[:, :, :length], after.view_as(state)
 
 
@@ -101,58 +99,23 @@ def chunk_length(length: int, most: int = CHUNK) -> int:
     return min(length, most, -(-even // 8) * 8)  # multiples of 8 suit vector instructions
 
 
-class _Rule(torch.autograd.Function):
-    """The rule over chunks. It keeps q, k, v, u, M_0 and the systems' inverses: by autograd, it would be five times as much."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, since_start, b, state, document = inputs  # since_start: [R, N, C], sums of log a
-        with _exactly(q):
-            decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
-            system = (k @ k.mT).mul_(decay).mul_(b).tril_(-1)
-            unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
-            inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
-            given, states, corrections = b * v, [state], []
-            for n in range(q.shape[1]):
-                right = torch.baddbmm(given[:, n], by_state[:, n], states[n], alpha=-1)
-                corrections.append(inverse[:, n] @ right)
-                states.append(torch.baddbmm(from_state[:, n, -1:] * states[n], to_end[:, n].mT, corrections[n]))
-            before, u = torch.stack(states[:-1], dim=1), torch.stack(corrections, dim=1)
-            outputs = ((from_state * q) @ before).add_((q @ k.mT).mul_(decay) @ u)
-        ctx.save_for_backward(q, k, v, since_start, b, document, before, u, inverse)
-        return outputs, states[-1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of a chunk's system A u = r: grad_r = A^-T grad_u and grad_A = -grad_r u^T, below the diagonal.
-
-        The gradient of log a sums, over the products that it scales, product times gradient: here q, k and b times theirs.
-        """
-        q, k, v, since_start, b, document, before, u, inverse = ctx.saved_tensors
-        with _exactly(q):
-            decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
-            grad_u = (q @ k.mT).mul_(decay).mT @ grad
-            grad_before = (from_state * q).mT @ grad
-            grads_right, grads_state = [], [grad_state]
-            for n in reversed(range(q.shape[1])):
-                grads_right.append(inverse[:, n].mT @ torch.baddbmm(grad_u[:, n], to_end[:, n], grads_state[-1]))
-                grad_state = torch.addcmul(grad_before[:, n], from_state[:, n, -1:], grads_state[-1])
-                grads_state.append(torch.baddbmm(grad_state, by_state[:, n].mT, grads_right[-1], alpha=-1))
-            grad_after, grad_right = (torch.stack(x[::-1], dim=1) for x in (grads_state[:-1], grads_right))
-            mixing = (grad @ u.mT).mul_(decay)  # gradient of q k^T
-            system = (grad_right @ u.mT).mul_(decay).tril_(-1)  # of k k^T, but for -b
-            last = (u @ grad_after.mT).mul_(decay[..., -1, :, None])
-            grad_q = (grad @ before.mT).mul_(from_state).add_(mixing @ k)
-            grad_read = (grad_right @ before.mT).mul_(from_state).add_(system @ k)  # of -b k, which reads the state
-            grad_k = (mixing.mT @ q).sub_(system.mT @ (b * k)).add_(last)  # of k, which writes into it
-            read = (k * grad_read).sum(-1, keepdim=True)
-            grad_since = (q * grad_q).sub_(k * grad_k).sum(-1, keepdim=True).sub_(b * read)[..., 0]
-            at_end = from_state[..., -1, 0] * (grad_after * before).sum((-2, -1)) + (k * last).sum((-2, -1))
-            grad_since[..., -1] += at_end
-            grad_b = (v * grad_right).sum(-1, keepdim=True).sub_(read)
-            grad_k.sub_(grad_read.mul_(b))
-        return grad_q, grad_k, grad_right.mul_(b), grad_since, grad_b, grads_state[-1], None
+def _over_chunks(
+    q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, b: Tensor, state: Tensor, document: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs [R, N, C, V] of N chunks and the state after them; `since_start`: sums of log a, [R, N, C]."""
+    with _exactly(q):
+        decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
+        system = ((k @ k.mT) * decay * b).tril(-1)
+        unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+        inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
+        states, corrections = [state], []
+        # Taken apart at once: the gradient of a part alone would be as large as the whole.
+        parts = (b * v, by_state, inverse, from_state[:, :, -1:], to_end.mT)
+        for given, reads, solved, kept, writes in zip(*(part.unbind(1) for part in parts), strict=True):
+            corrections.append(solved @ torch.baddbmm(given, reads, states[-1], alpha=-1))
+            states.append(torch.baddbmm(kept * states[-1], writes, corrections[-1]))
+        before, u = torch.stack(states[:-1], dim=1), torch.stack(corrections, dim=1)
+        return (from_state * q) @ before + ((q @ k.mT) * decay) @ u, states[-1]
 
 
 def _exactly(x: Tensor) -> torch.autocast:
@@ -164,7 +127,7 @@ def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -
     """d_{ts} [R, N, C, C], zero above the diagonal and between documents, and d_t [R, N, C, 1]; b_t d_t k_t, d_{Cs} k_s."""
     is_same = (document[..., :, None] == document[..., None, :]).tril_()
     decay = (since_start[..., :, None] - since_start[..., None, :]).masked_fill_(~is_same, -torch.inf).exp_()
-    from_state = since_start.exp().masked_fill_(document > 0, 0.0)[..., None]
+    from_state = since_start.exp().masked_fill(document > 0, 0.0)[..., None]
     return decay, from_state, b * from_state * k, decay[..., -1, :, None] * k
 
 
@@ -437,7 +400,7 @@ class GatedDelta(LanguageModel):
         """Floating-point operations per trained token: 6 per weight of a matrix product, and the rule's own products.
 
         Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C multiply-adds forward and 6 w + 9 C
-        backward. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
+        backward, at w = C. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
         """
         width, chunk = self.dim // self.heads, chunk_length(seq_len)
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)

@@ -135,7 +135,7 @@ def test_autocast_rounds_nothing_between_the_projections_and_the_norm(seed):
         x = inputs.to(dtype).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             output, state = mixer.to(dtype)(x, None, None)
-            gradients = torch.autograd.grad((output * weights).sum(), [x, mixer.taps])
+        gradients = torch.autograd.grad((output * weights).sum(), [x, mixer.taps])
         found.append([each.double() for each in (state["memory"], output, *gradients)])
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
     # Gate, normed output and their product are rounded once each; gradients six times, each by unit^2 / 3 in the mean square.

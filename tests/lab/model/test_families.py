@@ -57,7 +57,7 @@ def test_the_weightless_model_has_the_parameters_and_the_state_of_the_real_one(n
 
 def test_flops_per_token_of_gated_delta_equal_torchs_count():
     torch.manual_seed(0)
-    model = gated_delta.build(29, 32, 2, heads=2)
+    model = gated_delta.build(29, 2 * CHUNK, 2, heads=2)
     batch = torch.randint(0, 29, (2, 2 * CHUNK))
     state = model(batch).state  # in the middle of a document, where nothing is left out
     state = [{name: part.detach().requires_grad_() for name, part in layer.items()} for layer in state]
