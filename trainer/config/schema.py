@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -126,31 +126,11 @@ class CoordTable(Table, CoordOptions):
     """`[objective] coord`: supervision of coordinate tokens, which are ordered bins."""
 
 
-class LossTable(Table):
-    """`[objective] losses`: one more loss, or its weight (docs/models.md#losses-and-metrics)."""
-
-    weight: Factor = 1.0
-    """Factor in the objective; 0: computed and not trained on."""
-    target: ImportPath | None = None
-    """Your own, `(*, output, micro, **args)`; absent: a loss of the model's output."""
-    by: Literal["tokens", "rows"] = "tokens"
-    """With target: the mean over target tokens, or over rows."""
-    args: Args = {}
-    """Keyword arguments of target."""
-
-    def check(self) -> None:
-        """Refuse keys of a target without one."""
-        if self.target is None and (self.args or self.by != "tokens"):
-            raise ValueError("args and by are those of a target; a model says the latter in its loss_keys")
-
-
-def _weight_alone(value: Any) -> Any:
-    """Read a number as short for a table."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return {"weight": float(value)} if is_number else value
-
-
-Loss = Annotated[LossTable, BeforeValidator(_weight_alone, json_schema_input_type=Factor | LossTable)]
+def _weight_of(value: Any) -> Any:
+    """The weight in a table, as configs of earlier versions have it."""
+    if isinstance(value, Mapping) and value.get("target"):
+        raise ValueError("a target is gone: return the loss from the model (docs/models.md#losses-and-metrics)")
+    return value.get("weight", 1.0) if isinstance(value, Mapping) else value
 
 
 class ObjectiveTable(Table, ObjectiveOptions):
@@ -165,16 +145,12 @@ class ObjectiveTable(Table, ObjectiveOptions):
     """Also report loss and accuracy by token type, if the tokenizer has types."""
     chunk_tokens: WholeNumber = 0
     """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
-    losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Loss] = {}
-    """Name -> weight of a loss of the model's output (absent: 1), or a table of your own."""
+    losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Annotated[Factor, BeforeValidator(_weight_of)]] = {}
+    """Name -> weight of a loss of the model's output; absent: 1; 0: computed and not trained on."""
 
     def check(self) -> None:
         """Refuse losses that cannot be computed, and keys without effect."""
         super().check()
-        own = [name for name, each in self.losses.items() if each.target is not None]
-        if own and self.chunk_tokens:
-            problem = f"losses.{own[0]} may need logits, which never exist together"
-            raise ValueError(f"{problem}: set chunk_tokens to 0")
         _refuse_ineffective(self, {"token_ce", "z_loss", "coord"})
         if self.chunk_tokens and not self.components:
             raise ValueError("no loss of logits is left that chunk_tokens could cut: set it to 0")

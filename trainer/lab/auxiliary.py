@@ -1,4 +1,4 @@
-"""Losses in addition to that of the tokens: of the model's output, and of custom functions.
+"""Losses of the model's output in addition to that of the tokens, and its metrics.
 
 A loss "by tokens" is a number per target token, [B, T], or one for all tokens of a micro-batch, [];
 the objective takes its mean over the step's target tokens. A loss "by rows" is a number per row,
@@ -8,7 +8,7 @@ ranks, so that any split of a step equals one big batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +18,11 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
-from trainer.import_path import users_code
 from trainer.metrics.catalog.lookup import is_built_in
+from trainer.model.protocol import extras_of
 from trainer.objective.loss import (
     COMPONENTS,
     Auxiliary,
-    ObjectiveError,
     ObjectiveOutput,
     Term,
     refuse_output,
@@ -43,8 +42,6 @@ class AuxiliaryLoss:
 
     by: By = "tokens"
     weight: float = 1.0
-    function: Callable[..., Any] | None = None
-    """Computes it from `output` and `micro`; None: the model's output has it."""
 
 
 def declared_losses(model: Any) -> dict[str, By]:
@@ -102,10 +99,7 @@ class AuxiliaryLosses(Auxiliary):
 
     def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
         super().__init__(losses, metric_keys)
-        self._declared: dict[str, By] = {}
-        for name, each in self.losses.items():
-            if each.function is None:
-                self._declared[name] = each.by
+        self._declared: dict[str, By] = {name: each.by for name, each in self.losses.items()}
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
         """Find the factor of losses by rows, since the step divides by tokens. All ranks must call
@@ -122,14 +116,11 @@ class AuxiliaryLosses(Auxiliary):
         Without gradient, losses by rows are only among the parts: rows have not been counted.
 
         Raises:
-            UserError: the output has other losses than the model declares; a custom function fails.
-            ObjectiveError: a custom loss has another shape.
+            UserError: the output has other losses than the model declares.
         """
-        shape, trains = micro.targets.shape, torch.is_grad_enabled()
-        mask = micro.targets != IGNORED  # [B, T]
-        found = dict(getattr(output, "losses", None) or {})
-        refuse_output(loss_problem(found, self._declared, shape, needs_all=trains))
-        found |= self._of_functions(output, micro)
+        trains, mask = torch.is_grad_enabled(), micro.targets != IGNORED  # [B, T]
+        found, metrics = extras_of(output)
+        refuse_output(loss_problem(found, self._declared, mask.shape, needs_all=trains))
         total, parts = result.loss_sum, dict(result.parts)
         for name, each in self.losses.items():
             if name not in found:
@@ -144,58 +135,30 @@ class AuxiliaryLosses(Auxiliary):
             elif trains:
                 total = total + term * self._tokens_per_row.to(term)
             parts[name] = Term(term.detach(), applies.sum())
-        return replace(result, loss_sum=total, parts=parts, metrics=self._metrics(output))
-
-    def _of_functions(self, output: Any, micro: Any) -> dict[str, Tensor]:
-        found = {}
-        for name, each in self.losses.items():
-            if each.function is None:
-                continue
-            with users_code(f"objective.losses.{name}"):
-                found[name] = each.function(output=output, micro=micro)
-            problem = shape_problem(name, found[name], each.by, micro.targets.shape)
-            if problem:
-                raise ObjectiveError(name, f"returned {problem}", micro.located)
-        return found
-
-    def _metrics(self, output: Any) -> dict[str, Any]:
-        """The declared metrics of an output."""
-        metrics: Mapping[str, Any] = getattr(output, "metrics", None) or {}
         self._leave_out_but(self.metric_keys, metrics)
-        return {name: metrics[name] for name in self.metric_keys if name in metrics}
+        kept = {name: metrics[name] for name in self.metric_keys if name in metrics}
+        return replace(result, loss_sum=total, parts=parts, metrics=kept)
 
 
-def make_auxiliary(table: ObjectiveTable, model: Any, own_loss: Callable[..., Callable[..., Any]]) -> AuxiliaryLosses:
-    """The losses and metrics of a model's output, and the losses of `[objective.losses]`.
-
-    Args:
-        own_loss: makes the custom function of an import path, with its arguments, for a config key.
+def make_auxiliary(table: ObjectiveTable, model: Any) -> AuxiliaryLosses:
+    """The losses and metrics of a model's output, with the weights of `[objective.losses]`.
 
     Raises:
         UserError: a loss that is named does not exist, or a name is taken.
     """
-    declared, losses = declared_losses(model), table.losses
-    own = [name for name, each in losses.items() if each.target is not None]
-    taken = sorted({*own, *declared} & {*COMPONENTS, *table.components} | set(own) & declared.keys())
+    declared, weights = declared_losses(model), table.losses
+    taken = sorted(declared.keys() & {*COMPONENTS, *table.components})
     if taken:
-        raise UserError(f"objective.losses.{taken[0]}", "another loss has this name", "choose another one")
-    unknown = sorted(losses.keys() - declared.keys() - set(own))
+        problem = f"loss_keys name {taken[0]}, which is a loss of the trainer"
+        raise UserError("model.target", problem, "choose another name")
+    unknown = sorted(weights.keys() - declared.keys())
     if unknown:
         problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
-        fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics), or a target here"
+        fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics)"
         raise UserError(f"objective.losses.{unknown[0]}", problem, fix)
-    found = {}
-    for name, by in declared.items():
-        weight = 1.0
-        if name in losses:
-            weight = losses[name].weight
-        found[name] = AuxiliaryLoss(by, weight)
-    for name in own:
-        each, key = losses[name], f"objective.losses.{name}"
-        function = own_loss(each.target or "", each.args, key, output=0, micro=0)
-        found[name] = AuxiliaryLoss(each.by, each.weight, function)
+    found = {name: AuxiliaryLoss(by, weights.get(name, 1.0)) for name, by in declared.items()}
     if not table.components and not any(each.weight for each in found.values()):
-        fix = "set loss_keys on the model, or objective.losses or target (docs/models.md#losses-and-metrics)"
+        fix = "set loss_keys on the model, or objective.target (docs/models.md#losses-and-metrics)"
         raise UserError("objective.token_ce", "is 0, and no other loss would be trained on", fix)
     keys = getattr(model, "metric_keys", ())
     if isinstance(keys, str) or any(map(is_built_in, keys)):

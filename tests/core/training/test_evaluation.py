@@ -249,14 +249,15 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
     torch.manual_seed(0)
     plan = plan_of(tmp_path, "eval.batches=1000000")
     model = make_model(plan)
-    model.register_forward_hook(lambda module, given, output: output._replace(metrics={"my/number": 1.0}))
-    own = {
-        "by_tokens": AuxiliaryLoss(
-            "tokens", 1.0, lambda *, output, micro: odd(micro.targets)[:, :1].expand(micro.targets.shape)
-        ),
-        "by_rows": AuxiliaryLoss("rows", 1.0, lambda *, output, micro: 2 * odd(micro.targets)[:, 0]),
-    }
-    auxiliary = AuxiliaryLosses(own if has_others else {}, ["my/number"])
+    own = {"by_tokens": AuxiliaryLoss(), "by_rows": AuxiliaryLoss("rows")} if has_others else {}
+
+    def add(module: Any, args: Any, given: dict[str, Any], output: Any) -> Any:
+        first = odd(given["tokens"])[:, 0]
+        values = {"by_tokens": first[:, None].expand(given["tokens"].shape), "by_rows": 2 * first}
+        return output._replace(metrics={"my/number": 1.0}, losses=values if own else None)
+
+    model.register_forward_hook(add, with_kwargs=True)
+    auxiliary = AuxiliaryLosses(own, ["my/number"])
     whole, read = evaluated(plan, model, auxiliary=auxiliary)
     assert read.startswith("all ")
     assert "eval_loss_se" not in whole

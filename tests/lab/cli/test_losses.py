@@ -51,8 +51,10 @@ def bad_keys(vocab_size, dim, num_layers):
     model.loss_keys = ["energy"]
     return model
 
-def penalty(*, output, micro, power=1):
-    return output.logits.float().softmax(-1).amax(-1) ** power
+def taken_name(vocab_size, dim, num_layers):
+    model = build_model(vocab_size, dim, num_layers)
+    model.loss_keys = {"z_loss": "tokens"}
+    return model
 
 class Missed:
     def __init__(self, form="tokens"):
@@ -62,9 +64,6 @@ class Missed:
         losses = 1 - logits.float().softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         return {"tokens": losses, "sum": (losses[mask].sum(), mask.sum()), "mean": losses.mean(),
                 "flat": losses.detach(), "all": (losses.sum(), mask.numel())}[self.form]
-
-def scalars(*, output, micro):
-    return output.logits.mean(1)
 """
 OWN, NOTHING = "objective.target=own_losses:Missed", "objective.losses={energy=0, size=0, norm=0}"
 MODEL = ("model.target=own_losses:build_model", "model.dim=16", "model.num_layers=1")
@@ -145,15 +144,11 @@ def test_the_weight_decides_how_much_of_a_loss_is_trained_on(config):
 
 
 @pytest.mark.distributed
-def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_numbers(config):
-    own = "{penalty={target='own_losses:penalty', weight=0.3, by='tokens', args={power=2}}}"
-    found = [
-        trained(config, f"objective.losses={own}", f"distributed.strategy={strategy}", nproc=2)[0]
-        for strategy in ("ddp", "fsdp")
-    ]
+def test_ranks_that_shard_the_model_report_the_same_numbers(config):
+    found = [trained(config, f"distributed.strategy={strategy}", nproc=2)[0] for strategy in ("ddp", "fsdp")]
     for at, row in found[0].items():
         prefix = "eval_" if at[0] == "eval" else ""
-        assert adds_up(row, (*LOSSES, "penalty"), prefix=prefix)
+        assert adds_up(row, LOSSES, prefix=prefix)
         keys = [key for key in row if "objective/" in key or "my/" in key or key in ("loss", "gns/tr_sigma")]
         assert {key: found[1][at][key] for key in keys} == pytest.approx({key: row[key] for key in keys}, rel=1e-6)
     assert found[0]["train", 6]["my/calls"] == 4
@@ -164,11 +159,9 @@ def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_num
     [
         (("objective.losses.enrgy=1",), "objective.losses.enrgy: the model has no such loss; its loss_keys are energy"),
         (("model.target=own_losses:bad_keys",), "model.target: Regular.loss_keys is ['energy']; make it a dict"),
-        (("objective.losses.energy={target='own_losses:penalty'}",), "objective.losses.energy: another loss has this"),
-        (("objective.losses.own={target='own_losses:penalty', args={no=1}}",), "cannot call own_losses:penalty with"),
         (
-            ("objective.losses.own={target='own_losses:penalty'}", "objective.chunk_tokens=8"),
-            "objective: losses.own may need logits",
+            ("objective.losses.energy={target='own_losses:penalty'}",),
+            "losses.energy: a target is gone: return the loss",
         ),
         (
             ("model.args.returned=metrics",),
@@ -181,15 +174,16 @@ def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_num
         (("objective.token_ce=0", "objective.chunk_tokens=8"), "objective: no loss of logits is left"),
         ((OWN, "objective.args.form=flat"), "objective.target: fails: ValueError: what it returned has no gradient"),
         ((OWN, "objective.args.form=all"), "objective.target: fails: ValueError: the loss of a few tokens is NaN"),
-        (("objective.losses.energy={by='rows'}",), "objective.losses.energy: args and by are those of a target"),
         (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
         (("model.args.returned=no norm",), "returns no loss norm in train(), which its loss_keys name"),
         (
             ("model.args.returned=energy in one shape",),
             "returns the loss energy by tokens with the shape [16], not [1, 16] or []",
         ),
-        (("objective.losses.z_loss={target='own_losses:penalty'}",), "objective.losses.z_loss: another loss has this"),
-        ((OWN, "objective.losses.own={target='own_losses:penalty'}"), "losses.own: another loss has this name"),
+        (
+            ("model.target=own_losses:taken_name",),
+            "model.target: loss_keys name z_loss, which is a loss of the trainer",
+        ),
         ((OWN, "objective.z_loss=0.1"), "objective: z_loss would have no effect beside target"),
         (("objective.args.form=sum",), "objective: args are those of a target of your own"),
     ],
@@ -208,26 +202,28 @@ def test_what_does_not_fit_is_refused_before_the_run(config, capsys, sets, messa
             (OWN, "objective.args.form=mean"),
             "objective.target: fails: TypeError: returned torch.float32 [], not losses [",
         ),
-        (
-            ("objective.losses.own={target='own_losses:scalars'}",),
-            "component own: returned the loss own by tokens with the shape [4, 257], not [4, 16] or []",
-        ),
     ],
 )
 def test_what_the_first_step_shows_ends_the_run(config, sets, message):
-    code = 1 if "component" in message else 2
-    _, said = trained(config, *sets, "model.contract=false", code=code)
+    _, said = trained(config, *sets, "model.contract=false", code=2)
     assert message in said, said
 
 
 def test_an_evaluation_of_a_checkpoint_has_the_losses_but_imports_no_code_unasked(config, capsys, monkeypatch):
-    own = ("objective.losses={penalty={target='own_losses:penalty'}}", OWN)
     run_dir = config.parent / "run"
-    train(config, run_dir, *own, "eval.batches=1000", extra={"PYTHONPATH": str(config.parent)})
+    train(
+        config,
+        run_dir,
+        *MODEL,
+        OWN,
+        "objective.losses.energy={weight=0.5}",
+        "eval.batches=1000",
+        extra={"PYTHONPATH": str(config.parent)},
+    )
     monkeypatch.chdir(config.parent)
     refused = program(("eval", run_dir), capsys)
-    assert "objective.target: the config in" in refused.stderr, refused.stderr
+    assert ": the config in" in refused.stderr, refused.stderr
     found = json.loads(program(("eval", run_dir, "--trust-code", "--json"), capsys).stdout)
     logged = read_rows(run_dir / "metrics.jsonl")["eval", 6]
-    assert adds_up(logged, ("own", "penalty"), prefix="eval_")
+    assert adds_up(logged, ("own", *LOSSES[1:]), prefix="eval_")
     assert {key: found["metrics"][key] for key in logged} == pytest.approx(logged, rel=1e-5)

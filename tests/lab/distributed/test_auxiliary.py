@@ -1,4 +1,4 @@
-"""Losses of a model's output and of the user's own: any layout is one big batch, and the noise scale is that of all of them."""
+"""Losses of a model's output: any layout is one big batch, and the noise scale is that of all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from trainer.training.step.step import StepOutcome
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
 LENGTHS = (12, 1, 7, 3, 12, 0, 5, 9)  # of the rows: uneven, and one has nothing to predict
-WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "confident": 0.2, "peak": 0.4}
+WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "peak": 0.4}
+BY_ROWS = ("spread", "peak")
 CE_WEIGHTS = {"token_ce": 1.0, "half": 0.5, "off": 0.0}
 Numbers = tuple[StepOutcome, dict[str, Tensor], dict[str, float]]
 
@@ -32,8 +33,9 @@ class Experts(nn.Module):
 
     state_width = 0
 
-    def __init__(self) -> None:
+    def __init__(self, poison: float = 1.0) -> None:
         super().__init__()
+        self.poison = poison
         self.embedding = nn.Embedding(VOCABULARY, 8)
         self.router = nn.Linear(8, EXPERTS)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(EXPERTS))
@@ -44,20 +46,14 @@ class Experts(nn.Module):
         p = self.router(x).softmax(-1)  # [B, T, E]
         shares = nn.functional.one_hot(p.argmax(-1), EXPERTS).to(p).mean(1, keepdim=True)  # [B, 1, E]
         x = x + torch.stack([p[..., [i]] * block(x) for i, block in enumerate(self.blocks)]).sum(0)
+        logits = self.head(x)
         losses = {
             "balance": EXPERTS * (shares * p).sum(-1),  # [B, T]
-            "spread": p.mean(1).square().sum(-1),  # [B]
+            "spread": p.mean(1).square().sum(-1) * self.poison,  # [B]
             "router": self.router.weight.square().mean(),  # []
+            "peak": logits.amax((1, 2)).square(),  # [B]
         }
-        return ModelOutput(self.head(x), None, losses, {"moe/max_share": shares.max()})
-
-
-def confident(*, output: Any, micro: MicroBatch, power: int) -> Tensor:
-    return output.logits.softmax(-1).pow(power).sum(-1)  # [B, T]
-
-
-def peak(*, output: Any, micro: MicroBatch) -> Tensor:
-    return output.logits.amax((1, 2)).square()  # [B]
+        return ModelOutput(logits, None, losses, {"moe/max_share": shares.max()})
 
 
 def missed(logits: Tensor, targets: Tensor) -> Tensor:
@@ -70,13 +66,8 @@ OBJECTIVES["sum"] = Objective(own=lambda x, y: (missed(x, y)[y != -100].sum(), (
 pytestmark = pytest.mark.parametrize("loss", OBJECTIVES)
 
 
-def auxiliary(poison: float = 1.0) -> AuxiliaryLosses:
-    by_rows = ("spread", "peak")
-    own = {"confident": lambda **given: confident(**given, power=2) * poison, "peak": peak}
-    losses = {
-        name: AuxiliaryLoss("rows" if name in by_rows else "tokens", weight, own.get(name))
-        for name, weight in WEIGHTS.items()
-    }
+def auxiliary() -> AuxiliaryLosses:
+    losses = {name: AuxiliaryLoss("rows" if name in BY_ROWS else "tokens", each) for name, each in WEIGHTS.items()}
     return AuxiliaryLosses(losses, ("moe/max_share",))
 
 
@@ -92,21 +83,19 @@ def sums(kind: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[s
     """Each part of the loss summed over tokens or rows, written down plainly."""
     output, mask = model(tokens), targets != -100
     of_rows = mask.any(1)
-    micro = MicroBatch({}, targets, None, {})
     cross_entropy = nn.functional.cross_entropy(output.logits[mask], targets[mask], reduction="sum")
     return {
         "first": CE_WEIGHTS[kind] * cross_entropy if kind in CE_WEIGHTS else missed(output.logits, targets)[mask].sum(),
         "balance": output.losses["balance"][mask].sum(),
         "spread": output.losses["spread"][of_rows].sum(),
         "router": output.losses["router"] * mask.sum(),
-        "confident": confident(output=output, micro=micro, power=2)[mask].sum(),
-        "peak": peak(output=output, micro=micro)[of_rows].sum(),
+        "peak": output.losses["peak"][of_rows].sum(),
     }
 
 
 def mean(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parts of the whole loss, of sums over all rows or some."""
-    counts = {name: sum(map(bool, LENGTHS)) if name in ("spread", "peak") else sum(LENGTHS) for name in parts}
+    counts = {name: sum(map(bool, LENGTHS)) if name in BY_ROWS else sum(LENGTHS) for name in parts}
     return {name: WEIGHTS.get(name, 1.0) * value / counts[name] for name, value in parts.items()}
 
 
@@ -124,7 +113,7 @@ def reference(kind: str) -> tuple[dict[str, float], dict[str, Tensor]]:
 def one_step(rank: int, world: int, micros: int, kind: str, loss: str, poison: float = 1.0) -> Numbers:
     """The outcome, the gradient and the parts of the loss on this rank."""
     torch.manual_seed(0)
-    model = Experts().double()
+    model = Experts(poison).double()
     strategy: Strategy = Strategy()
     if world > 1:
         is_sharded = kind == "fsdp"
@@ -132,7 +121,7 @@ def one_step(rank: int, world: int, micros: int, kind: str, loss: str, poison: f
     strategy.shard(model, lambda: shard_units(model))
     group = torch.distributed.group.WORLD if world > 1 else None
     gns = GradientNoiseScale(model, process_group=group)
-    losses = {"objective": OBJECTIVES[loss], "auxiliary": auxiliary(poison)}
+    losses = {"objective": OBJECTIVES[loss], "auxiliary": auxiliary()}
     step = make_step(model, strategy, **losses, gns=gns, world_size=world)
     tokens, targets = rows()
     share = len(LENGTHS) // (world * micros)

@@ -301,15 +301,15 @@ def build_model(
     return built
 
 
-def own_loss(target: str, args: Mapping[str, Any], key: str, **given: Any) -> Callable[..., Any]:
-    """A custom function with its arguments. A UserError if it does not take `given` too."""
+def own_loss(target: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """A custom function with its arguments. A UserError if it does not take them."""
     function = resolve_target(target, key)
-    refuse_arguments(function, target, {**given, **args}, key=key)
+    refuse_arguments(function, target, args, key=key)
     return partial(function, **args)
 
 
 def make_auxiliary(table: ObjectiveTable, model: nn.Module, parts: Parts) -> Auxiliary:
-    """The losses and metrics of a model's output, and the losses of `[objective.losses]`.
+    """The losses and metrics of a model's output.
 
     Raises:
         UserError: a loss that is named does not exist, or a name is taken; or `parts` have none of them.
@@ -318,7 +318,7 @@ def make_auxiliary(table: ObjectiveTable, model: nn.Module, parts: Parts) -> Aux
     if table.components and not table.losses and not declares:
         return Auxiliary()
     key = "objective.losses" if table.losses else "model.target"
-    made: Auxiliary = parts.need("losses of the output", key)(table, model, own_loss)
+    made: Auxiliary = parts.need("losses of the output", key)(table, model)
     return made
 
 
