@@ -30,7 +30,7 @@ from trainer.model.protocol import ModelOutput
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.csv"
 VOCAB = 64
-RECORDED = ("torch", "transformers", "minGRU-pytorch")
+RECORDED = ("torch", "transformers")
 NOT_TRIED = {
     "mamba-ssm, xlstm": "need a GPU",
     "titans-pytorch, Hugging Face rwkv": "not wrapped here",
@@ -65,17 +65,26 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent"], "lru_width": 32},
     "lfm2": {"layer_types": ["conv", "conv"], "block_multiple_of": 8},
     "qwen3_next": {**_LINEAR, "num_experts": 0, "mlp_only_layers": [0, 1]},
+    "kimi_linear": {
+        **{"linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types": ["dense", "dense"]},
+        "layer_types": _LINEAR["layer_types"],
+    },
 }
 
 
 def hugging_face(family: str, *, assigns: bool = False) -> nn.Module:
     """A family of `transformers` behind the trainer's own adapter. `assigns`: replace the cache's
     in-place copies by assignments, as the adapter does for training."""
+    return carry_flat(HuggingFace(small(family), assigns=assigns))
+
+
+def small(family: str, **further: Any) -> Any:
+    """A new small model of a family of `transformers`, with further settings of its config."""
     transformers = importlib.import_module("transformers")
     known = transformers.AutoConfig.for_model(family)
     settings = {name: value for name, value in _SMALL.items() if hasattr(known, name)}
-    config = transformers.AutoConfig.for_model(family, **{**settings, **HUGGING_FACE[family]})
-    return carry_flat(HuggingFace(transformers.AutoModelForCausalLM.from_config(config), assigns=assigns))
+    config = transformers.AutoConfig.for_model(family, **{**settings, **HUGGING_FACE[family], **further})
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 class RecurrentGemma(nn.Module):
@@ -117,47 +126,8 @@ class RecurrentGemma(nn.Module):
         return ModelOutput(logits, ends)
 
 
-class Torch(nn.Module):
-    """`nn.GRU` or `nn.LSTM` of two layers."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.count = 2 if kind is nn.LSTM else 1
-        self.state_width = self.count * 2 * 32
-        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
-        make: Any = kind
-        self.rnn = make(32, 32, num_layers=2, batch_first=True)
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        """Logits and [h | c]."""
-        if state is None:
-            state = torch.zeros(tokens.shape[0], self.state_width)
-        given = [part.view(-1, 2, 32).transpose(0, 1).contiguous() for part in state.chunk(self.count, dim=1)]
-        x, ends = self.rnn(self.embedding(tokens), tuple(given) if self.count == 2 else given[0])
-        ends = ends if self.count == 2 else (ends,)
-        return ModelOutput(self.head(x), torch.cat([end.transpose(0, 1).flatten(1) for end in ends], dim=1))
-
-
-class MinGru(nn.Module):
-    """minGRU-pytorch. Its states are positive, and it takes their logarithm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state_width = 32
-        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
-        self.rnn = importlib.import_module("minGRU_pytorch").minGRU(32)
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        given = None if state is None or not bool(state.any()) else state[:, None]
-        x, end = self.rnn(self.embedding(tokens), given, return_next_prev_hidden=True)
-        return ModelOutput(self.head(x), end[:, 0])
-
-
 def families() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """Name -> model of every family that is tried."""
-    yield "nn.GRU", lambda: Torch(nn.GRU)
-    yield "nn.LSTM", lambda: Torch(nn.LSTM)
-    yield "minGRU-pytorch", MinGru
     for family in HUGGING_FACE:
         if family == "recurrent_gemma":
             yield "Hugging Face recurrent_gemma", RecurrentGemma

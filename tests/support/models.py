@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.model.protocol import ModelOutput
+
+
+def pretrained(family: str, directory: Path, vocab_size: int, **settings: Any) -> str:
+    """The setting `model.args.from` of a new small model of `transformers`, written to a directory."""
+    from scripts import families
+    from trainer.lab.hugging_face import save
+
+    ends = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
+    save(families.small(family, vocab_size=vocab_size, **ends, **settings), directory)
+    return str(directory)
 
 
 class DropoutModel(nn.Module):

@@ -272,7 +272,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "returns none": (ReturnNone, "carry", "takes a state and returns none"),
     "returns a state in training alone": (lambda: ReturnNone(True), "carry", "takes a state and returns none"),
     "returns a state in eval alone": (lambda: ReturnNone(False), "forward", "returns no state in train()"),
-    "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train(), when given a"),
+    "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train()"),
     "drops a part of a nest": (DropPartOfNest, "carry", "differ from the uncut row"),
     "returns a state of nan": (returned(lambda x, state, out, end: (out, end * math.nan)), "carry", "holds NaN"),
     "rounds the state": (

@@ -1,7 +1,7 @@
 """Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
 
 Which families train exactly was measured (docs/models.md). Layers of full attention are left out,
-since their cache grows. `from` names a local directory of `save_pretrained`; nothing is downloaded.
+since their cache grows. They are read from a directory of `save_pretrained`; nothing is downloaded.
 
 Built-in families are written as architectures that compute the same, so that `from_pretrained`
 opens them: configs name every number in which the architectures could differ, and the logits are
@@ -11,14 +11,13 @@ It could go if only own models were trained and exported.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,32 +32,7 @@ from trainer.lab.transformer import ROTARY_BASE, Transformer
 from trainer.model.encoder import NORM_EPS
 from trainer.model.protocol import ModelOutput, extras_of
 
-HEAD_DIM = 32
 Weights = dict[str, Tensor]
-
-
-def _sizes(model_type: str, dim: int, num_layers: int) -> dict[str, Any]:
-    """Further sizes of a config, by width and depth; `[model] args` overrides them."""
-    heads, linear = max(dim // HEAD_DIM, 1), ["linear_attention"] * num_layers
-    inner = 2 * dim // HEAD_DIM
-    mlp = {"intermediate_size": 2 * dim, "num_attention_heads": heads, "num_key_value_heads": 1}
-    mamba = {"n_heads": inner, "d_head": HEAD_DIM, "n_groups": 1, "d_state": 64, "chunk_size": 64}
-    heads_of_qwen = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
-    widths_of_qwen = {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM}
-    dense = {"num_experts": 0, "mlp_only_layers": list(range(num_layers))}
-    sizes: dict[str, dict[str, Any]] = {
-        "mamba2": {
-            "head_dim": HEAD_DIM, "num_heads": inner, "n_groups": 1, "state_size": 64, "chunk_size": 64,
-        },
-        "bamba": {"attn_layer_indices": [], **{f"mamba_{name}": size for name, size in mamba.items()}, **mlp},
-        "lfm2": {"layer_types": ["conv"] * num_layers, "block_multiple_of": 8, **mlp},
-        "qwen3_next": {"layer_types": linear, **heads_of_qwen, **widths_of_qwen, **dense, **mlp},
-        "kimi_linear": {
-            "layer_types": linear, "mlp_layer_types": ["dense"] * num_layers,
-            "linear_head_dim": HEAD_DIM, "linear_num_heads": heads, **mlp,
-        },
-    }  # fmt: skip
-    return sizes[model_type]
 
 
 class HuggingFace(nn.Module):
@@ -145,67 +119,33 @@ class HuggingFace(nn.Module):
 
 
 def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
-    """Build a model of a `transformers` family. Raises UserError: the package is missing, a setting
-    is unknown, or the directory is no such model.
+    """Read a model of a `transformers` family; its sizes are its own.
 
     Args:
-        vocab_size: number of token ids; a model from a directory gets rows that it lacks.
-        dim, num_layers: `hidden_size` and `num_hidden_layers`, unless a directory is read.
+        vocab_size: number of token ids; a smaller model gets rows.
         model_type: the family's name in `transformers`.
-        settings: keys of the family's config; or `from`, a directory written by `save_pretrained`.
+        settings: `from`, a directory written by `save_pretrained`.
+
+    Raises:
+        UserError: the package is missing, or the directory is no such model.
     """
-    transformers = package()
-    folder = settings.pop("from", None)
+    transformers, folder = package(), settings.pop("from", None)
+    fix = f"set from, and no other args, to a directory of save_pretrained with a {model_type} (docs/models.md)"
+    if folder is None or settings:
+        raise UserError("model.args", f"{model_type} is read from a directory", fix)
     with quiet(transformers):
-        if folder is None:
-            return HuggingFace(_new(transformers, model_type, vocab_size, dim, num_layers, settings))
-        model = _read(transformers, str(folder), model_type, settings)
+        try:
+            if not (Path(folder) / "config.json").is_file():
+                raise ValueError("it has no config.json")
+            read = transformers.AutoModelForCausalLM.from_pretrained
+            model = read(folder, local_files_only=True, dtype=torch.float32)
+            if model.config.model_type != model_type:
+                raise ValueError(f"it has a {model.config.model_type}")
+        except Exception as error:  # of a damaged directory anything
+            raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
         if model.config.vocab_size < vocab_size:
             model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
     return HuggingFace(model)
-
-
-def _new(
-    transformers: Any, model_type: str, vocab_size: int, dim: int, num_layers: int, settings: Mapping[str, Any]
-) -> Any:
-    known = transformers.AutoConfig.for_model(model_type)
-    see = f"see {type(known).__name__}"
-    unknown = sorted(name for name in settings if not hasattr(known, name))
-    if unknown:
-        matches = [difflib.get_close_matches(name, known.to_dict(), n=1) for name in unknown]
-        close = " and ".join(itertools.chain(*matches))
-        fix = f"did you mean {close}?" if close else see
-        raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
-    sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
-    special = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
-    given = {**sizes, **special, **_sizes(model_type, dim, num_layers), **settings}
-    try:
-        config = transformers.AutoConfig.for_model(model_type, **given)
-        return transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # a family checks its own sizes, each in its own way
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # config classes wrap what a validator says
-            cause = cause.__cause__
-        problem = f"{model_type} cannot be built: {str(cause).rstrip('.')}"
-        fix = f"set model.dim to a multiple of {HEAD_DIM}, or {see}"
-        raise UserError("model.args" if settings else "model.dim", problem, fix) from error
-
-
-def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
-    fix = f"name a directory of save_pretrained with a {model_type}, and no other args"
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    try:
-        if settings:
-            raise ValueError(f"{', '.join(sorted(settings))} beside from")
-        if not (Path(folder) / "config.json").is_file():
-            raise ValueError("it has no config.json")
-        model = read(folder, local_files_only=True, dtype=torch.float32)
-        if model.config.model_type != model_type:
-            raise ValueError(f"it has a {model.config.model_type}")
-    except Exception as error:  # of a damaged directory anything
-        problem = f"{folder} cannot be read: {format_error(error)}"
-        raise UserError("model.args.from", problem, fix) from error
-    return model
 
 
 def _joined(parts: list[ModelOutput], dim: int, state: Any) -> ModelOutput:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trainer.errors import UserError
-from trainer.model.protocol import ModelOutput, evaluating, extras_of
+from trainer.model.protocol import FEW_TOKENS, ModelOutput, evaluating, extras_of
 
-TRIED_TOKENS = (8, 16, 32, 64, 128, 256)  # of the forward that shows what a model's state looks like
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
 
 
@@ -35,12 +34,9 @@ class Leaf:
     @property
     def size(self) -> int:
         """Numbers per row."""
-        parts = 1
         if self.dtype.is_complex:
-            parts = 2
-        elif not self.dtype.is_floating_point:
-            parts = self.dtype.itemsize
-        return math.prod(self.shape) * parts
+            return 2 * math.prod(self.shape)
+        return math.prod(self.shape) * (1 if self.dtype.is_floating_point else self.dtype.itemsize)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
         """A tensor of this leaf as rows of numbers, [B, size]."""
@@ -56,17 +52,15 @@ class Leaf:
         shape = (len(rows), *self.shape)
         if not (self.dtype.is_complex or self.dtype.is_floating_point):
             return rows.to(torch.uint8).flatten().view(self.dtype).reshape(shape)
-        dtype = self.dtype.to_real() if self.dtype.is_complex else self.dtype
-        if rows.dtype == torch.float64:  # a model that runs in float64 has states of float64
-            dtype = torch.float64
-        numbers = rows.to(dtype)
+        # A model that runs in float64 has states of float64.
+        numbers = rows if rows.dtype == torch.float64 else rows.to(self.dtype.to_real())
         if self.dtype.is_complex:
             return torch.complex(*numbers.reshape(*shape, 2).unbind(-1))
         return numbers.reshape(shape)
 
 
 class NestLayout:
-    """The tensors of a state, batch first, in any nest of tuples, lists, dicts and dataclasses.
+    """The tensors of a state, batch first, in any nest of tuples, lists and dicts.
 
     Rows of the flat form are [leaf 0 | leaf 1 | ...], each in row-major order.
 
@@ -78,7 +72,6 @@ class NestLayout:
     """
 
     def __init__(self, state: Any) -> None:
-        _register_dataclasses(state)
         found, self._spec = pytree.tree_flatten_with_path(state)
         if not found:
             raise ValueError("it holds no tensor")
@@ -92,9 +85,6 @@ class NestLayout:
                 raise ValueError(f"{name} has the shape {list(leaf.shape)}: {problem}")
             self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NestLayout:
-        return self  # nothing in it changes
-
     @property
     def width(self) -> int:
         """Numbers per row."""
@@ -107,8 +97,7 @@ class NestLayout:
             ValueError: it has another layout.
         """
         tensors, spec = pytree.tree_flatten(state)
-        shapes = [leaf.shape for leaf in self.leaves]
-        if spec != self._spec or [tuple(tensor.shape[1:]) for tensor in tensors] != shapes:
+        if spec != self._spec or [tuple(each.shape[1:]) for each in tensors] != [leaf.shape for leaf in self.leaves]:
             raise ValueError(f"a state of another layout than {self}")
         rows = [leaf.to_rows(tensor) for leaf, tensor in zip(self.leaves, tensors, strict=True)]
         dtype = torch.float32
@@ -127,16 +116,7 @@ class NestLayout:
         return [[leaf.path, list(leaf.shape)] for leaf in self.leaves]
 
     def __str__(self) -> str:
-        shown = [f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves]
-        more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-        return ", ".join(shown[:4]) + more
-
-
-def _register_dataclasses(state: Any) -> None:
-    """Let pytree look into the dataclasses of a nest, and into those that they hold."""
-    while unknown := {type(each) for each in pytree.tree_leaves(state) if is_dataclass(each)}:
-        for each in unknown:
-            pytree.register_dataclass(each)
+        return ", ".join(f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves)
 
 
 def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
@@ -146,7 +126,7 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
     gradient return in `eval()`, or None and 0 if they return none.
 
     Args:
-        lengths: tokens of the rows that the model is for; tried after `TRIED_TOKENS`.
+        lengths: tokens of the rows that the model is for; tried after `FEW_TOKENS`.
 
     Raises:
         UserError: the state's tensors do not have the batch first.
@@ -162,7 +142,7 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
                 if leaf.shape != again.shape:
                     raise ValueError(f"{leaf.path} has the batch in another dimension than the first")
         except ValueError as error:
-            fix = "return tensors [B, ...], in any nest of tuples, lists, dicts and dataclasses"
+            fix = "return tensors [B, ...], in any nest of tuples, lists and dicts"
             raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
         model.register_forward_pre_hook(_take_rows, with_kwargs=True)
         model.register_forward_hook(_return_rows, with_kwargs=True)
@@ -175,16 +155,16 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
 def _first_states(model: nn.Module, lengths: Sequence[int]) -> list[Any]:
     """The states after rows of the first length that the model takes, for each of `TRIED_ROWS`."""
     device = next(model.parameters(), torch.empty(0)).device
-    errors: dict[int, Exception] = {}
-    for length in (*TRIED_TOKENS, *lengths):
+    problem = None
+    for length in (FEW_TOKENS, *lengths):
         try:
             with torch.no_grad():
                 tried = [torch.zeros(rows, length, dtype=torch.long, device=device) for rows in TRIED_ROWS]
                 return [model(tokens=tokens, state=None).state for tokens in tried]
         except Exception as error:  # noqa: BLE001 - a custom model may raise anything
-            errors[length] = error
-    # Its own length tells its author most.
-    raise errors[(*lengths, *TRIED_TOKENS)[0]]
+            problem = error  # that of the last length, the model's own, tells its author most
+    assert problem is not None
+    raise problem
 
 
 def _take_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -200,9 +180,7 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     layout: Any = model.state_layout
     if output.state is None:
         mode = "train" if model.training else "eval"
-        given = args[1] if len(args) > 1 else kwargs.get("state")
-        when = "from no state" if given is None else "when given a state"
-        raise ValueError(f"it returns no state in {mode}(), {when}; in eval(), from none, it returns {layout}")
+        raise ValueError(f"it returns no state in {mode}(); in eval(), from no state, it returns {layout}")
     return ModelOutput(output.logits, layout.flatten(output.state), *extras_of(output))
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 from tests.support.grouped import train
+from tests.support.models import pretrained
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import FULL_ROWS, read_rows, write_tiny_config
 
@@ -17,12 +18,12 @@ SIZES = {
     "transformer": "{heads=2, kv_heads=1}",
     "gru": "{}",
     "lstm": "{dropout=0.1}",
-    "mamba2": "{num_heads=2, head_dim=16, state_size=8, chunk_size=8}",
 }
 
 
 def start(tmp_path, name, family, *sets, more=()):
-    options = (f"model.family={family}", f"model.args={SIZES[family]}", "checkpoint.every=3", *sets)
+    args = SIZES.get(family) or f'{{from="{pretrained(family, tmp_path / "read", 257)}"}}'
+    options = (f"model.family={family}", f"model.args={args}", "checkpoint.every=3", *sets)
     train(write_tiny_config(tmp_path), tmp_path / name, *options, nproc=2, more=more)
     return tmp_path / name
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.grouped import train
 from tests.support.in_process import program
+from tests.support.models import pretrained
 from tests.support.runs import FULL_ROWS, overrides, write_tiny_config
 from trainer.config.schema import ModelTable
 from trainer.lab.contract_check import find_size
@@ -169,7 +170,8 @@ def test_rows_of_several_documents_are_refused_for_a_model_without_resets(check)
 
 def test_rows_of_several_documents_are_refused_for_a_sharded_model_that_runs_each_document_on_its_own(tmp_path, capsys):
     pytest.importorskip("transformers", reason="extra hf")
-    options = [f"--set={each}" for each in (ALIGN, FULL_ROWS, "model.family=bamba", "model.dim=32")]
+    read = f'model.args={{from="{pretrained("bamba", tmp_path / "bamba", 257)}"}}'
+    options = [f"--set={each}" for each in (ALIGN, FULL_ROWS, "model.family=bamba", read)]
     config = write_tiny_config(tmp_path)
     for strategy, code in (("ddp --no-contract", 0), ("fsdp", 2)):
         check = ["check", "--config", config, *options, "--nproc", "2", "--strategy", *strategy.split()]

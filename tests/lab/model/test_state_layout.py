@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
@@ -60,33 +59,11 @@ def test_any_nest_comes_back_bit_for_bit(nest, rows):
         assert one.dtype == (double.get(other.dtype, other.dtype) if flat.dtype == torch.float64 else other.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
-    count: torch.Tensor
-    angle: torch.Tensor
-
-
-@dataclasses.dataclass
-class Memory:
-    sum: torch.Tensor
-    positions: list[Position]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_ledger_of_any_dtype_keeps_integers_exactly(dtype):
     counts = torch.tensor([0, -1, 2**24 + 1, 2**63 - 1])
     layout = NestLayout(counts)
     assert torch.equal(layout.unflatten(layout.flatten(counts).to(dtype).float()), counts)
-
-
-def test_dataclasses_come_back_as_they_were():
-    state = Memory(torch.randn(2, 3), [Position(torch.arange(2), torch.randn(2, dtype=torch.complex64))])
-    layout = NestLayout(state)
-    found = layout.unflatten(layout.flatten(state))
-    assert type(found) is Memory
-    assert type(found.positions[0]) is Position
-    assert [leaf.path for leaf in layout.leaves][:1] == ["state.sum"]
-    assert all(map(torch.equal, leaves(found), leaves(state)))
 
 
 def test_gradients_pass_through_complex_and_real_leaves():
@@ -148,20 +125,14 @@ def test_the_layout_is_found_at_a_length_that_the_model_takes():
     assert carry_flat(make(), lengths=(48,)).state_width == 5
     with pytest.raises(RuntimeError, match="got 50"):  # the error is that of the length that a run has
         carry_flat(make(), lengths=(50,))
-    with pytest.raises(RuntimeError, match="got 8"):
-        carry_flat(make())
 
 
 def test_a_state_that_is_missing_later_is_told_as_missing():
     model = carry_flat(Stateful(lambda end: {"sum": end}))
     model.make = lambda end: None
     rows = torch.zeros(2, 5)
-    with pytest.raises(
-        ValueError, match=r"it returns no state in train\(\), when given a state; .* state\['sum'\] \[5\]"
-    ):
+    with pytest.raises(ValueError, match=r"it returns no state in train\(\); .* state\['sum'\] \[5\]"):
         model(tokens=torch.zeros(2, 4, dtype=torch.long), state=rows)
-    with pytest.raises(ValueError, match=r"it returns no state in eval\(\), from no state"):
-        model.eval()(tokens=torch.zeros(2, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize(

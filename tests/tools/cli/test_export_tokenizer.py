@@ -7,15 +7,13 @@ import shutil
 
 import pytest
 
+from tests.support import models
 from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import FULL_ROWS, write_tiny_config
 from tests.support.spaced import spaced
-from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.config.schema import ModelTable
 from trainer.tools.trained.saved_model import copy_tokenizer
-from trainer.training.setup.plan import build_model
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 AutoTokenizer, PreTrainedTokenizerFast = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
@@ -34,7 +32,7 @@ def pretrained(tmp_path_factory):
     fast.chat_template = {"default": "{{ messages[0].content }}", "other": "no {{ messages[0].content }}"}
     fast.save_pretrained(path)
     (path / "special_tokens_map.json").write_text(json.dumps(ends))  # as older versions wrote it
-    build_model(ModelTable(family="mamba2", dim=32, num_layers=1), len(words) + 1, parts=PARTS).save_pretrained(path)
+    models.pretrained("mamba2", path, len(words) + 1, num_hidden_layers=1)
     return path
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.in_process import program, train_here
+from tests.support.models import pretrained
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
@@ -209,7 +210,8 @@ def test_modalities_and_files_of_a_root_that_no_source_reads_are_said(config, tm
 @pytest.mark.parametrize(("family", "length", "code"), [("mamba2", 1, 2), ("mamba2", 2, 0), ("lfm2", 1, 0)])
 def test_rows_that_a_family_cannot_be_trained_on_are_refused_by_check(tmp_path, capsys, family, length, code):
     pytest.importorskip("transformers")
-    own = ["--set", f"model.family={family}", "--set", f"data.seq_len={length}", "--no-contract"]
+    read = f'model.args={{from="{pretrained(family, tmp_path / "read", 257)}"}}'
+    own = ["--set", f"model.family={family}", "--set", read, "--set", f"data.seq_len={length}", "--no-contract"]
     checked = program(["check", "--config", write_tiny_config(tmp_path), *own], capsys)
     assert checked.returncode == code, checked.stderr
     assert ("data.seq_len: rows of 1 tokens are too short to train mamba2" in checked.stderr) == (code == 2)
