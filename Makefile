@@ -17,7 +17,7 @@ MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json) $(MATRIX)/mixed/cpp
 # Tests wait for processes and pipes much of the time: 3 on two cores.
 WORKERS ?= 3
-BENCHES := loop step gns recurrence ledger rows metrics growth head
+BENCHES := loop step gns recurrence ledger rows metrics head
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: without bytecode on disk each would compile the package again.
@@ -41,7 +41,7 @@ help:
 	@echo "make format     format the code"
 	@echo "make docs       regenerate the generated docs and JSON schemas"
 	@echo "make bench      what the instruments cost, as ratios, into docs/benchmarks.md (make bench-loop: one of them)"
-	@echo "make gpu        tests, figures and a profile on one CUDA device (DEVICE=cpu: a rehearsal)"
+	@echo "make gpu        tests and figures on one CUDA device (DEVICE=cpu: a rehearsal)"
 
 setup: $(STAMP)
 
@@ -136,7 +136,7 @@ $(addprefix bench-,$(BENCHES)): bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
 
 # On one CUDA device, from a bare checkout and with the packages of the interpreter that PYTHON names: nothing is installed.
-# PART=tests|runs|speed|models|ledger|profile runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
+# PART=tests|runs|speed|models|ledger runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
 DEVICE ?= cuda
 PART ?= all
 CHECK ?=

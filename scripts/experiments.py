@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +60,6 @@ def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.Com
     if done.returncode not in codes:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return done
-
-
-def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> float | None:
-    """Steps until the loss first is at most `target`, interpolated; None if it never is."""
-    if losses[0] <= target:
-        return float(steps[0])
-    for (before, high), (after, low) in pairwise(zip(steps, losses, strict=True)):
-        if low <= target:
-            return before + (high - target) / (high - low) * (after - before)
-    return None
 
 
 def train(

@@ -1,10 +1,8 @@
-"""Full rows against a bare numpy loop and against batches of one stream (`per_stream`), in CPU time, and what metrics cost.
+"""Full rows against a bare numpy loop, in CPU time, and what metrics cost.
 
 The bare loop fills tokens, targets and resets of 16 rows. Its goal of 1.5 cannot be met: a loop that draws documents from what
 is left of the open files, and says which groups and segments a row holds, takes that much by itself. Beside that, ours weighs
 sources, cuts, resumes, and checks the files' sizes.
-
-Corpora: 16 rows of 256, 8 files open. Speed: millions of tokens a second, opening files included.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ import numpy as np
 from bench_table import Figure, Table, bench_parser, in_turns, over, run_bench
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.blend import BlendSource
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
-from trainer.data.layout import Stream, discover_direct
+from trainer.data.layout import discover_direct
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
@@ -36,8 +34,8 @@ from trainer.data.weights import ConstantWeight
 from trainer.lab.tokenized import write_index
 
 ROWS, LANES, VOCAB, MIXED = 8, 16, 50_000, 4
-BATCH_GOAL, GOALS_US, LEAST_FILL = 1.5, {8: 10.0, 64: 20.0}, 0.999
-READ, MODES, SHORT = ReadOptions(IdsTokenizer(VOCAB)), ("per_stream", "document", "stream"), 256
+BATCH_GOAL, GOALS_US = 1.5, {8: 10.0, 64: 20.0}
+READ = ReadOptions(IdsTokenizer(VOCAB))
 SETTINGS = ("T=1024, stream", "T=1024, document", "T=256, stream", "T=256, document")
 Loop = Callable[[int], None]
 
@@ -52,22 +50,17 @@ def write_corpus(folder: Path, files: Sequence[Ints]) -> list[Path]:
     return paths
 
 
-def dataset(paths: Sequence[Path], name: str, num_mixed: int, seq_len: int, **options: Any) -> StreamMixingDataset:
-    """A mixing dataset over some token files, in one pool; how they are read."""
-    cut, read = CutOptions(name, seq_len), ReadOptions(IdsTokenizer(VOCAB), **options)
-    return StreamMixingDataset(discover_direct(paths), cut, read, MixOptions(num_mixed, "weighted", "per_stream", ROWS))
-
-
-def loop_over(dataset: BlendDataset | StreamMixingDataset, *, drain: bool) -> Loop:
-    """So many batches; with `drain`, their metrics, and of a blend its state."""
+def loop_over(mode: str, paths: Sequence[Path], row_tokens: int) -> Loop:
+    """So many batches of full rows of one source."""
+    mix = MixOptions(MIXED, "weighted", "per_row", LANES)
+    source = ShardSource(discover_direct(paths), CutOptions("s", row_tokens), READ, mix)
+    how: dict[str, Any] = {"rows": LANES, "row_tokens": row_tokens, "runs_on": mode == "stream"}
+    parts = [BlendSource(source.name, source, ConstantWeight(1.0))]
+    blend = LaneBlend(parts, seed=0, tokenizer=READ.tokenizer, **how)
 
     def run(batches: int) -> None:
         for _ in range(batches):
-            next(dataset)
-            if drain:
-                if isinstance(dataset, BlendDataset):
-                    dataset.state_dict()
-                dataset.drain_step_metrics()
+            next(blend)
 
     return run
 
@@ -158,11 +151,7 @@ def row_costs(folder: Path, length: int, args: argparse.Namespace) -> list[list[
     the one with the same keys."""
     paths, found = write_corpus(folder / str(length), [np.full(max(1_000_000 // length, 20), length)] * MIXED), []
     for row_tokens, mode in product((1024, 256), ("stream", "document")):  # as in SETTINGS
-        loops = {
-            "ours": loop_over(
-                reader(mode, [discover_direct(paths)], row_tokens=row_tokens, num_mixed=MIXED), drain=False
-            )
-        }
+        loops = {"ours": loop_over(mode, paths, row_tokens)}
         for name, keys in (("bare", False), ("keys", True)):
             loops[name] = bare_loop(paths, length, row_tokens, runs_on=mode == "stream", keys=keys)
         times = time_in_turns(loops, max(args.batches // (1 + row_tokens // length), 10), args.rounds)
@@ -171,60 +160,10 @@ def row_costs(folder: Path, length: int, args: argparse.Namespace) -> list[list[
     return found
 
 
-def reader(mode: str, sources: Sequence[Sequence[Stream]], shard: int = 0, *, row_tokens: int, **sizes: int) -> Any:
-    kind, parts = StreamMixingDataset if mode == "per_stream" else ShardSource, []
-    mix = MixOptions(sizes["num_mixed"], "weighted", "per_stream" if mode == "per_stream" else "per_row", LANES)
-    for number, streams in enumerate(sources):
-        cut = CutOptions(f"s{number}", row_tokens)
-        part = kind(streams, cut, READ, mix, shard=shard, num_shards=sizes.get("num_shards", 1))
-        parts.append(BlendSource(part.name, part, ConstantWeight(1.0)))
-    if mode == "per_stream":
-        return BlendDataset(parts, seed=0)
-    how: dict[str, Any] = {"rows": LANES, "row_tokens": row_tokens, "runs_on": mode == "stream"}
-    return LaneBlend(parts, seed=0, tokenizer=READ.tokenizer, **how)
-
-
-def corpora() -> dict[str, tuple[int, list[list[Ints]]]]:
-    """Ranks, and the lengths of the documents of each file of each source."""
-    rng = np.random.default_rng(0)
-
-    def source(files: int, documents: int, median: float) -> list[Ints]:
-        return [np.ceil(rng.lognormal(np.log(median), 0.7, documents)).astype(np.int64) for _ in range(files)]
-
-    many = source(24, 300, 600)
-    return {
-        "3,000 files of one": (1, [source(3000, 1, 600)]),
-        "24 files of 300": (1, [many]),
-        "short": (1, [source(8, 5000, 30)]),
-        "short, long (two sources)": (1, [source(8, 1000, 60), source(8, 30, 6000)]),
-        "24 files, 8 ranks": (8, [many]),
-    }
-
-
-def filled(folder: Path, batches: int) -> list[list[str]]:
-    """Fill, shapes and speed on each corpus, by mode."""
-    rows = []
-    for title, (num_ranks, sources) in corpora().items():
-        streams = [discover_direct(write_corpus(folder / f"{title} {i}", each)) for i, each in enumerate(sources)]
-        cells: list[list[str]] = [[], [], []]
-        for mode in MODES:
-            began, tokens, shapes = time.process_time(), 0, set()
-            sizes = {"row_tokens": SHORT, "num_mixed": 8, "num_shards": num_ranks}
-            ranks = [reader(mode, streams, rank, **sizes) for rank in range(num_ranks)]
-            for targets in (next(rank)["targets"] for _ in range(batches) for rank in ranks):
-                tokens += int((targets != IGNORED).sum())
-                shapes.add(targets.shape)
-            speed = tokens / (time.process_time() - began) / 1e6
-            fill = tokens / (batches * num_ranks * LANES * SHORT)
-            for cell, value in zip(cells, (f"{fill:.3f}", f"{len(shapes)}", f"{speed:.1f}"), strict=True):
-                cell.append(value)
-        rows.append([title, *map("/".join, cells)])
-    return rows
-
-
 def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -> list[float]:
     """Microseconds that observing and reporting the pool adds to a pick: with a drain, less a pick that only chooses."""
-    mixing = dataset(paths[:num_readers], "cost", num_readers, 1024)
+    mix = MixOptions(num_readers, "weighted", "per_stream", ROWS)
+    mixing = StreamMixingDataset(discover_direct(paths[:num_readers]), CutOptions("cost", 1024), READ, mix)
     next(mixing)
     pool = mixing._pool
     assert len(pool.readers) == num_readers
@@ -265,14 +204,11 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
         for size, goal in GOALS_US.items():
             picks = metrics_cost(many, size, args.batches, args.rounds)
             found.append(Figure(f"one pick's metrics at K={size}", statistics.median(picks), "us", at_most=goal))
-        rows = filled(folder, 3 * args.batches)
-    lowest = min(float(row[1].rpartition("/")[2]) for row in rows)
-    found.append(Figure("lowest fill with `stream`", lowest, at_least=LEAST_FILL))
     shown = [
         [length, *("/".join(f"{each:.2f}" for each in ratios) for ratios in each)] for length, each in costs.items()
     ]
     bare = Table("By hand/ours over the bare loop/ours over by hand", ("tokens a document", *SETTINGS), shown)
-    return [*found, bare, Table("/".join(MODES), ("documents", "fill", "shapes", "speed"), rows)]
+    return [*found, bare]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The step of full runs, in variants, beside the model alone: tokens per second, MFU, memory, and the time to the first step.
 
-A plain GPT, in a hand-written loop, is there to compare families with. Losses of the variants of a family must agree.
+Losses of the variants of a family must agree.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_table import Figure, Table, bench_parser, over, ratio_figure, run_bench
-from torch import Tensor, nn
+from torch import nn
 from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, plan_of, run_trainer
 from turns import Block, Turn, run_in_turns
 
 from trainer.cli.parts import PARTS
 from trainer.distributed.strategy import compile_blocks
 from trainer.metrics.device import compute_mfu, resolve_peak_tflops
-from trainer.model.protocol import ModelOutput
 from trainer.training.setup.parts import autocast_context
 from trainer.training.setup.plan import Plan, build_model
 
@@ -36,48 +35,7 @@ VARIANTS: dict[str, Sequence[str]] = {
 }
 SMALL = 100e6  # parameters
 FIRST_STEP_SEC = 10.0
-HEAD_WIDTH = 128
 AFTER_SEC = 2.5  # of training, at which losses of families are compared
-
-
-class GptBlock(nn.Module):
-    """Attention with one projection for queries, keys and values, and a gated MLP."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.heads = max(dim // HEAD_WIDTH, 1)
-        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-5) for _ in range(2))
-        self.attention, self.mlp = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, 4 * dim, bias=False)
-        self.out, self.down = nn.Linear(dim, dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        queries, keys, values = heads.unbind()
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        values, gate = self.mlp(self.norms[1](x)).chunk(2, -1)
-        mapped: Tensor = self.down(F.gelu(gate, approximate="tanh") * values)
-        return x + mapped
-
-
-class Gpt(nn.Module):
-    """A plain Transformer without positions, states or documents."""
-
-    def __init__(self, vocab_size: int, dim: int, num_layers: int) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size, bias=False)
-        self.blocks = nn.ModuleList(GptBlock(dim) for _ in range(num_layers))
-
-    def forward(self, tokens: Tensor) -> ModelOutput:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return ModelOutput(self.head(x), None)
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """6 per weight of a matrix product, and the products of attention."""
-        weights = sum(p.numel() for p in self.parameters()) - self.embedding.weight.numel()
-        return 6.0 * weights + 12.0 * len(self.blocks) * seq_len * self.embedding.embedding_dim
 
 
 def plan_here(folder: Path, family: str, args: argparse.Namespace, sets: Sequence[str] = ()) -> Plan:
@@ -85,18 +43,8 @@ def plan_here(folder: Path, family: str, args: argparse.Namespace, sets: Sequenc
     sizes["data.mixing.batch_size"] = args.rows
     own = [*TINY] if args.tiny else []
     own += [f"{key}={value}" for key, value in sizes.items() if value]
-    if family != "gpt":
-        own.append(f"model.family={family}")
-    own += ["train.micro_batches=2", *sets, *args.sets]
+    own += [f"model.family={family}", "train.micro_batches=2", *sets, *args.sets]
     return plan_of(folder, GPU_CONFIG, steps=args.steps, device=args.device, sets=own)
-
-
-def model_of(plan: Plan, family: str) -> nn.Module:
-    """The model of a plan, or the plain GPT of its size."""
-    table = plan.config.model
-    if family == "gpt":
-        return Gpt(plan.vocab_size, table.dim, table.num_layers)
-    return build_model(table, plan.vocab_size, parts=PARTS)
 
 
 def trained(family: str, sets: Sequence[str], args: argparse.Namespace, turn: Turn) -> None:
@@ -109,7 +57,7 @@ def alone(family: str, args: argparse.Namespace, turn: Turn) -> None:
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as name:
         config = (plan := plan_here(Path(name), family, args)).config
-    model = model_of(plan, family).to(device)
+    model = build_model(config.model, plan.vocab_size, parts=PARTS).to(device)
     if config.train.compile:
         compile_blocks(model)
     parameters, autocast = list(model.parameters()), autocast_context(config, device)
@@ -131,14 +79,14 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
     figures: list[Figure] = []
     rows = []
     for family in args.families:
-        names = [name for name in args.variants if name != "alone" and family != "gpt"]
+        names = [name for name in args.variants if name != "alone"]
         runs = {name: partial(trained, family, VARIANTS[name], args) for name in names}
         blocks = run_in_turns(runs, args.device, args.steps)
         if "alone" in args.variants:  # on other tokens, with other losses
             blocks |= run_in_turns({"alone": partial(alone, family, args)}, args.device, args.steps)
         with tempfile.TemporaryDirectory() as name, torch.device("meta"):
             plan = plan_here(Path(name), family, args)
-            model = model_of(plan, family)
+            model = build_model(plan.config.model, plan.vocab_size, parts=PARTS)
         size, flops = sum(p.numel() for p in model.parameters()), model.flops_per_token(plan.config.data.seq_len)  # type: ignore[operator]
         speeds = {name: [block.tokens / block.seconds for block in each[1:]] for name, each in blocks.items()}
         figures += figures_of(family, size, speeds, blocks)
@@ -178,7 +126,7 @@ def figures_of(family: str, size: int, speeds: dict[str, list[float]], blocks: d
 
 if __name__ == "__main__":
     parser = bench_parser(__doc__, device="cuda", sets=True)
-    parser.add_argument("--families", nargs="+", default=["rglru"], help="gpt is a plain Transformer")
+    parser.add_argument("--families", nargs="+", default=["rglru"])
     parser.add_argument("--variants", nargs="+", default=["run", "alone"], choices=list(VARIANTS))
     for name in ("dim", "layers", "rows", "length"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: as in train_configs/gpu_1x.toml")

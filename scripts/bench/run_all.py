@@ -22,7 +22,6 @@ TITLES = {
     "ledger": "Ledger",
     "rows": "Full rows",
     "metrics": "Metrics",
-    "growth": "Growth with the size of things",
     "head": "Loss and output layer at large vocabularies",
 }
 # Fewer rounds than each takes alone, so that all of them fit into a quarter of an hour on two cores.

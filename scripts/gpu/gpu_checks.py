@@ -63,7 +63,7 @@ SETS = "--set objective.z_loss=0 --set objective.token_types=false --set train.m
 LOOP = f"--config train_configs/gpu_1x.toml --launches 1 {SETS}"
 SMALL = "--dim 384 --layers 12 --rows 8 --length 512"
 SMALL_SETS = "--set model.dim=384 --set model.num_layers=12 --set data.seq_len=512 --set data.mixing.batch_size=8"
-ONE, TRACE = "--families", "--trace build/gpu/trace.json.gz"
+ONE = "--families"
 HEAD = "--dim 1024 --rows 16 --length 1024 --chunk 2048 --vocabularies 32000 128000"
 LARGE_NOISE = "--dim 1024 --layers 12 --rows 16 --seq-len 1024 --micro-batches 2 8 --rounds 3"
 NOISE, GRAPHS = "--variants run 'without noise scale'", "--variants run 'without graphs'"
@@ -88,11 +88,10 @@ BENCHES = (
         )
         for size, dim, layers in ((30, 384, 12), (130, 768, 20), (277, 1024, 24))
         for length in (1024, 4096)
-        for family in ("rglru", "gated_delta", "transformer", "gpt")
+        for family in ("rglru", "gated_delta", "transformer")
     ),
     Bench("speed", "head", 120, HEAD, "--rows 2 --length 64 --rounds 1 --vocabularies 4096"),
     Bench("ledger", "ledger", 200, ROW_BYTES, FEW_ROWS),
-    Bench("profile", "profile", 300, f"{TRACE} --set train.micro_batches=2", TRACE.replace("gpu", "gpu-cpu")),
 )
 
 

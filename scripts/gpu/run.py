@@ -1,4 +1,4 @@
-"""`make gpu`: tests, figures, ledger and a profile on one CUDA device; with --device cpu, a rehearsal of all that.
+"""`make gpu`: tests, figures and ledger on one CUDA device; with --device cpu, a rehearsal of all that.
 
 Each check is a process with a time limit. One that fails or takes too long is a row that says why, and the rest goes on. The
 results are merged into a JSON file check by check, and a page is made of it. Only what each check itself needs has to be
@@ -32,7 +32,7 @@ PART_SEC = {"cuda": 480.0, "cpu": 900.0}
 CORPUS = ROOT / "data" / "pytext"
 CORPUS_SEC = 240.0
 GRACE_SEC = 3.0
-NEED_CORPUS = frozenset({"speed", "models", "profile"})
+NEED_CORPUS = frozenset({"speed", "models"})
 BAD = (MISSED, FAILED, TIMED_OUT, NOT_RUN)
 OF_TORCH = """
 import json, torch
