@@ -65,10 +65,6 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent"], "lru_width": 32},
     "lfm2": {"layer_types": ["conv", "conv"], "block_multiple_of": 8},
     "qwen3_next": {**_LINEAR, "num_experts": 0, "mlp_only_layers": [0, 1]},
-    "kimi_linear": {
-        **{"linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types": ["dense", "dense"]},
-        "layer_types": _LINEAR["layer_types"],
-    },
 }
 
 
@@ -83,7 +79,7 @@ def small(family: str, **further: Any) -> Any:
     transformers = importlib.import_module("transformers")
     known = transformers.AutoConfig.for_model(family)
     settings = {name: value for name, value in _SMALL.items() if hasattr(known, name)}
-    config = transformers.AutoConfig.for_model(family, **{**settings, **HUGGING_FACE[family], **further})
+    config = transformers.AutoConfig.for_model(family, **{**settings, **HUGGING_FACE.get(family, {}), **further})
     return transformers.AutoModelForCausalLM.from_config(config)
 
 

@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PARTS = ("tests", "runs", "speed", "models", "ledger", "profile")
+PARTS = ("tests", "runs", "speed", "models", "ledger")
 PASSED, MEASURED, REHEARSED, SKIPPED = "passed", "measured", "rehearsed", "skipped"
 MISSED, FAILED, TIMED_OUT, NOT_RUN = "MISSED", "FAILED", "TIMED OUT", "NOT RUN"
 TEST_MARK, TAKES_LONG = "mark.cuda", "chosen_device"

@@ -1,4 +1,4 @@
-"""Scripts: what the noise scale's, the families' and the profile's say."""
+"""Scripts: what those of the noise scale and of the families say."""
 
 from __future__ import annotations
 
@@ -6,32 +6,17 @@ import csv
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts import families
 from scripts.gns_bias import Setting, run
 from tests.support.in_process import program
-from tests.support.runs import ROOT, write_tiny_config
-
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-import bench_profile
-from bench_table import Figure, Table
+from tests.support.runs import write_tiny_config
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs the extra families"
 )
-
-
-def row(name: str) -> tuple[str, str, str]:
-    return families.row_of(name, dict(families.families())[name])
-
-
-def test_torch_s_own_layers_are_exact():
-    assert row("nn.GRU")[:2] == ("nn.GRU", "exact")
-    assert row("nn.LSTM")[:2] == ("nn.LSTM", "exact")
 
 
 def test_the_table_has_every_family():
@@ -59,50 +44,6 @@ def test_check_refuses_hugging_face_s_mamba_in_one_sentence(family: str, tmp_pat
         assert "breaks carry: cells of 6 tokens differ" in line
         assert 'set model.trust = ["carry"]' in line
     sys.modules.pop("wrapped", None)
-
-
-def event(cat: str, name: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": tid}
-
-
-# Two steps from 0 to 2,000 us; the device works until 2,500, in two streams.
-EVENTS = [
-    event("user_annotation", "ProfilerStep#7", 0, 1000),
-    event("user_annotation", "ProfilerStep#8", 1000, 2000),
-    event("user_annotation", "forward", 0, 300),
-    event("gpu_user_annotation", "ProfilerStep#7", 0, 900),
-    event("kernel", "gemm", 100, 600),
-    event("kernel", "gemm", 700, 1200),
-    event("kernel", "scan", 500, 900, tid=2),
-    event("gpu_memcpy", "Memcpy HtoD", 1500, 1600),
-    event("kernel", "gemm", 1900, 2500),
-    event("cpu_op", "aten::mm", 0, 2000),
-    event("cuda_runtime", "cudaLaunchKernel", 50, 60),
-    event("cuda_runtime", "cudaEventSynchronize", 400, 500),
-    event("cuda_runtime", "cudaStreamSynchronize", 1300, 1400),
-    event("cuda_runtime", "cudaMemcpyAsync", 1290, 1300),
-    event("cuda_runtime", "cudaDeviceSynchronize", 2000, 2600),  # the profiler's own, after the last step
-    {"ph": "M", "name": "process_name", "pid": 1},
-    {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 5, "pid": 1, "tid": 1},
-]
-
-
-def test_kernels_idle_time_and_synchronizations_of_the_device() -> None:
-    found = bench_profile.measure(EVENTS)
-    figures = {each.name: each.value for each in found if isinstance(each, Figure)}
-    assert figures == {
-        "profiled steps": 2,
-        "step": 1.0,
-        "no kernel runs, per step": pytest.approx(0.35),  # 0 to 100, 1200 to 1500 and 1600 to 1900 of 2,000
-        "no kernel runs, share of the step": pytest.approx(0.35),
-        "longest gap": pytest.approx(0.3),
-        "kernels started, per step": 2.5,
-        "synchronizations on steps that do not log": 1,
-        "waits for an event, per step": 0.5,
-    }
-    kernels, waits = (each for each in found if isinstance(each, Table))
-    assert kernels.rows == [("gemm", 3, 1.1, "68.8%"), ("scan", 1, 0.4, "25.0%"), ("Memcpy HtoD", 1, 0.1, "6.2%")]
-    assert waits.rows == [("8", "cudaStreamSynchronize", 1)]
 
 
 FEW = {"length": 16, "documents": 768, "files": 48, "trained": 10, "steps": 24}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +84,7 @@ class NestedLstm(nn.Module):
         return SimpleNamespace(logits=self.head(x), state={"h": h[0], "c": c[0]})
 
 
-@dataclass
-class Counted:
+class Counted(NamedTuple):
     """A state that counts."""
 
     hidden: Tensor

@@ -17,6 +17,9 @@ def pretrained(family: str, directory: Path, vocab_size: int, **settings: Any) -
     from trainer.lab.hugging_face import save
 
     ends = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
+    if family == "kimi_linear":
+        settings |= {"linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types": ["dense"] * 2}
+        settings["layer_types"] = ["linear_attention"] * 2
     save(families.small(family, vocab_size=vocab_size, **ends, **settings), directory)
     return str(directory)
 

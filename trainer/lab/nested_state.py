@@ -85,6 +85,9 @@ class NestLayout:
                 raise ValueError(f"{name} has the shape {list(leaf.shape)}: {problem}")
             self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NestLayout:
+        return self  # nothing in it changes
+
     @property
     def width(self) -> int:
         """Numbers per row."""

@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,6 @@ ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
 _RESET: Final = "\033[0m"
-_MOST_EARLY: Final = 1000  # records before the run's directory is known
 
 
 def _rank() -> int:
@@ -30,43 +28,37 @@ def _rank() -> int:
 
 
 class _RankFormatter(logging.Formatter):
-    """`[rank N] LEVEL message`, optionally with a colored level, or after the time (UTC)."""
+    """`[rank N] LEVEL message`, on a terminal with a colored level, or after the time (UTC)."""
 
-    def __init__(self, *, colour: bool = False, time_format: str = "") -> None:
+    def __init__(self, time_format: str | None = None) -> None:
         super().__init__("%(message)s")
-        self._colour, self._time_format = colour, time_format
+        self._time_format = time_format
 
     def format(self, record: logging.LogRecord) -> str:
-        level = record.levelname
-        if self._colour:
+        level, when = record.levelname, ""
+        if self._time_format is not None:
+            when = time.strftime(self._time_format, time.gmtime(record.created))
+        elif sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
-        when = time.strftime(self._time_format, time.gmtime(record.created))
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
         return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))
 
 
-class _RankFilter(logging.Filter):
-    """Drops the records of ranks other than 0, except those of loggers that log on every rank."""
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current `sys.stderr`, so that redirections apply, the records of rank 0 and of
+    loggers that log on every rank."""
 
     every_rank: Final[set[str]] = set()
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(_RankFormatter())
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.name in self.every_rank or _rank() == 0
 
-
-class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr` at the time of each record, so that redirections apply."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-        self.addFilter(_RankFilter())
-
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is not sys.stderr or self.formatter is None:
-            # Not setStream: it would flush the old stream, which may be closed.
-            self.stream = sys.stderr
-            colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-            self.setFormatter(_RankFormatter(colour=colour))
+        self.stream = sys.stderr  # not setStream: it would flush the old stream, which may be closed
         super().emit(record)
 
 
@@ -76,29 +68,8 @@ class _LogFile(logging.FileHandler):
     def _open(self) -> io.TextIOWrapper:
         return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
 
-    def flush(self) -> None:
-        with suppress(OSError):
-            super().flush()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            super().close()
-
     def handleError(self, record: logging.LogRecord) -> None:
         """A line is lost."""
-
-
-class _Early(logging.Handler):
-    """Keeps the newest records for a log file that is yet to be opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: deque[logging.LogRecord] = deque(maxlen=_MOST_EARLY)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # As text: the arguments may be large, and may change.
-        plain = {"msg": self.format(record), "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
-        self.records.append(logging.makeLogRecord({**record.__dict__, **plain}))
 
 
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
@@ -113,40 +84,27 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
         # Below `trainer`, not at the root: the logging of a host program stays as it is.
         root.addHandler(_StderrHandler())
-        root.addHandler(_Early())
         if root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
-    if f"{name}.".startswith(f"{ROOT}."):
-        full_name = name
-    else:
-        full_name = f"{ROOT}.{name}"
-    if rank_zero_only:
-        _RankFilter.every_rank.discard(full_name)
-    else:
-        _RankFilter.every_rank.add(full_name)
+    full_name = name if f"{name}.".startswith(f"{ROOT}.") else f"{ROOT}.{name}"
+    (_StderrHandler.every_rank.discard if rank_zero_only else _StderrHandler.every_rank.add)(full_name)
     return logging.getLogger(full_name)
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append this rank's records, earlier ones included, with their time, to a file."""
+    """Also append this rank's records, with their time, to a file, from now on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(_RankFormatter(time_format="%Y-%m-%dT%H:%M:%SZ "))
-    root = logging.getLogger(ROOT)
-    for early in [each for each in root.handlers if isinstance(each, _Early)]:
-        root.removeHandler(early)
-        for record in early.records:
-            handler.handle(record)
-    root.addHandler(handler)
+    handler.setFormatter(_RankFormatter("%Y-%m-%dT%H:%M:%SZ "))
+    logging.getLogger(ROOT).addHandler(handler)
     return handler
 
 
 def remove_log_file(handler: logging.Handler) -> None:
     """Close the file of `add_log_file`."""
-    root = logging.getLogger(ROOT)
-    root.removeHandler(handler)
-    handler.close()
-    root.addHandler(_Early())
+    logging.getLogger(ROOT).removeHandler(handler)
+    with suppress(OSError):
+        handler.close()
 
 
 def format_number(value: float | str) -> str:

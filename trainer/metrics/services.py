@@ -28,8 +28,6 @@ from trainer.metrics.sinks import SAMPLE, display_key
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
 SERVER = "https://api.wandb.ai"
-MODES: dict[str, WandbMode] = {"online": "online", "offline": "offline", "disabled": "disabled"}
-MODES |= {"run": "online", "dryrun": "offline"}  # wandb's older words
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
 FINISH_TIMEOUT_SEC = 60.0
@@ -41,11 +39,11 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
     """(mode, why) of `auto`: WANDB_MODE, else online with a login; disabled without wandb."""
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "the package is not installed (pip install wandb)"
-    mode = environ.get("WANDB_MODE")
-    if mode in MODES:
-        return MODES[mode], f"WANDB_MODE={mode}"
-    if mode is not None:  # wandb would refuse it
-        return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
+    match environ.get("WANDB_MODE"):
+        case ("online" | "offline" | "disabled") as mode:
+            return mode, f"WANDB_MODE={mode}"
+        case str(mode):  # wandb would refuse it
+            return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
     if has_login(environ.get("WANDB_BASE_URL") or SERVER, environ):
         return "online", "there is a login"
     return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
@@ -95,7 +93,6 @@ class WandbSink:
 
     Attributes:
         run_id: the run's id, to be saved in checkpoints; None if the run could not be opened.
-        last_step: the last step that was sent; None before the first.
     """
 
     def __init__(
@@ -119,7 +116,6 @@ class WandbSink:
             init_timeout_sec, finish_timeout_sec: longest delays by an unreachable server.
         """
         self.run_id: str | None = None
-        self.last_step: int | None = None
         self._finish_timeout_sec = finish_timeout_sec
         self._guard = BestEffort("wandb", on_event=on_event)
         self._run: Any = None
@@ -142,8 +138,7 @@ class WandbSink:
 
         directory.mkdir(parents=True, exist_ok=True)
         # Older releases of wandb lack some of the settings.
-        known = {key: value for key, value in settings.items() if key in wandb.Settings.model_fields}
-        silent = wandb.Settings(**known)
+        silent = wandb.Settings(**{key: settings[key] for key in settings.keys() & wandb.Settings.model_fields})
         wandb.setup()
         wandb.termsetup(silent, self._messages)
         options |= {"resume": "allow", "dir": str(directory), "settings": silent}
@@ -185,7 +180,6 @@ class WandbSink:
         own_step = max(self._row_step, self._next_own_step)
         self._next_own_step = own_step + 1
         self._run.log(row, step=own_step, commit=True)
-        self.last_step = self._row_step
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Send a sample as a panel with a slider over the steps; other events are not sent."""

@@ -19,7 +19,7 @@ from trainer.files import open_descriptor, parse_json
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger
-from trainer.metrics.payload_contract import all_values, encode_payload, non_finite_word
+from trainer.metrics.payload_contract import all_values, encode_payload
 
 logger = get_logger(__name__)
 
@@ -56,30 +56,19 @@ class BackgroundSink:
     Args:
         sink: may wait; nobody else may use it while this is open.
         capacity: most waiting rows; further ones are dropped.
-        patience_sec: `close` gives up after so long without progress.
-        close_sec: longest wait for the sink's own `close` after the last row.
+        close_sec: longest wait for the rest of the rows and the sink's own `close`.
 
     Attributes:
         num_dropped: rows and events that the sink did not get.
     """
 
     def __init__(
-        self,
-        sink: Sink,
-        *,
-        name: str,
-        guard: BestEffort,
-        capacity: int = 1000,
-        patience_sec: float = 5.0,
-        close_sec: float = 5.0,
+        self, sink: Sink, *, name: str, guard: BestEffort, capacity: int = 1000, close_sec: float = 10.0
     ) -> None:
         self.sink, self.name, self.num_dropped = sink, name, 0
-        self._guard, self._capacity = guard, capacity
-        self._patience_sec, self._close_sec = patience_sec, close_sec
+        self._guard, self._capacity, self._close_sec = guard, capacity, close_sec
         # Its last entry is None, the request to close.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_passed = 0
-        self._has_all = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
@@ -91,22 +80,18 @@ class BackgroundSink:
         self._put(partial(self.sink.event, event))
 
     def close(self) -> None:
-        """Wait until the sink has it all and is closed, while it makes progress; report drops."""
+        """Wait until the sink has it all and is closed, but not for ever; report drops."""
         if self._is_closed:
             return
         self._is_closed = True
         self._queue.put(None)
-        passed = -1
-        while not self._has_all.wait(self._patience_sec) and passed != self._num_passed:
-            passed = self._num_passed
-        if self._has_all.is_set():
-            self._thread.join(self._close_sec)
-        else:
+        self._thread.join(self._close_sec)
+        if self._thread.is_alive():
             # The row that is being passed on counts, but not the request to close.
             self.num_dropped += self._queue.qsize()
-        abandon = getattr(self.sink, "abandon", None)  # if the sink could hold up the interpreter's exit
-        if self._thread.is_alive() and abandon is not None:
-            self._guard.run(abandon)
+            abandon = getattr(self.sink, "abandon", None)  # if the sink could hold up the interpreter's exit
+            if abandon is not None:
+                self._guard.run(abandon)
         if self.num_dropped:
             text = "%s: %d rows were dropped, because they were not taken in time"
             logger.warning(text, self.name, self.num_dropped)
@@ -117,14 +102,12 @@ class BackgroundSink:
             return
         if self._queue.qsize() >= self._capacity:
             self.num_dropped += 1
-            return
-        self._queue.put(call)
+        else:
+            self._queue.put(call)
 
     def _run(self) -> None:
         for call in iter(self._queue.get, None):
             self._guard.run(call)
-            self._num_passed += 1
-        self._has_all.set()
         self._guard.run(self.sink.close)
 
 
@@ -137,29 +120,18 @@ class LineFile:
     returns.
 
     The lines are JSON objects. On opening, a last line without a newline (the writer was killed,
-    the disk was full) is repaired: a complete object gets its newline, a fragment is removed. If
-    the file or its directory was removed or replaced, further lines would go into a nameless file:
-    the next line begins a new file, with a warning.
+    the disk was full) is repaired: a complete object gets its newline, a fragment is removed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._open()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             self._repair_last_line()
         except BaseException:
             self.close()
             raise
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = open_descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-
-    def _is_in_place(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
-        except FileNotFoundError:
-            return False
 
     def _repair_last_line(self) -> None:
         end = start = os.lseek(self._fd, 0, os.SEEK_END)
@@ -185,11 +157,6 @@ class LineFile:
         Raises:
             OSError: the file, which it names, is not complete (disk full, quota).
         """
-        if not self._is_in_place():
-            text = "%s was removed or replaced; what it held is lost, a new file continues here"
-            logger.warning(text, self.path)
-            os.close(self._fd)
-            self._open()
         self._write(line.encode("utf-8") + b"\n")
 
     def _write(self, data: bytes) -> None:
@@ -202,8 +169,6 @@ class LineFile:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         if self._fd >= 0:
-            if not self._is_in_place():
-                logger.warning("%s was removed or replaced; what it held is lost", self.path)
             os.close(self._fd)
             self._fd = -1
 
@@ -223,7 +188,7 @@ class JsonlSink(LineFile):
 def _strict(value: Any) -> Any:
     """The value with NaN and infinities as words, for strict JSON."""
     if isinstance(value, float) and not math.isfinite(value):
-        return non_finite_word(value)
+        return str(value)
     if isinstance(value, Mapping):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -252,14 +217,10 @@ class EventWriter(LineFile):
 
 
 StdoutMode = Literal["json", "line", "off"]
-STDOUT_MODES: Final = ("json", "line", "off")
 
 
 class PayloadStream:
-    """A file descriptor to which lines are written as they are.
-
-    Unbuffered: a buffer that nobody reads would block the interpreter at exit.
-    """
+    """A descriptor to write lines to, unbuffered: a full buffer would block the interpreter at exit."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -284,13 +245,11 @@ Output = TextIO | PayloadStream
 """Where payloads are written."""
 
 
-def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
+def resolve_stdout_mode(mode: StdoutMode | Literal["auto"], stream: Output) -> StdoutMode:
     """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes stay."""
     if mode == "auto":
-        return "line" if (stream or sys.stdout).isatty() else "json"
-    if mode not in STDOUT_MODES:
-        raise ValueError(f"stdout mode must be one of auto, {', '.join(STDOUT_MODES)}, got {mode!r}")
-    return mode  # type: ignore[return-value]
+        return "line" if stream.isatty() else "json"
+    return mode
 
 
 @contextmanager
@@ -320,9 +279,9 @@ def render_line(payload: Mapping[str, Any]) -> str:
     step, values = payload["global_step"], all_values(payload)
     if payload["mode"] == "train":
         return format_train_line(step, values)
-    # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs.
-    shown = [key for key in values if "/" not in key or (key.startswith("eval/") and "/depth/" not in key)]
-    return format_metrics(step, {key: values[key] for key in shown})
+    # Parts of the held-out loss (`eval_token_type/digit/loss`, `eval/depth/...`) are for programs.
+    parts = [key for key in values if "/" in key and (key.startswith(EVAL_PREFIX) or "/depth/" in key)]
+    return format_metrics(step, {key: value for key, value in values.items() if key not in parts} or values)
 
 
 class StdoutSink:

@@ -25,7 +25,7 @@ import torch
 
 from trainer.metrics.aggregate import Recorder, Scalar, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
-from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
+from trainer.metrics.catalog.lookup import EVAL_PREFIX, lookup_or_gauge
 from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import RESTART, Mode, build_payload
@@ -139,7 +139,6 @@ class MetricsTracker:
         flops_per_token: float = 0.0,
         sinks: Iterable[Sink] = (),
         rank: int = 0,
-        strict_keys: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build a tracker; `sinks` may also come later through `init_backends`.
@@ -149,7 +148,6 @@ class MetricsTracker:
             num_devices: devices that share the work (the world size).
             flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
             rank: only rank 0 may have sinks.
-            strict_keys: unknown keys raise `UnknownMetric` instead of one warning.
             clock: monotonic seconds.
         """
         self._log_interval = options.log_interval
@@ -159,7 +157,7 @@ class MetricsTracker:
         self._mfu_per_speed: Any = compute_mfu(
             tokens_per_sec=1.0, flops_per_token=flops_per_token, num_devices=num_devices, peak_tflops=peak
         )
-        self._strict_keys, self._clock = strict_keys, clock
+        self._clock = clock
         self.diagnostics = Diagnostics()
         self._smoothed = {name: Ema(SMOOTHING) for name in _SMOOTHED}
         # All ranks have the same values: rank 0 alone warns about them.
@@ -171,7 +169,6 @@ class MetricsTracker:
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
-        self._checked_keys: set[str] = set()  # most keys come with every payload
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
@@ -266,7 +263,6 @@ class MetricsTracker:
 
         Raises:
             RuntimeError: `start_step` was not called.
-            UnknownMetric: `strict_keys` is set and a key is not in the catalog.
             OSError: an essential sink could not write.
         """
         if not self._open:
@@ -378,16 +374,9 @@ class MetricsTracker:
         self._send("event", event)
 
     def _emit(self, mode: Mode, step: int, values: Mapping[str, float | None]) -> None:
-        metrics: dict[str, float] = {}
-        for key, value in values.items():
-            if value is None:
-                continue
-            metrics[key] = value
-            if key not in self._checked_keys:
-                if self._strict_keys and not is_known(key):
-                    raise UnknownMetric(key)
-                lookup_or_gauge(key)
-                self._checked_keys.add(key)
+        metrics = {key: value for key, value in values.items() if value is not None}
+        for key in metrics:
+            lookup_or_gauge(key)  # which warns, once, of a key without a row
         if self._sinks and metrics:
             restart, self._restart = self._restart, None
             self._send("log", build_payload(mode, step, metrics, restart=restart))

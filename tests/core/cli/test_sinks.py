@@ -74,6 +74,18 @@ def test_tensorboard_holds_the_same_losses_and_the_settings(finished):
     }
 
 
+def test_a_resumed_run_goes_on_under_the_same_id_in_wandb(finished):
+    run_dir, _ = finished
+    first = find_wandb_file(run_dir)
+    again = run("--config", run_dir / "config.toml", "--run-dir", run_dir, "--steps", "10", "--resume", "auto", nproc=2)
+    assert again.returncode == 0, again.stderr
+    (second,) = set(run_dir.glob("wandb/*run-*/*.wandb")) - {first}
+    ids = {record.run.run_id for file in (first, second) for record in read_records(file) if record.HasField("run")}
+    assert ids == {json.loads((run_dir / "status.json").read_text())["wandb_run_id"]}
+    assert [row["global_step"] for row in read_history(second)] == [9, 10]
+    assert "WARNING" not in again.stderr
+
+
 def test_a_run_without_wandb_installed_names_no_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

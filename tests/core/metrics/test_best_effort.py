@@ -59,39 +59,3 @@ def test_a_stop_is_not_held_back(kind: type[BaseException]) -> None:
     with pytest.raises(kind):
         guard.run(stop)
     assert guard.enabled
-
-
-class Mute(Exception):
-    """One that cannot be shown."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-    __repr__ = __str__
-
-
-class MuteSkip(Mute, SkipBatch):
-    """One that cannot say why it skips."""
-
-
-def test_an_error_that_cannot_be_shown_is_reported_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    events: list[dict[str, Any]] = []
-
-    def raise_it(error: type[Exception]) -> NoReturn:
-        raise error
-
-    def refuse(event: dict[str, Any]) -> None:
-        events.append(event)
-        raise Mute
-
-    guard = BestEffort("x", on_event=refuse)
-    assert guard.run(raise_it, MuteSkip) is None
-    assert guard.enabled
-    assert guard.last_skip == "(no message: its __str__ raised RuntimeError)"
-    assert guard.run(raise_it, Mute) is None
-    assert not guard.enabled
-    told = capsys.readouterr().err
-    text = "Mute: (no message: its __str__ raised RuntimeError)"
-    assert f"x failed and is off from now on: {text}" in told
-    assert "Logging error" not in told
-    assert events[0]["error"] == text

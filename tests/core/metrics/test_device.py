@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.device import MemoryStats, compute_mfu, get_memory_stats, lookup_peak_tflops, resolve_peak_tflops
+from trainer.metrics.device import compute_mfu, get_memory_stats, lookup_peak_tflops, resolve_peak_tflops
 from trainer.metrics.tracker import Ema
 
 
@@ -23,15 +23,6 @@ def test_tensors_are_averaged_as_numbers_are() -> None:
     for average, sample in ((Ema(0.3), math.nan), (Ema(0.3), torch.tensor(math.nan))):
         average.update(sample)
         assert average.read() is None
-
-
-def test_the_average_keeps_no_hold_on_the_callers_tensor() -> None:
-    sample = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    ema = Ema(0.5)
-    ema.update(sample)
-    with torch.no_grad():
-        sample.fill_(100.0)
-    assert ema.read() == 1.0
 
 
 def test_update_never_reads_a_tensor() -> None:
@@ -71,11 +62,6 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
     assert mfu == pytest.approx(0.5)
     assert compute_mfu(tokens_per_sec=1e6, flops_per_token=6e9, num_devices=8, peak_tflops=None) is None
     assert compute_mfu(tokens_per_sec=1e6, flops_per_token=0.0, num_devices=8, peak_tflops=1.0) is None
-
-
-def test_the_cpu_has_no_device_memory() -> None:
-    assert get_memory_stats("cpu") is None
-    assert MemoryStats(1.0, 60.0, 70.0, 80.0).mem_utilization == 0.75
 
 
 @pytest.mark.cuda

@@ -19,7 +19,7 @@ import pytest
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import add_log_file
 from trainer.metrics.payload_contract import build_payload, validate_stream
-from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, PayloadStream, StdoutSink, resolve_stdout_mode
+from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, PayloadStream, StdoutSink
 
 
 def payload(step: int, **metrics: float) -> dict[str, Any]:
@@ -132,22 +132,16 @@ def test_people_get_a_line_and_nothing_when_off() -> None:
     sink = StdoutSink("line", stream=stream)
     sink.log(payload(10, loss=float("nan"), lr=3e-4))
     sink.log(build_payload("eval", 10, {"eval_loss": 1.5, "eval_token_type/digit/loss": 4.0, "eval/books/loss": 2.0}))
+    sink.log(build_payload("eval", 10, {"moe/aux_loss": 0.5, "eval/depth/8/loss": 1.0}))
+    sink.log(build_payload("eval", 10, {"eval/depth/8/loss": 1.0}))
     sink.event({"event": "restart", "global_step": 1})
     StdoutSink("off", stream=stream).log(payload(1))
     assert stream.writes == [
         "[step 10] loss=nan | lr=3.00e-04\n",
         "[step 10] eval_loss=1.5000 | eval/books/loss=2.0000\n",
+        "[step 10] moe/aux_loss=0.5000\n",
+        "[step 10] eval/depth/8/loss=1.0000\n",
     ]
-
-
-def test_auto_is_a_line_on_a_terminal_and_json_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    assert resolve_stdout_mode("auto", stream) == "json"
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert resolve_stdout_mode("auto", stream) == "line"
-    assert resolve_stdout_mode("json", stream) == "json"
-    with pytest.raises(ValueError, match="must be one of auto, json, line, off, got 'loud'"):
-        resolve_stdout_mode("loud", stream)
 
 
 PROGRAM = """
@@ -232,14 +226,14 @@ def test_closing_waits_for_a_slow_sink_and_not_for_one_that_hangs() -> None:
             time.sleep(0.05)
             super().log(payload)
 
-    slow = in_background(Slow(), patience_sec=60.0)
+    slow = in_background(Slow(), close_sec=60.0)
     for number in range(30):
         slow.log({"row": number})
     slow.close()
     assert slow.num_dropped == 0
     hanging = Recorder()
     hanging.may_take.clear()
-    sink = in_background(hanging, patience_sec=0.2)
+    sink = in_background(hanging, close_sec=0.2)
     for number in range(5):
         sink.log({"row": number})
     sink.close()
@@ -250,7 +244,7 @@ def test_closing_waits_for_a_slow_sink_and_not_for_one_that_hangs() -> None:
 def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
     """A real descriptor that stays full: the thread waits in the write, the caller does not."""
     reading, writing = os.pipe()
-    sink = in_background(StdoutSink("json", stream=PayloadStream(writing)), capacity=50, patience_sec=0.2)
+    sink = in_background(StdoutSink("json", stream=PayloadStream(writing)), capacity=50, close_sec=0.2)
     try:
         row = build_payload("train", 1, {f"blend/share/{number}": 1.0 for number in range(500)})
         for _ in range(200):  # a call that waited would wait for ever

@@ -38,16 +38,6 @@ def test_losses_by_source_and_modality_are_those_of_their_rows():
     assert values["accuracy"] == pytest.approx(2 / 3)
 
 
-def test_micro_batches_are_weighted_by_their_tokens():
-    details = StepDetails(("token_ce",))
-    results = [Objective()(LOGITS[rows], TARGETS[rows]) for rows in (slice(0, 1), slice(1, 2))]
-    for rows, result in zip((slice(0, 1), slice(1, 2)), results, strict=True):
-        details.micro_done(MicroBatch({}, TARGETS[rows], None, {}), result)
-    total, count = details.drain_metrics()["loss"]
-    assert float(count) == 3.0
-    assert float(total) == pytest.approx(sum(float(result.loss_sum) for result in results))
-
-
 @pytest.mark.parametrize("types", [[[0, 1, 0], [1, 1, 1]], [[0, 1, -1], [1, -1, -1]]])
 def test_masked_targets_have_no_token_type(types):
     """As -1, or typed all the same: neither changes a mean."""

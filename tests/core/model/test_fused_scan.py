@@ -68,12 +68,6 @@ def make(batch: int, num_steps: int, dim: int, *, dtype: torch.dtype = torch.flo
     return Inputs(*(x if x is None else x.to(DEVICE) for x in found))
 
 
-def make_empty(batch: int, num_steps: int, dim: int) -> Inputs:
-    """bfloat16 leaves without numbers."""
-    r, i, x = (torch.empty(batch, num_steps, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    return Inputs(r, i, x, torch.empty(dim, requires_grad=True), None, torch.empty(batch, dim, requires_grad=True))
-
-
 def plain_scan(*inputs: Any) -> tuple[Tensor, Tensor]:
     """What the kernels replace."""
     with patch.object(recurrence, "KERNEL_DTYPES", ()):
@@ -254,31 +248,6 @@ def test_cuda_tensors_take_the_kernels_unless_they_are_float64(
         h, final = gated_scan(*args)
     assert taken == ["fused" if is_fused else "plain"]
     assert (h.shape, h.dtype, final.shape) == (x.shape, dtype, (2, 3))
-
-
-def test_fake_tensors_see_what_the_kernels_keep_for_backward() -> None:
-    kept: list[Tensor] = []
-    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        leaves = make_empty(2, 5, 3)
-        h, final = fused_scan(*leaves)
-        (h.float().sum() + final.sum()).backward()
-    assert (h.dtype, final.dtype) == (torch.bfloat16, torch.float32)
-    assert sorted(tuple(x.shape) for x in kept) == [(2, 3), (2, 5, 3), (2, 5, 3), (2, 5, 3), (2, 5, 3), (3,)]
-    assert all(leaf.grad.shape == leaf.shape for leaf in leaves.differentiable())
-
-
-def test_a_missing_triton_is_said_once_and_the_plain_scan_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(recurrence, "HAS_TRITON", False)
-    monkeypatch.setattr(recurrence, "fused_scan", lambda *args: pytest.fail("there are no kernels"))
-    monkeypatch.setattr(recurrence, "_scan_op", lambda a, b, *_: b.cpu())
-    recurrence._warn_of_plain_scan.cache_clear()
-    for _ in range(2):
-        with FakeTensorMode():
-            x = torch.empty(2, 5, 3, device="cuda")
-            gated_scan(x, x, x, torch.empty(3, device="cuda"), None, torch.empty(2, 3, device="cuda"))
-    assert capsys.readouterr().err.count("triton is not installed") == 1
 
 
 def test_a_cpu_takes_the_plain_scan_bit_for_bit_and_does_not_load_the_kernels() -> None:

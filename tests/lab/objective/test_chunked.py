@@ -92,24 +92,6 @@ def test_under_bf16_gradients_are_as_exact_as_the_plain_ones_for_any_number_of_c
                 assert error < 1.5 * max(allowed, 2**-9 * true[rows].norm()), chunk
 
 
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other():
-    torch.manual_seed(0)
-    head, (_, targets) = nn.Linear(8, VOCAB), batch()
-    chunked, hidden = ChunkedObjective(PLAIN, head, chunk_tokens=16), torch.randn(3, 37, 8, requires_grad=True)
-    chunked(hidden, targets).loss_sum.backward()
-    expected = hidden.grad.clone(), head.bias.grad.clone()
-    hidden.grad = head.bias.grad = head.weight.grad = None
-    head.weight.requires_grad_(False)
-    chunked(hidden, targets).loss_sum.backward()
-    assert torch.equal(hidden.grad, expected[0])
-    assert torch.equal(head.bias.grad, expected[1])
-    assert head.weight.grad is None
-    chunked(hidden.detach(), targets).loss_sum.backward()
-    assert torch.equal(head.bias.grad, 2 * expected[1])
-    with torch.no_grad():
-        assert not chunked(hidden, targets).loss_sum.requires_grad
-
-
 class Largest(TorchDispatchMode):
     """The most numbers of any tensor that an operation makes."""
 
@@ -132,23 +114,6 @@ def test_no_tensor_is_as_large_as_all_logits():
         with Largest() as largest:
             loss(run(tokens=tokens, state=None).logits, tokens).loss_sum.backward()
         assert largest.numel == most * vocab_size
-
-
-def test_logits_are_held_for_a_chunk_alone():
-    """What the backward keeps of the loss is of the hidden states' size: no chunk's logits live on to the backward."""
-    vocab_size = 5000
-    model = transformer.build(vocab_size, 8, 1, heads=1)
-    tokens = torch.randint(vocab_size, (4, 64))
-    kept: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel() if tensor is not model.head.weight else 0)
-        return tensor
-
-    hidden = Headless(model, model.head)(tokens=tokens, state=None).logits
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        ChunkedObjective(PLAIN, model.head, chunk_tokens=16)(hidden, tokens)
-    assert max(kept) <= hidden.numel()
 
 
 def test_the_model_itself_still_gives_logits():

@@ -88,26 +88,19 @@ def _find(key: str) -> _Found | None:
     found = _direct(key)
     if found is not None:
         return found
-    if key.startswith(EVAL_PREFIX):
-        trained = key.removeprefix(EVAL_PREFIX)
-        # `eval_eval_loss` is no key.
-        base = None if trained.startswith(EVAL_PREFIX) else _find(trained)
-        if base is None:
-            return None
-        return base._replace(spec=replace(base.spec, name=key, title=f"{base.spec.title} (evaluation)"))
+    if key.startswith(EVAL_PREFIX) and not key.startswith(2 * EVAL_PREFIX):
+        base = _find(key.removeprefix(EVAL_PREFIX))
+        return base and base._replace(spec=replace(base.spec, name=key, title=f"{base.spec.title} (evaluation)"))
     base = _direct(key.removesuffix(WORST_SUFFIX)) if key.endswith(WORST_SUFFIX) else None
     if base is not None and base.spec.ranks == "sum_and_worst":
-        return base._replace(spec=_worst(base.spec, key))
+        spec = base.spec
+        text = f"{spec.description} This is the largest value of any rank."
+        worst = replace(spec, name=key, ranks="max", title=f"{spec.title}, worst rank", description=text)
+        return base._replace(spec=worst)
     base = _direct(key.removesuffix(ERROR_SUFFIX)) if key.endswith(ERROR_SUFFIX) else None
     if base is not None and base.spec.has_error:
         return base._replace(spec=_error(base.spec, key))
     return None
-
-
-def _worst(base: MetricSpec, key: str) -> MetricSpec:
-    """The row of the worst rank of a total."""
-    text = f"{base.description} This is the largest value of any rank."
-    return replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
 
 
 def _error(base: MetricSpec, key: str) -> MetricSpec:
@@ -148,9 +141,7 @@ def lookup(key: str) -> MetricSpec:
 def lookup_or_gauge(key: str) -> MetricSpec:
     """The row of a key; one that is not in the catalog is a gauge, with one warning per process."""
     found = _find(key)
-    if found is None:
-        return _gauge(key)
-    return found.spec
+    return _gauge(key) if found is None else found.spec
 
 
 @cache

@@ -28,27 +28,21 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _MixingRow(
         "stream_mixing/active/remaining_fraction_min", "Remaining fraction, minimum", unit="fraction", ranks="min"
-    )(
-        "Smallest fraction of a slice left to an active reader.",
-        "Mostly low with refill.",
-        "Outside 0 to 1: a cursor is wrong.",
-    ),
+    )("Smallest fraction of a slice left to a reader.", "Mostly low with refill.", "Outside 0 to 1: a wrong cursor."),
     _MixingRow(
         "stream_mixing/active/remaining_fraction_max", "Remaining fraction, maximum", unit="fraction", ranks="max"
     )(
-        "Largest fraction of a slice left to an active reader.",
+        "Largest fraction left to a reader.",
         "About 0.6 above the minimum with refill.",
-        "1 for long: that reader is never picked.",
+        "1 for long: it is never picked.",
     ),
     _MixingRow("stream_mixing/active/modalities/<modality>", "Active readers by modality", unit="readers", ranks="sum")(
-        "Active readers of one modality over all ranks.",
-        "Close to its share of the streams.",
-        "0 for long: that modality starves.",
+        "Active readers of a modality, over all ranks.", "Near its share of the streams.", "0 for long: it starves."
     ),
     _MixingRow("stream_mixing/active/steps_since_pick_max", "Longest wait", unit="picks", ranks="max")(
-        "Most picks since an active reader was last picked.",
+        "Most picks since a reader was last picked.",
         "Up to the pool's remaining picks.",
-        "Grows without bound: see pick_surprise_max.",
+        "Grows: see pick_surprise_max.",
     ),
     _MixingRow("stream_mixing/active/pick_surprise_max", "Pick surprise", unit="nats", ranks="max")(
         "Largest sum of -ln(1 - p) since a reader was last picked; exponential with mean 1.",
@@ -62,15 +56,9 @@ ROWS: tuple[MetricSpec, ...] = (
         kind="counter",
         window="sum",
         ranks="sum",
-    )(
-        "Readers that reached the end of their slice.",
-        "About ranks over picks per slice, per micro-batch.",
-        "Bursts: the mix narrows.",
-    ),
+    )("Readers at the end of their slice.", "Ranks over picks per slice, per micro-batch.", "Bursts: the mix narrows."),
     _MixingRow("stream_mixing/masked_share", "Masked share", unit="fraction", window="mean", ranks="max")(
-        "Share of micro-batches without a target, on the worst rank.",
-        "Near 0.",
-        "High: data exhausted, or streams with fewer groups than ranks.",
+        "Micro-batches without a target, on the worst rank.", "Near 0.", "High: data exhausted, or too few groups."
     ),
     _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="mean", ranks="mean")(
         "Positions that hold a document's token over those of full rows, since the last payload.",
@@ -107,13 +95,11 @@ ROWS: tuple[MetricSpec, ...] = (
         "0 although its weight is positive.",
     ),
     _BlendRow("blend/weight/<source>", "Weight of source", unit="fraction")(
-        "Weight of one source now, over the sum of all (metrics.per_source).",
-        "As configured.",
-        "Not what you meant.",
+        "Weight of one source over the sum of all (metrics.per_source).", "As configured.", "Not what you meant."
     ),
     *(
         _TokenMean(f"{part}/<{part}>/loss", f"Loss of {part}")(
-            "Loss over the tokens of one source or modality (metrics.per_source).",
+            "Loss over its tokens (metrics.per_source).",
             "Falls.",
             "Rises while the total falls: starved or in conflict.",
         )
@@ -148,15 +134,9 @@ ROWS: tuple[MetricSpec, ...] = (
         "Wipes of the whole ledger.", "As configured; 0 in the other modes.", "More than configured."
     ),
     _LedgerRow("ledger/live_groups", "Live groups", unit="groups", window="last", ranks="sum")(
-        "Groups with a stored state, over all ranks.",
-        "Close to the groups in flight.",
-        "Grows to the capacity: groups are not released.",
+        "Groups with a stored state, over all ranks.", "Near the groups in flight.", "Grows: groups are not released."
     ),
     _LedgerRow(
         "ledger/fill_fraction", "Fill of the ledger", unit="fraction", window="last", ranks="max", band=(None, 0.95)
-    )(
-        "Live groups divided by capacity, on the fullest rank.",
-        "Well below 1.",
-        "1: each new group evicts another one.",
-    ),
+    )("Live groups over capacity, on the fullest rank.", "Well below 1.", "1: a new group evicts another."),
 )

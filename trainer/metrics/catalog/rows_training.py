@@ -46,14 +46,12 @@ _DEPTH = (
     _AtDepth("eval/depth/<bucket>/carry_gain", "Gain of carrying at a depth")(
         "Their difference (`beyond_cell`: all later cells).",
         "Positive.",
-        "0: context is not used. Falls with depth: states were never trained that long.",
+        "0: context is unused. Falls: never trained so deep.",
     ),
 )
 _OF_A_SET: tuple[MetricSpec, ...] = (
     _TokenMean("loss", "Loss", unit="nats/token")(
-        "Objective per target token.",
-        "Falls, ever more slowly.",
-        "Jumps (bad batch, learning rate too high); stays at ln(vocabulary size).",
+        "Objective per target token.", "Falls, ever more slowly.", "Jumps: bad batch, learning rate; stays at ln(V)."
     ),
     _Row("loss_se", "Loss, standard error", unit="nats/token", window="last", ranks="max")(
         "Error of a sample's loss against the whole set's: two are 95 %. Absent if all is read.",
@@ -61,14 +59,12 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         "As large as those: raise eval.batches.",
     ),
     _TokenMean("accuracy", "Accuracy", unit="fraction")(
-        "Fraction of target tokens predicted correctly.",
+        "Fraction of targets predicted correctly.",
         "Rises while the loss falls.",
-        "Flat while the loss falls; 1 early on (targets leak into inputs).",
+        "1 early on: targets leak into inputs.",
     ),
     _Row("perplexity", "Perplexity", window="last", ranks="max")(
-        "exp of the cross-entropy per token.",
-        "Falls towards a floor set by the data.",
-        "At or above the vocabulary size.",
+        "exp of the cross-entropy per token.", "Falls to a floor set by the data.", "Near the vocabulary size."
     ),
     _TokenMean("bits_per_byte", "Bits per byte", unit="bits/byte", band=(None, 8.0))(
         "Cross-entropy of the tokens that stand for text, per byte of it.",
@@ -106,8 +102,8 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Row("train/micro_batches", "Micro-batches per step", window="last", ranks="max")(
         "Micro-batches per step and rank, if not constant.",
-        "As scheduled, or doubling with the noise scale.",
-        "auto never grows although gns/b_now_low exceeds twice gns/b_big.",
+        "As scheduled.",
+        "gns/b_now_low above 2 gns/b_big for long.",
     ),
     _Row("grad_norm", "Gradient norm")(
         "L2 norm of the whole gradient before clipping.",
@@ -134,9 +130,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "Loss over the target tokens of one type.", "Falls for each type.", "One type rises while the total falls."
     ),
     _TokenTypeMean("token_type/<type>/accuracy", "Accuracy by token type", unit="fraction")(
-        "Fraction of correct predictions over the target tokens of one type.",
-        "Rises for each type.",
-        "Stays at chance level for one type.",
+        "Fraction of correct predictions of one type.", "Rises for each type.", "Stays at chance level for one type."
     ),
     _MustBeZero("non_finite_steps", "Rejected steps", unit="steps", kind="counter", window="sum", ranks="max")(
         "Steps rejected for a non-finite loss or gradient.",
@@ -147,14 +141,10 @@ ROWS: tuple[MetricSpec, ...] = (
         pathological="1 repeatedly on the same sources: bad data.",
     ),
     _SafetyRow("grad_scale", "Loss scale", window="last", ranks="min")(
-        "Factor of dynamic loss scaling (fp16 only).",
-        "Powers of two, rarely halved.",
-        "Falls towards 1: gradients overflow.",
+        "Factor of dynamic loss scaling (fp16).", "Powers of two, rarely halved.", "Falls towards 1: overflows."
     ),
     _SafetyRow("checkpoint/save_sec", "Checkpoint time", unit="s", window="sum", ranks="max")(
-        "Time in which saves block training, slowest rank.",
-        "Far below the checkpoint interval.",
-        "Grows: disk full or slow.",
+        "Time in which saves block, slowest rank.", "Far below the checkpoint interval.", "Grows: disk full or slow."
     ),
     _SpeedRow("tokens_per_sec", "Tokens per second", unit="tokens/s", window="last")(
         "Target tokens over time, of all steps since the last payload.",
@@ -163,8 +153,8 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _SpeedRow("tokens_per_sec_per_device", "Tokens per second and device", unit="tokens/s", window="last")(
         "tokens_per_sec over the number of ranks.",
-        "The same for any number of ranks.",
-        "Falls as ranks are added: communication, waits.",
+        "The same for any number.",
+        "Falls as ranks are added: communication.",
     ),
     _SpeedRow("mfu", "Model FLOPs utilization", unit="fraction", window="last", band=(0.3, 0.6))(
         "Model FLOPs per second over the devices' peak, without recomputation.",
@@ -172,9 +162,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "Above 1: wrong peak or FLOP count. Below 0.1: data, launches or communication dominate.",
     ),
     _SpeedRow("step_time_sec", "Step time", unit="s")(
-        "Mean time of the steps since the last payload, without evaluation and checkpoints.",
-        "Flat.",
-        "Grows: see time/*.",
+        "Mean step time since the last payload, without evaluation and saves.", "Flat.", "Grows: see time/*."
     ),
     *(
         _TimeRow(f"time/{part}_sec", f"Time: {words}", unit="s", ranks=ranks)(
@@ -204,9 +192,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         _TimeRow(f"time/{rank}_rank_sec", f"Time of the {rank} rank", unit="s", window="last", ranks=ranks)(
-            "Host time of a rank before the gradient reduction, without waits.",
-            "Slowest and fastest are close.",
-            "Far apart in most steps.",
+            "Host time before the gradient reduction.", "Slowest and fastest are close.", "Far apart in most steps."
         )
         for rank, ranks in _RANK_TIMES
     ),
@@ -296,9 +282,7 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
         ),
     ),
     _Sequences("gns/b_simple_se", "Standard error of B_simple")(
-        "Standard error of gns/b_simple on its larger side.",
-        "A small fraction of gns/b_simple.",
-        "As large as gns/b_simple: average over more steps.",
+        "Its standard error on the larger side.", "A small part of gns/b_simple.", "As large: average over more steps."
     ),
     _GnsRow("gns/b_now_steps", "Steps behind B now", unit="steps")(
         "Steps that gns/b_now comes from: half of those without visible curvature.",
@@ -309,14 +293,10 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
         "gns/b_simple times the target tokens per sequence."
     ),
     _GnsRow("gns/tr_sigma", "Gradient noise tr(Sigma)")(
-        "Trace of the covariance of a sequence's gradient, averaged.",
-        "Positive and steady.",
-        "Negative for long: dependent micro-batches.",
+        "Trace of the covariance of a sequence's gradient.", "Steady.", "Negative for long: dependent micro-batches."
     ),
     _GnsRow("gns/grad_sq", "Gradient signal |G|^2")(
-        "Squared norm of the true gradient, without noise, averaged.",
-        "Falls during training.",
-        "Negative for long: batch far below the noise scale.",
+        "Squared norm of the true gradient, averaged.", "Falls.", "Negative for long: batch far below noise scale."
     ),
     _Ratio("gns/consistency", "Consistency", band=(0.5, 2.0))(
         "Noise between ranks over that within them (one rank: first over second half).",
@@ -324,14 +304,10 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
         "0: ranks read the same data. Large: micro-batches are reused, or ranks differ.",
     ),
     _Ratio("gns/consistency_se", "Standard error of consistency")(
-        "Standard error of gns/consistency on its larger side.",
-        "Well below 1.",
-        "1 or more: gns/consistency says nothing yet.",
+        "Its standard error on the larger side.", "Well below 1.", "1 or more: gns/consistency says nothing yet."
     ),
     _Sequences("gns/b_small", "Small batch")(
-        "Effective sequences of a micro-batch on one rank.",
-        "Constant.",
-        "Far below the rows of a micro-batch: uneven weights.",
+        "Effective sequences of a micro-batch on a rank.", "Constant.", "Far below its rows: uneven weights."
     ),
     _Sequences("gns/b_big", "Big batch")(
         "Effective sequences of the whole step.", "Constant.", "Far below the rows of a step: uneven weights."

@@ -178,7 +178,7 @@ def make_sinks(
 ) -> list[Sink]:
     """The sinks of a run. All but the record and a terminal's have a thread."""
 
-    def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
+    def in_background(sink: Sink, name: str, close_sec: float = 10.0) -> Sink:
         return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)
 
     config = plan.config
