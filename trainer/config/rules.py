@@ -128,13 +128,19 @@ def _broken_rules(
         problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later "
         problem += "(data.mixing.spread)"
         yield "ledger.stale_threshold", problem, f"set it to {spread} or more, or lower the spread"
-    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and len(config.micro_batches.points) > 1:
-        problem = '"periodic_stale" would drop states of documents that wait where the plan lowers m'
-        yield "ledger.wipe_mode", problem, 'use "lru"'
+    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale":
+        waits = len(config.micro_batches.points) > 1, any(source.target is not None for source in sources)
+        where = "where the plan lowers m", "while batches of a source with a target are read"
+        for problem in (text for text, is_so in zip(where, waits, strict=True) if is_so):
+            problem = f'"periodic_stale" would drop states of documents that wait {problem}'
+            yield "ledger.wipe_mode", problem, 'use "lru"'
     if ledger.slots < in_flight:
         problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
         problem += f"others: open streams x batch size of each source), got {ledger.capacity}"
-        yield "ledger.capacity", problem, f"set it to {in_flight} or more"
+        fix = f"set it to {in_flight} or more"
+        if reads_lanes(config):  # fewer slots than lanes would shrink the spread
+            fix = "remove it: then there is a slot for each lane"
+        yield "ledger.capacity", problem, fix
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:

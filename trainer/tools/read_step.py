@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -34,7 +34,7 @@ from trainer.training.checkpointing.restore import check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sources import make_blend, plan_lanes
+from trainer.training.setup.sources import make_blend, plan_lanes, recorded_groups
 from trainer.wording import counted
 
 LATER = "another launch of the run lies in between: the settings used here are those of {}"
@@ -114,7 +114,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     config = _with_absolute_includes(config, config_path_of(environment, run_dir).absolute().parent)
     plan = make_plan(config, Path(), size, parts=PARTS, logs_doubts=False)
     state: Mapping[str, Any] = {}
-    witness = None
+    witness: Mapping[str, Any] | None = None
     if start:
         witness = state = _state(kept[start])
     elif kept:  # a run's beginning has no record of its data: its first checkpoint says what they were
@@ -124,6 +124,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     except UserError as error:
         error.key, error.fix = str(run_dir), "put the data back"
         raise
+    plan = replace(plan, lane_groups=recorded_groups(plan, witness))
     return Origin(plan, kept.get(start), state, note)
 
 

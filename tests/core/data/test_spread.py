@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.core.properties.test_full_rows import Follower, blend, corpus
+from tests.support.runs import write_tiny_config
+from tests.support.steps import make_step
 from tests.support.streams import WideTokens, options_of
+from trainer.cli.parts import PARTS
+from trainer.config.load import load_config
+from trainer.data.batch import take_apart
 from trainer.data.spread import (
     COUNTED_FILES,
     MOST_OPEN,
@@ -23,7 +30,14 @@ from trainer.data.spread import (
     streams_open,
 )
 from trainer.data.weights import ConstantWeight
+from trainer.distributed.strategy import Strategy
+from trainer.metrics.noise_scale.estimate import ROWS_BEFORE
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.model import build
 from trainer.options import MicroBatches
+from trainer.training.setup import sources
+from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.sources import LANE_GROUPS, plan_lanes, recorded_groups
 
 
 @pytest.mark.parametrize(
@@ -63,6 +77,41 @@ def test_documents_are_counted_in_few_files_and_estimated_by_bytes_in_many():
         assert streams_open(streams["many"], 7, read) == 7
         assert streams_open(streams["many"], 10**6, read) == 50 < MOST_OPEN
         assert streams_open(streams["few"], 1, read) == 4
+
+
+def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_path, monkeypatch):
+    def planned(*sets: str) -> Plan:
+        path = write_tiny_config(tmp_path)
+        return make_plan(load_config(path, [*sets]), path, 1, parts=PARTS)
+
+    plan, cpu = planned('train.micro_batches={schedule="step",points={0=1,9=2}}'), torch.device("cpu")
+    before = plan_lanes(plan, 10, cpu)
+    saved = {"data_shards": 1, "config": plan.config.model_dump(mode="json"), LANE_GROUPS: [*before.groups.items()]}
+    monkeypatch.setattr(sources, "memory_of", lambda device: 16 * 4 * 40)
+    after = plan_lanes(plan, 10, cpu)
+    assert [*after.groups.values()] == [1, 1]
+    assert after.groups != before.groups
+    words = (
+        "with m = 1 1 set of 4 lanes per data shard: the next row of a document comes 1 step later; with m = 2 1 set"
+    )
+    assert after.words(4).startswith(words)
+    resumed = replace(plan, lane_groups=recorded_groups(plan, json.loads(json.dumps(saved))))
+    assert plan_lanes(resumed, 10, cpu).groups == before.groups
+    assert recorded_groups(planned("data.mixing.spread=3"), saved) == recorded_groups(plan, None) == {}
+
+
+@pytest.mark.parametrize("has_targets", [False, True])
+def test_steps_beside_a_target_have_no_phases(has_targets):
+    """A document's next row then comes after two steps on average, and after any number of them."""
+    model = build(8, dim=8, num_layers=1)
+    how = {"gns": GradientNoiseScale(model), "lane_groups": {2: 4}, "has_targets": has_targets}
+    step, zeros = make_step(model, Strategy(), **how), np.zeros((1, 3), np.int64)
+    carry = {"group_ids": np.array([5]), "cell_index": np.array([3]), "is_last": np.array([False])}
+    rows = {"tokens": torch.as_tensor(zeros), "targets": torch.as_tensor(zeros), **carry}
+    step.accumulate(1, [take_apart(rows, None)] * 2)
+    assert step.gns is not None
+    before = step.gns.local_sums()[ROWS_BEFORE]
+    assert (step.gns.stretches.spread, before) == ((1, 6.0) if has_targets else (2, 3.0))
 
 
 def test_where_a_plan_changes_m_documents_go_on_and_those_beyond_the_lanes_wait():

@@ -175,7 +175,9 @@ def test_b_simple_waits_for_enough_windows() -> None:
     assert average.reason == "4 of at least 5 windows have been seen"
     average.update(constant_window())
     assert average.metrics()["gns/b_simple_low"] == pytest.approx(8.0)
-    assert str(average.reason).startswith("documents last about 1 rows: the steps averaged are 5 independent stretches")
+    assert str(average.reason).startswith(
+        "documents have lasted about 1 rows so far: the steps averaged are 5 independent stretches"
+    )
     for _ in range(4):
         average.update(constant_window())
     assert average.metrics()["gns/b_simple"] == pytest.approx(8.0)
@@ -197,11 +199,13 @@ def test_without_eight_independent_stretches_there_is_no_upper_bound(
     assert tuple(f"gns/b_simple_{bound}" in metrics for bound in ("low", "high")) == has_bounds
     assert ("gns/b_simple" in metrics) == has_bounds[1]
     known = "; it is at least 8 sequences" if has_bounds[0] else ""
-    reason = f"documents last about {rows} rows: the steps averaged are {stretches} independent stretches of at least 8"
-    assert average.reason == (None if has_bounds[1] else reason + known)
+    reason = f"documents have lasted about {rows} rows so far: the steps averaged are {stretches} independent stretches"
+    assert average.reason == (None if has_bounds[1] else f"{reason} of at least 8{known}")
     if "gns/b_now" not in metrics:
         sentence = noise_scale.outlook(average)
-        assert re.search(f"documents last about {rows} rows, it takes more than [0-9]+ more steps$", sentence)
+        assert re.search(
+            f"documents have lasted about {rows} rows so far, it takes more than [0-9]+ more steps$", sentence
+        )
 
 
 def test_averages_equal_the_textbook_form() -> None:

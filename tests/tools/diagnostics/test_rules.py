@@ -270,6 +270,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "repeated_data: ranks without a measure": of_ranks(same_data(None), 2),
         "repeated_data: no gradient": of_ranks({**same_data(None, noise=0.0), "gns/grad_sq": [0.0] * 40}, 1),
         "batch_size: few documents": make_run({**BATCH, "data/documents": [60.0] * 40}),
+        "batch_size: steps left out": make_run({**BATCH, "gns/left_out": {30: 15.0, 40: 10.0}}),
         "batch_size: a noise scale of few steps": make_run({**BATCH, "gns/b_now_steps": [12.0] * 40}),
         "batch_size: near a lower bound": make_run({**LOW, "gns/b_big": [2.0] * 40}),
         "batch_size: unknown in the last row": make_run(

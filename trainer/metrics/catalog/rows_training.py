@@ -320,6 +320,11 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
     _GnsRow("gns/skipped", "Skipped windows", unit="steps", kind="counter", window="sum", ranks="max", band=(0.0, 0.0))(
         "Steps without a usable estimate.", "0.", "Grows: non-finite micro-gradients, or hooks run twice."
     ),
+    _GnsRow("gns/left_out", "Windows left out", unit="steps", kind="counter", window="sum", ranks="max")(
+        "Steps of which two micro-batches have rows of one document.",
+        "Absent.",
+        "Most steps: the noise scale stands still. Use more documents, or fewer rows in a step.",
+    ),
     _AsBSimple("gns/gns_mu", "Noise scale in micro-batches", unit="micro-batches")(
         "gns/b_simple over the sequences of a micro-batch on all ranks."
     ),

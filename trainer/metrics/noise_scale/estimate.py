@@ -4,23 +4,20 @@
 noise of the gradient equals its signal. A window's micro-batches have independent gradients h, each
 with mean `kappa * G`: kappa is the factor on the micro-batch's *mean* loss before the backward. So
 the inner product of two of them averages `kappa_j kappa_k |G|^2`, and all pairs together are `|sum
-of h|^2 - sum of |h|^2`; the rest of `sum of |h|^2` is noise. That holds whether the noise comes
-from single tokens or from whole rows.
+of h|^2 - sum of |h|^2`; the rest of `sum of |h|^2` is noise, of single tokens or of whole rows.
 
-Only the unit, the effective number of examples, comes from the examples' weights w: a micro-batch
-has 1 / v, with `v = sum(w^2) / sum(w)^2` (Kish 1965), the window 1 / V, with `V = sum(kappa^2 v) /
-sum(kappa)^2`, and `tr(Sigma)` is the noise of the window's mean gradient over V. So B over the
-window's effective examples is its noise over its signal.
+The unit, the effective number of examples, comes from the examples' weights w: a micro-batch has
+1 / v, with `v = sum(w^2) / sum(w)^2` (Kish 1965), the window 1 / V, with `V = sum(kappa^2 v) /
+sum(kappa)^2`, and `tr(Sigma)` is the noise of the window's mean gradient over V.
 
 A middle group between micro-batches and window (each rank's sum; on one rank, that of the first
-half) separates pairs within groups from other pairs. Both give the same noise if micro-batches are
+half) separates pairs within groups from other pairs, which give the same noise if micro-batches are
 independent.
 
-The bounds of `bounded_ratio` hold however badly the denominator is known. An average over past
-steps lags behind a process that drifts, and its standard error does not show it. So `History` fits
-a straight line to the past and reads S and |G|^2 off at the last step; the data decide how long the
-window may be. A line cannot rule out a jump in the last steps, so the bounds include those of these
-steps alone.
+An average over past steps lags behind a process that drifts, and its standard error does not show
+it. So `History` fits a straight line to the past and reads S and |G|^2 off at the last step; the
+data decide how long the window may be. A line cannot rule out a jump in the last steps, so the
+bounds include those of these steps alone.
 """
 
 from __future__ import annotations
@@ -83,22 +80,14 @@ SHORTENED = 0.5  # share of the longest window without visible curvature that is
 class Window:
     """Unbiased estimates from one step, never clamped: `tr_sigma` and `grad_sq` may be negative."""
 
-    tr_sigma: float
-    """Estimate of tr(Sigma), per example."""
-    grad_sq: float
-    """Estimate of |G|^2."""
-    between: float | None
-    """tr(Sigma) from pairs across middle groups; None if the layout has none."""
-    within: float | None
-    """tr(Sigma) from pairs within middle groups."""
-    small_noise: float
-    """v, averaged by kappa; 1 / v is the effective number of examples of a micro-batch."""
-    big_noise: float
-    """V; 1 / V is the effective number of examples of the whole step."""
-    num_tokens: float
-    """Tokens of the step over all ranks, 0 if unknown."""
-    rows_before: float
-    """Rows of its document before a row, on average."""
+    tr_sigma: float  # estimate of tr(Sigma), per example
+    grad_sq: float  # estimate of |G|^2
+    between: float | None  # tr(Sigma) from pairs across middle groups; None if the layout has none
+    within: float | None  # and from pairs within them
+    small_noise: float  # v, averaged by kappa
+    big_noise: float  # V
+    num_tokens: float  # of the step over all ranks, 0 if unknown
+    rows_before: float  # of its document before a row, on average
     world_size: int
 
 
@@ -108,6 +97,7 @@ class Absent:
 
     reason: str
     is_fault: bool
+    is_repeated: bool = False  # two micro-batches of the step have rows of one document
 
 
 def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
@@ -127,7 +117,7 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         return Absent("a gradient of the window was not finite", is_fault=True)
     if sums[REPEATED] > 0.0:
         reason = "two micro-batches of the step have rows of the same document: they are not independent"
-        return Absent(f"{reason}: more documents, or fewer rows in a step, help", is_fault=False)
+        return Absent(f"{reason}: more documents, or fewer rows in a step, help", is_fault=False, is_repeated=True)
     kappa = sums[KAPPA]
     factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
     if kappa <= 0.0 or factor <= 0.0 or sums[BIG_NOISE] <= 0.0:
@@ -169,11 +159,10 @@ class Ratio(NamedTuple):
 
     low: float | None
     high: float | None = None
-    value: float | None = None
-    """None without an upper bound."""
+    value: float | None = None  # None without an upper bound
+    # Distance of value and upper bound in units of the bound's quantile: the standard error by the
+    # delta method where y is known well, more where that method is too small.
     error: float | None = None
-    """Distance of value and upper bound in units of the bound's quantile: the standard error by the
-    delta method where y is known well, more where that method is too small."""
 
 
 def bounded_ratio(
@@ -185,11 +174,8 @@ def bounded_ratio(
     standard errors. Nothing is divided by y, so they hold for any y, even if it may be zero. A
     noise scale is not negative, so the part of the confidence set below zero is left out.
 
-    Args:
-        x, y: unbiased and about normal.
-        var_x, var_y, cov: their estimated variances and covariance.
-        freedom: degrees of freedom of these.
-        z: normal quantiles of the two bounds.
+    x and y are unbiased and about normal; their variances and covariance were estimated with
+    `freedom` degrees of freedom. `z`: normal quantiles of the two bounds.
     """
     # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero;
     # b^2 - a k is written without cancellation.
@@ -229,13 +215,10 @@ class Fit:
     """x and y at the last step by the last `steps` windows."""
 
     steps: int
-    now: NDArray[np.float64]
-    """[2]"""
-    covariance: NDArray[np.float64]
-    """[2, 2] of `now`."""
+    now: NDArray[np.float64]  # [2]
+    covariance: NDArray[np.float64]  # [2, 2] of `now`
     freedom: float
-    stretches: float
-    """Independent ones; without `MIN_STRETCHES` of them there is no upper bound."""
+    stretches: float  # independent ones; without `MIN_STRETCHES` of them there is no upper bound
 
     def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
@@ -250,14 +233,12 @@ class Fit:
 class Current(NamedTuple):
     """The noise scale at the last step."""
 
-    ratio: Ratio
-    """The value is that of `used`; the bounds allow for a jump."""
-    used: Fit
-    """Over the windows that the value comes from: the last ones with an estimate."""
-    longest: Fit
-    """Over all that show no curvature."""
+    ratio: Ratio  # the value is that of `used`; the bounds allow for a jump
+    used: Fit  # over the windows that the value comes from: the last ones with an estimate
+    longest: Fit  # over all that show no curvature
 
 
+@dataclass
 class Stretches:
     """Which windows share documents, so that their noise is not independent.
 
@@ -266,10 +247,8 @@ class Stretches:
     within a document's length are one stretch.
     """
 
-    def __init__(self) -> None:
-        self.spread = 1
-        self.rows = 1.0
-        """That a document lasts: of the document of a token, on average."""
+    spread: int = 1
+    rows: float = 1.0  # that documents have lasted so far: of the document of a token, on average
 
     def numbered(self, phases: NDArray[np.float64], ages: NDArray[np.float64]) -> NDArray[np.int64]:
         """The number of each window's stretch, from 0. `ages`: in windows."""
@@ -482,7 +461,8 @@ class NoiseScaleAverage:
         UserError: `ema` is outside (0, 1).
     """
 
-    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight", "skipped", "drained", "seen")
+    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight", "seen")
+    GAUGES += ("skipped", "drained", "left_out", "drained_left_out")
 
     def __init__(self, ema: float = 0.95) -> None:
         if not 0.0 < ema < 1.0:
@@ -490,24 +470,24 @@ class NoiseScaleAverage:
         self._ema = ema
         self.stretches = Stretches()
         self._noise = PairAverage(ema, self.stretches)  # x = tr(Sigma), y = |G|^2
-        self.history = History(self.stretches)
-        """Of the same pairs."""
+        self.history = History(self.stretches)  # of the same pairs
         self._consistency = PairAverage(ema, self.stretches)  # x = between, y = within
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
-        self.shards_per_rank = 1
-        """Data shards, each of which has a micro-batch of its own at a time."""
+        self.shards_per_rank = 1  # data shards, each of which has a micro-batch of its own at a time
         # Averages of tokens per effective example, and of rows before a row; the sum of weights.
         self.token_sum = self.rows_sum = self.weight = 0.0
         self.seen = 0.0  # windows, also those without an estimate
-        self.skipped = 0.0  # since the start
-        self.drained = 0.0  # the part of `skipped` that `drain_metrics` has reported
+        # Faults, and windows with rows of one document in two micro-batches, since the start; and
+        # the parts of them that `drain_metrics` has reported.
+        self.skipped = self.left_out = self.drained = self.drained_left_out = 0.0
         self._absent: str | None = "no window has been seen"
 
     def update(self, window: Window | Absent) -> None:
-        """Add one window. A fault is counted and changes no average."""
+        """Add one window. One without an estimate is counted and changes no average."""
         self.seen += 1.0
         if isinstance(window, Absent):
             self.skipped += float(window.is_fault)
+            self.left_out += float(window.is_repeated)
             self._absent = window.reason
             return
         self._absent = None
@@ -535,13 +515,15 @@ class NoiseScaleAverage:
             return None
         at_least = "" if ratio.low is None else f"; it is at least {ratio.low:.3g} sequences"
         if round(fit.stretches) < MIN_STRETCHES:
-            text = f"documents last about {self.stretches.rows:.0f} rows: the steps averaged are"
+            text = f"documents have lasted about {self.stretches.rows:.0f} rows so far: the steps averaged are"
             return f"{text} {fit.stretches:.0f} independent stretches of at least {MIN_STRETCHES}{at_least}"
         return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
 
     def metrics(self) -> dict[str, float]:
-        """The known values by catalog key; `gns/skipped` counts since the start."""
+        """The known values by catalog key; those that count do since the start."""
         values: dict[str, float | None] = {"gns/skipped": self.skipped}
+        if self.left_out:
+            values["gns/left_out"] = self.left_out
         if self._noise.count:
             values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.means
             values["gns/b_small"], values["gns/b_big"] = 1.0 / self.small_noise, 1.0 / self.big_noise
@@ -556,9 +538,11 @@ class NoiseScaleAverage:
         return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
-        """`metrics` for a logged step: `gns/skipped` counts since the last drain."""
+        """`metrics` for a logged step, which count since the last drain."""
         values = {**self.metrics(), "gns/skipped": self.skipped - self.drained}
-        self.drained = self.skipped
+        if self.left_out:
+            values["gns/left_out"] = self.left_out - self.drained_left_out
+        self.drained, self.drained_left_out = self.skipped, self.left_out
         return values
 
     def _values_of_ratio(self, ratio: Ratio) -> dict[str, float | None]:
@@ -605,7 +589,7 @@ class NoiseScaleAverage:
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:
-            setattr(self, name, float(state["gauges"][name]))
+            setattr(self, name, float(state["gauges"].get(name, 0.0)))
         self.stretches.rows = 1.0 + 2.0 * self.rows_sum / max(self.weight, sys.float_info.min)
         self._absent = None
 
@@ -627,7 +611,7 @@ def outlook(noise: NoiseScaleAverage) -> str:
         known += f", it is at least {number_text(current.ratio.low, 3)} sequences"
     if used.stretches < MIN_STRETCHES:
         more = math.ceil(used.steps / SHORTENED * (MIN_STRETCHES / used.stretches - 1.0))
-        documents = f"documents last about {noise.stretches.rows:.0f} rows"
+        documents = f"documents have lasted about {noise.stretches.rows:.0f} rows so far"
         return f"{known}: {documents}, it takes more than {number_text(more)} more steps"
     signal, error = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
     relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)

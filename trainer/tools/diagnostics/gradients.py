@@ -28,6 +28,7 @@ CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
 B_SMALL = "gns/b_small"  # sequences of a micro-batch
 TR_SIGMA = "gns/tr_sigma"  # noise: trace of the covariance of a sequence's gradient
 GRAD_SQ = "gns/grad_sq"  # signal: squared norm of the true gradient
+LEFT_OUT = "gns/left_out"  # steps that a document is in twice
 HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
 
 
@@ -98,6 +99,11 @@ def batch_size(run: RunRecord) -> Outcome:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
     words = f"{number_text(scale.batch)} sequences per step, "
     words += f"noise scale {scale.number} ({scale.where})"
+    half = scale.step // 2
+    left_out = series(run, LEFT_OUT).since(half + 1).total
+    if left_out > half / 2:
+        text = f"{left_out:,.0f} of the last {half:,} steps were left out, since two of their micro-batches read one document"
+        return not_measured(f"{text}: it takes more documents; {words}")
     keys = (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)
     rows = [series(run, key).since(scale.step) for key in keys]
     shown = [row.evidence() for row in rows if row]

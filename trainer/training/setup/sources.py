@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
+LANE_GROUPS = "lane_groups"  # in state.json: by the micro-batches of a step
 STATES_SHARE = 1 / 16  # of the memory, for the states of all lanes
 
 
@@ -197,13 +198,16 @@ class Lanes(NamedTuple):
 
     def words(self, rows: int) -> str:
         """For people."""
-        m, groups = min(self.groups.items())
-        text = f"{counted(groups, 'group')} of {rows} lanes"
-        if groups >= m:
-            text += f": the next row of a document comes {counted(groups // m, 'step')} later"
-        else:
-            text += f": the {m} micro-batches of a step continue each other's documents, "
-            text += "which biases its gradient, and the noise scale compares ranks alone"
+        texts = []
+        for m, groups in sorted(self.groups.items()):
+            text = f"{counted(groups, 'set')} of {rows} lanes per data shard"
+            if groups >= m:
+                text += f": the next row of a document comes {counted(groups // m, 'step')} later"
+            else:
+                text += f": the {m} micro-batches of a step continue each other's documents, "
+                text += "which biases its gradient, and the noise scale compares ranks alone"
+            texts.append(f"with m = {m} {text}" if len(self.groups) > 1 else text)
+        text = "; ".join(texts)
         return f"{text} ({self.reason})" if self.reason else text
 
     def num(self, rows: int) -> int:
@@ -234,11 +238,25 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     limits.append(LaneLimit(0.8 * files / handles, f"a process may have {files:,} files open"))
     if config.ledger.capacity:
         limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
-    groups, why = {}, ""
-    for m in {m for _, m in config.micro_batches.points}:
+    groups, why = dict(plan.lane_groups), ""
+    if groups:
+        why = "as in the checkpoint"
+    for m in {m for _, m in config.micro_batches.points} - groups.keys():
         groups[m], reason = num_groups(m, config.data.mixing.batch_size, config.data.mixing.spread, limits)
         why = why or reason
     return Lanes(groups, why, documents_drawn_from(documents, by_name))
+
+
+def recorded_groups(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]:
+    """The sets of lanes of a checkpoint that was made with the same settings; {} if there is none.
+
+    Another machine has another memory, and may open other numbers of files: it must not count anew.
+    """
+    if saved is None or saved["data_shards"] != plan.facts.data_shards:
+        return {}
+    now, before = plan.config.model_dump(mode="json"), saved["config"]
+    pairs = [(each["data"]["mixing"], each["train"]["micro_batches"], each["ledger"]) for each in (now, before)]
+    return dict(saved.get(LANE_GROUPS, ())) if pairs[0] == pairs[1] else {}
 
 
 def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:

@@ -124,6 +124,8 @@ class TrainStep:
     """Called at the moments of the step."""
     lane_groups: Mapping[int, int] = field(default_factory=dict)
     """Micro-batches of a shard in a step -> groups of lanes that take turns; empty: rows are not full."""
+    has_targets: bool = False
+    """Batches of a target take turns with those of lanes."""
     graphs: Any = None
     """CUDA graphs that replace `run_micro`, or None."""
 
@@ -157,7 +159,10 @@ class TrainStep:
         if self.gns is not None:
             m = len(window) // len(self.shards)
             groups = self.lane_groups.get(m, 0)
-            about: dict[str, Any] = {"spread": max(groups // m, 1), "by_rank": 0 < groups < m}
+            spread, rows_apart = max(groups // m, 1), 1
+            if self.has_targets:  # a document's next row comes after any number of steps, so many on average
+                spread, rows_apart = 1, spread
+            about: dict[str, Any] = {"spread": spread, "by_rank": 0 < groups < m}
             self._gns_guard.run(self.gns.begin_window, len(window), **about)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
@@ -174,7 +179,7 @@ class TrainStep:
             # Gradients are reduced over ranks in the last backward only.
             with nullcontext() if is_last else self.strategy.no_sync():
                 if self.gns is not None:
-                    rows = 0.0 if carry is None else float(carry.cell_index.mean())
+                    rows = 0.0 if carry is None else float(carry.cell_index.mean()) * rows_apart
                     self._gns_guard.run(self.gns.begin_micro, is_last, groups=micro.documents, rows_before=rows)
                 self._ready_at = time.perf_counter()
                 if self.graphs is None:
