@@ -1,7 +1,4 @@
-"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs).
-
-Globs are ours: their `**` enters every directory once, so that a link to an ancestor ends.
-"""
+"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -30,69 +27,42 @@ from trainer.wording import counted, few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put next to data (`_SUCCESS`)
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
-BESIDE_DATA = ("manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
-ABOUT_DATA = ("readme", "license", "licence", "copying", "notice", "authors", "citation", "changelog", "makefile")
-NO_DATA = (".pyc", ".toml", ".lock", ".md5", ".sha256")
+# Stems of files that explain data, or belong to a tokenizer.
+ABOUT_DATA = ("readme", "license", "manifest", "tokenizer", "tokenizer_config", "special_tokens_map", "vocab")
 logger = logging.getLogger("trainer.data")
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a glob matches, sorted; `**` crosses directories, hidden ones excepted.
-
-    `glob.glob` follows a link to an ancestor again and again until the path is too long. Here each
-    directory is entered once, by a link only if there is no other way.
-    """
-    files = filter(os.path.isfile, _matches(pattern))
-    return sorted({path.removeprefix(f".{os.sep}") for path in files})
-
-
-def _matches(pattern: str) -> Iterator[str]:
-    parts = pattern.split(os.sep)
-    if "**" not in parts:
-        yield from glob.iglob(pattern)
-        return
-    at = parts.index("**")
-    rest = [part for part in parts[at + 1 :] if part] or ["*"]
-    for base in glob.iglob(_joined(parts[:at])):
-        for directory in _directories(base):
-            yield from _matches(os.path.join(glob.escape(directory), *rest))
-
-
-def _joined(parts: Sequence[str]) -> str:
-    """A directory of these parts: of none the current one, of an empty one the root."""
-    if not parts:
-        return os.curdir
-    return os.sep.join(parts) or os.sep
+    """The files that a glob matches, sorted; `**` crosses directories, hidden ones excepted."""
+    files = filter(os.path.isfile, map(os.path.normpath, glob.iglob(pattern, recursive=True)))
+    return sorted(set(files))
 
 
 def named_directory(path: str) -> str:
     """The directory that a file lies in, or that a glob searches."""
-    *directories, _ = path.split(os.sep)
-    if not os.path.isfile(path):
-        for at, part in enumerate(directories):
-            if glob.has_magic(part):
-                return _joined(directories[:at])
-    return _joined(directories)
+    if os.path.isfile(path) or not glob.has_magic(path):
+        return os.path.dirname(path) or os.curdir
+    while glob.has_magic(path):
+        path = os.path.dirname(path)
+    return path or os.curdir
 
 
-def _directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
-    """`base` and all directories below it, each once; no links to what is below it anyway."""
-    root, seen = os.path.join(os.path.realpath(base), ""), set()
-    for directory, names, _ in os.walk(base, followlinks=True):
-        real = os.path.realpath(directory)
-        is_link = os.path.islink(directory) and directory != base
+def _files_below(directory: Path) -> list[Path]:
+    """The files in a directory and in those below it, each of which is entered once.
+
+    A link to what is below it anyway, such as an ancestor, is not followed.
+    """
+    root, found, seen = os.path.join(os.path.realpath(directory), ""), [], set()
+    for folder, names, files in os.walk(directory, followlinks=True):
+        real = os.path.realpath(folder)
+        is_link = os.path.islink(folder) and folder != str(directory)
         if real in seen or (is_link and f"{real}/".startswith(root)):
             names.clear()
             continue
         seen.add(real)
-        names[:] = sorted(name for name in names if enters_hidden or not name.startswith("."))
-        yield directory
-
-
-def _files_below(directory: Path) -> list[Path]:
-    """The files in a directory and in those below it, also behind links."""
-    below = _directories(str(directory), enters_hidden=True)
-    return [path for each in below for path in Path(each).iterdir() if path.is_file()]
+        names.sort()
+        found += [Path(folder, name) for name in files]
+    return found
 
 
 Sort = Literal["data", "unread", "other"]
@@ -106,13 +76,11 @@ def sort_of(path: PurePath, format: str) -> Sort:
         sorts: dict[str, Sort] = {".": "other", "_": "unread"}
         return sorts.get(path.name[0], "data")
     is_ignored = any(part.startswith(IGNORED) for part in path.parts)
-    if is_index or is_ignored or path.suffix.lower() in NO_DATA or _is_about_data(path):
-        return "other"
-    return "unread"
+    return "other" if is_index or is_ignored or _is_about_data(path) else "unread"
 
 
 def _is_about_data(path: PurePath) -> bool:
-    return path.name in BESIDE_DATA or path.name.lower().partition(".")[0] in ABOUT_DATA
+    return path.name.lower().partition(".")[0] in ABOUT_DATA
 
 
 def _not_read(unread: Iterable[str]) -> str:

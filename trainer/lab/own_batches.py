@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from trainer.training.setup.sources import Source
 
 IDS = ("tokens", "targets")
-MOST_BEGUN = 10**6  # groups, which a data set may never end: with more, it is no longer checked where they are read
 
 
 def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
@@ -52,12 +51,11 @@ def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
 
 
 class OwnBatches:
-    """The data set itself, for what reads it ahead.
+    """The data set itself, for what reads it ahead: batches and states are checked and copied.
 
     The loader prepares batches in advance, and a checkpoint needs the state after the last batch
     that was trained on. A data set that fills one buffer again and again, or whose `state_dict`
-    returns the object that it counts in, would otherwise lose batches and resume too far ahead. So
-    batches and states are copied. All other attributes are the data set's, an iterable of dicts.
+    returns the object that it counts in, would otherwise lose batches and resume too far ahead.
     `vocab_size`: ids beyond it are refused, if they are on the host. `key` names the data set in
     messages. `keeps_groups`: refuse a cell of a group whose first cell was not read here, until
     the data set resumes: states stay with the rank, or data shard, that reads their group.
@@ -70,8 +68,7 @@ class OwnBatches:
         self._begun: set[int] | None = set() if keeps_groups else None  # and not ended; None: not known
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._iterator = iter(self._dataset)
-        self._num_given = 0
+        self._iterator, self._num_given = iter(self._dataset), 0
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -97,17 +94,14 @@ class OwnBatches:
         self._num_given += 1
         for problem, fix in chain(_problems(batch, self._vocab_size), self._strays(batch)):  # the first is enough
             raise UserError(self._key, f"a batch {problem}", fix)
-        copied = {}
-        for key, value in batch.items():
-            copied[key] = (_widened if key in IDS else copy.deepcopy)(value)
-        return copied
+        return {key: (_widened if key in IDS else copy.deepcopy)(value) for key, value in batch.items()}
 
     def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Groups that continue here and did not begin here."""
         if self._begun is None or "group_ids" not in batch:
             return
         ids, cells, is_last, end_ids = (_on_host(batch.get(key)) for key in (*CARRY_KEYS, "end_ids"))
-        if ids is None or cells is None or is_last is None or len(self._begun) > MOST_BEGUN:
+        if ids is None or cells is None or is_last is None:
             self._begun = None
             return
         for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):
@@ -120,7 +114,7 @@ class OwnBatches:
 
 
 def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """The problems of a batch, each with its fix. Reads from no device; judges integers alone."""
+    """The problems of a batch, each with its fix. Reads from no device."""
     if not isinstance(batch, Mapping):
         yield f"is a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
     missing = " and no ".join(key for key in IDS if key not in batch)
@@ -147,21 +141,18 @@ def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
         if key in batch and np.shape(batch[key]) != shape[:1]:
             found = list(np.shape(batch[key]))
             yield f"of {shape[0]} rows has {key} {found}", "give one for each row"
-    yield from _wrong_groups(_on_host(batch.get("group_ids")))
+    ids = _on_host(batch.get("group_ids"))
+    yield from () if ids is None else _wrong_groups(ids)
 
 
-def _wrong_groups(ids: np.ndarray | None) -> Iterator[tuple[str, str]]:
-    if ids is None:
-        return
-    if ids.dtype.kind not in "iu":
-        yield f"has group_ids of type {ids.dtype}", "give them as int64"
+def _wrong_groups(ids: np.ndarray) -> Iterator[tuple[str, str]]:
     outside = ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]
-    if outside.size:
-        yield f"has the group id {outside[0]}", "use 0 to 2^63 - 1, or -1 for a row without state"
+    if ids.dtype.kind not in "iu" or outside.size:
+        problem = f"has group_ids of type {ids.dtype}, such as {(*outside, *ids)[0]}"
+        yield problem, "use integers from 0 to 2^63 - 1, or -1 for a row without state"
     known, counts = np.unique(ids[ids >= 0], return_counts=True)
     for twice in known[counts > 1]:
-        fix = "a group's cells follow each other: put them into different batches"
-        yield f"has the group {twice} twice", fix
+        yield f"has the group {twice} twice", "a group's cells follow each other: put them into different batches"
 
 
 def _on_host(values: Any) -> np.ndarray | None:
@@ -184,18 +175,19 @@ def _widened(values: Any) -> Any:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OwnTask:
-    """Calls the user's function on every rank; rank 0's result is logged."""
+    """Calls the user's function on every rank; rank 0's result is logged.
+
+    It is called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with `args`, and returns a
+    mapping of names to numbers; other ranks may return anything. If it fails on any rank, it is switched off on all,
+    with one warning; the run continues.
+    """
 
     function: Callable[..., Any]
-    """Called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with `args`. Returns a mapping of
-    names to numbers; other ranks may return anything."""
     args: Mapping[str, Any]
     model: nn.Module
     tokenizer: Tokenizer
     guard: BestEffort
-    """A task that fails on any rank is switched off on all, with one warning; the run continues."""
-    is_off: bool = False
-    """The same on all ranks."""
+    is_off: bool = False  # the same on all ranks
 
     def run(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
         """The task's numbers as `eval/<name>`, the same on every rank, without `taken` names; empty once it has failed.

@@ -83,8 +83,8 @@ def good(**changed):
         (good(tokens=np.full((2, 3), 256)), "token id 256, and the vocabulary has 0 to 255"),
         (good(targets=torch.full((2, 3), 300)), "target id 300, and the vocabulary has 0 to 255"),
         (good(group_ids=np.array([5])), r"2 rows has group_ids \[1\]"),
-        (good(group_ids=np.array([5, -2])), "group id -2"),
-        (good(group_ids=np.array([5, 2**63], np.uint64)), "group id 9223372036854775808"),
+        (good(group_ids=np.array([5, -2])), "group_ids of type int64, such as -2"),
+        (good(group_ids=np.array([5, 2**63], np.uint64)), "such as 9223372036854775808"),
         (good(group_ids=torch.tensor([5, 5])), "the group 5 twice"),
     ],
 )
