@@ -34,15 +34,11 @@ def options_of(settings: dict[str, Any]) -> list[Any]:
     return [kind(**{name: settings[name] for name in own}) for kind, own in zip(kinds, names, strict=True)]
 
 
-def epochs_by_hand(
-    streams: Sequence[Stream], layout: Sequence[Sequence[int]], read: Sequence[int]
-) -> tuple[float, float]:
-    """(what reading so many tokens of each stream comes to, the same with all streams that have none)."""
+def epochs_by_hand(streams: Sequence[Stream], layout: Sequence[Sequence[int]], read: Sequence[int]) -> float:
+    """What reading so many tokens of each stream comes to."""
     sizes = [Path(stream.path).stat().st_size for stream in sorted(streams, key=lambda each: Path(each.path).stem)]
     tokens = [sum(lengths) for lengths in layout]
-    done = sum(size * num / max(of, 1) for size, num, of in zip(sizes, read, tokens, strict=True))
-    empty = sum(size for size, of in zip(sizes, tokens, strict=True) if not of)
-    return done / sum(sizes), (done + empty) / sum(sizes)
+    return sum(size * num / max(of, 1) for size, num, of in zip(sizes, read, tokens, strict=True)) / sum(sizes)
 
 
 class WideTokens(BytesTokenizer):

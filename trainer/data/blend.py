@@ -32,8 +32,7 @@ ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX, WEIGHT_PREFIX = "blend/share/", "blend/weight/"
 VERSION = 1
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
-_POOL_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
-SOURCE_ROWS = (*_POOL_ROWS, MAX_SHARE_ERROR, LONGEST_SHARE, ENDED_SOURCES, SHARE_PREFIX, WEIGHT_PREFIX)
+SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
 Drained = Mapping[str, float | None]  # None: a value that could not be measured
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
@@ -275,37 +274,30 @@ class BlendDataset:
         return []
 
     def drain_step_metrics(self) -> Drained:
-        """The sources' metrics, merged key by key, and the blend's; before any batch, only epochs.
+        """The sources' metrics, merged key by key, and the blend's; {} before any batch.
 
         A source contributes its last report, its counters only once; after its end, values that sum
         over ranks are 0, and other gauges are left out. `blend/max_share_error` is the largest
         difference between the share of a source and the one that its weights call for.
         """
-        read: dict[str, float | None] = {}
-        for key, epochs in self._epochs.items():
-            read[key] = None
-            if epochs.is_known:
-                read[key] = epochs.read
-            epochs.read = 0.0
-        if not self._total:  # but documents may be read that another shard began
-            return read
+        if not self._total:
+            return {}
         for index in self._undrained & self._reporters.keys():
             self._latest[index] = self._report_of(index)
         metrics = self._merged()
         self._undrained.clear()
-        error = float(np.abs(np.subtract(self._counts, self._due)).max()) / self._total
-        # A source that is itself a blend has an error of its own.
-        metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
+        metrics[MAX_SHARE_ERROR] = float(np.abs(np.subtract(self._counts, self._due)).max()) / self._total
         if self._longest:
             metrics[LONGEST_SHARE] = self._longest / self._total
-        metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
+        metrics[ENDED_SOURCES] = float(sum(self._ended))
         if self._has_shares:
             shares = self.shares_at(self._batch_index - 1)
             for name, count, share in zip(self._names, self._counts, shares, strict=True):
                 metrics |= {SHARE_PREFIX + name: count / self._total, WEIGHT_PREFIX + name: share}
         metrics.update(self._seconds)
         self._seconds.clear()
-        metrics.update(read)
+        for key, epochs in self._epochs.items():
+            metrics[key], epochs.read = epochs.read, 0.0
         metrics.update(self._constants)
         return metrics
 
@@ -314,7 +306,7 @@ class BlendDataset:
         dataset: Any = self.sources[index].dataset
         unknown, guard = self._reporters[index]
         drained: Drained | None = guard.run(dataset.drain_step_metrics)
-        if drained is not None and not isinstance(dataset, StreamSource | BlendDataset):
+        if drained is not None and not isinstance(dataset, StreamSource):
             drained = guard.run(checked, drained, guard.leave_out, as_number)
         if drained is None:
             drained = unknown
@@ -413,10 +405,7 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
     if isinstance(keys, str):
         raise TypeError(f"metric_keys must be a list of names, got {keys!r}")
     found = [key for key in keys if is_name(key, guard.leave_out)]
-    rows: tuple[str, ...] = SOURCE_ROWS
-    if isinstance(dataset, BlendDataset):
-        rows += (EPOCHS,)  # of its sources; others would report totals, which are summed
-    foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(rows))}
+    foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS))}
     for key in sorted(foreign):
         guard.leave_out(key, "the trainer reports a metric of this name itself; give it another one")
     return [key for key in dict.fromkeys(found) if key not in foreign]

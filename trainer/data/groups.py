@@ -129,7 +129,6 @@ class EpochCount:
     """Epochs of a source that were read since the last report."""
 
     read: float = 0.0
-    is_known: bool = True  # whether nothing that was read is missing
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class OpenStream:
     seq_len: int
     num_bytes: int  # of its file, when it was opened
     epochs: EpochCount = field(default_factory=EpochCount)  # of its source
-    epochs_per_token: float = 0.0  # of its source; without a token: of the file
+    epochs_per_token: float = 0.0  # of its source
 
     def num_tokens(self, groups: Ints | Flags | slice = slice(None)) -> Ints:
         """Target tokens of some groups, or of all; int64 [n]."""

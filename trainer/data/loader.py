@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,7 +18,6 @@ from trainer.data.batch import FILL, MASKED_SHARE, MicroBatch, take_apart
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.catalog.rows_data import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.on_device import move_together
 
@@ -99,13 +98,6 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def epochs_without_batch(self) -> dict[str, float | None]:
-        """The epochs that a dataset without any batch has read: files with no token to train on."""
-        drained: Mapping[str, float | None] | None = self._guard.run(self._drain)
-        if drained is None:
-            drained = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
-        return {key: drained[key] for key in drained if key.startswith(EPOCHS)}
 
     def close(self) -> None:
         """End the thread and drop prefetched batches. A read that hangs ends with the process."""
@@ -219,8 +211,4 @@ class Reading:
         filler = given.to(self._device)
         for shard, (first, state) in enumerate(zip(firsts, self._states, strict=True)):
             self.last.append(first or replace(filler, shard=shard, state=state))
-            if first is None:
-                only = self.last[shard].masked()
-                metrics = {**only.metrics, **self.loaders[shard].epochs_without_batch()}
-                self._batches[shard] = iter([replace(only, metrics=metrics)])
         return True

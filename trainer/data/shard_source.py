@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,13 +23,14 @@ import numpy as np
 from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.fingerprint import check_states, fingerprint
-from trainer.data.formats import is_import_path
+from trainer.data.formats import format_name, is_import_path, takes_option
 from trainer.data.groups import (
     NOTHING,
     CutOptions,
     EpochCount,
     Handed,
     OpenStream,
+    documents_of,
     file_bytes,
     nothing_left,
     open_stream,
@@ -202,7 +204,7 @@ class StreamSource(ABC):
         # Everything was handed out, without `repeat`; or this shard has no group at all.
         self.is_ended = False
         self.epoch = 0
-        self._mix, self._shard, self._num_shards = mix, shard, num_shards
+        self._cut, self._read, self._mix, self._shard, self._num_shards = cut, read, mix, shard, num_shards
         self._most_open = mix.streams_open
         self._to_open = min(self._most_open, self.first_open)  # now
         # The part of a state that is constant throughout a run.
@@ -250,7 +252,17 @@ class StreamSource(ABC):
 
     @cached_property
     def _total_size(self) -> int:
-        return sum(self._sizes)
+        """Of the files that are read: one that is a document may be of another split."""
+        cut, read = self._cut, self._read
+
+        def is_read(stream: Stream) -> bool:
+            format = format_name(Path(stream.path), read.format)
+            is_document = read.text_split == "file" and takes_option(format, "text_split")
+            return not is_document or bool(documents_of(cut.split, stream.relative_path, 1, cut.holdout_fraction)[0])
+
+        if not cut.holdout_fraction:
+            return sum(self._sizes)
+        return sum(size for size, stream in zip(self._sizes, self.streams, strict=True) if is_read(stream)) or 1
 
     def _open_weighted(self, stream: Stream) -> OpenStream:
         """Files that were never opened have no number of tokens: an epoch is divided by bytes."""
@@ -358,16 +370,8 @@ class StreamSource(ABC):
             self._index += 1
             if reader.remaining_picks:
                 found = reader
-            elif not reader.source.groups.num_groups and self._is_first(part):
-                # Its share of the bytes counts as read, or an epoch would end below 1.
-                self.epochs.read += reader.source.epochs_per_token
         self._seconds[self._opening] += time.perf_counter() - start
         return found
-
-    def _is_first(self, part: Any) -> bool:
-        """Whether it is the part of its file, one in each epoch, that counts for the whole."""
-        before = [begun for point in self._past for begun, _ in point.get(part.stream, ())]
-        return not part[1] and all(begun[1] for begun in before)
 
     def _later_has_groups(self) -> bool:
         """Whether a later epoch may have groups for this shard though this one has none."""
@@ -389,8 +393,6 @@ class StreamSource(ABC):
                 self._has_groups = True
             elif not (self._has_groups or self._later_has_groups()) or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
-                # Other shards continue, and nobody will count its files without a token again.
-                self.epochs.is_known = not (self._mix.repeat and self.epochs.read)
             else:
                 self._begin(self.epoch + 1, self._points)
         return not self.is_ended

@@ -224,20 +224,6 @@ def test_a_source_without_state_trains_but_does_not_resume():
         plain({"a": ConstantWeight(1)}).load_state_dict(blend.state_dict())
 
 
-def test_blends_nest(write_streams, mixing):
-    streams = write_streams(LAYOUT)
-
-    def nested():
-        other = BlendSource("z", mixing(streams, name="z"), ConstantWeight(1))
-        return BlendDataset([BlendSource("inner", blended(streams, mixing), ConstantWeight(2)), other], seed=4)
-
-    whole, resumed = nested(), nested()
-    assert {next(whole)["dataset_labels"][0] for _ in range(40)} == {"x", "y", "z"}
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    for a, b in itertools.islice(zip(whole, resumed, strict=True), 20):
-        assert a["instability_meta_json"] == b["instability_meta_json"]
-
-
 @pytest.mark.parametrize("value", [-1.0, math.nan, 1e300, True, "3"])
 def test_weights_that_are_no_weights_are_refused(value):
     with pytest.raises(UserError, match="must be"):

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.streams import options_of
 from trainer.data import groups
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.lanes import LaneBlend
-from trainer.data.loader import Loader, Reading
-from trainer.data.shard_source import ShardSource
-from trainer.data.tokenizer import BytesTokenizer
+from trainer.data.loader import Loader
 from trainer.data.weights import ConstantWeight
-from trainer.distributed.env import RankInfo
 from trainer.on_device import copied_together
 
 LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9]}
@@ -134,22 +129,3 @@ def test_closing_does_not_wait_for_a_read_that_never_ends(monkeypatch):
     loader = Loader((may_go_on.wait(600) for _ in range(1)), device="cpu", prefetch=1)
     loader.close()
     may_go_on.set()
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-def test_a_shard_of_files_without_a_token_counts_them_or_leaves_the_epochs_unknown(write_streams, repeat):
-    streams, key = write_streams({"a": [[200], *[[0] * 30] * 20]}), "data/epochs/own"
-    options = {"namespace": "own", "seq_len": 4, "repeat": repeat, "tokenizer": BytesTokenizer()}
-    blends = []
-    for shard in (0, 1):
-        source = ShardSource(streams, *options_of(options), shard=shard, num_shards=2)
-        how = {"rows": 2, "row_tokens": 4, "runs_on": True, "tokenizer": BytesTokenizer()}
-        blends.append(LaneBlend([BlendSource("own", source, ConstantWeight(1.0))], seed=0, **how))
-    loaders = [Loader(each, device="cpu", prefetch=0) for each in blends]
-    how = {"info": RankInfo(), "device": torch.device("cpu"), "is_resumed": False}
-    reading = Reading(loaders, [each.state_dict() for each in blends], **how)
-    read = [micro.metrics.get(key, 0.0) for _ in range(60) for micro in reading.window(1)]
-    if repeat:  # in later epochs nobody opens them
-        assert None in read
-    else:
-        assert sum(read) == pytest.approx(1.0)

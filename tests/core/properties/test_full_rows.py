@@ -233,9 +233,9 @@ def test_nothing_is_read_twice_or_lost_over_changes_of_shards_rows_and_groups(la
             for shard in shards:
                 for _, batch in zip(range(batches), shard, strict=False):
                     followers.take(batch)
-                epochs += shard.drain_step_metrics()[key]
+                epochs += shard.drain_step_metrics().get(key, 0.0)
             num_read = np.bincount([bisect_right(ends, token) for *_, token in followers.read], minlength=len(ends))
-            assert epochs == pytest.approx(epochs_by_hand(streams["one"], layout, num_read)[0])
+            assert epochs == pytest.approx(epochs_by_hand(streams["one"], layout, num_read))
             states = [json.loads(json.dumps(shard.state_dict())) for shard in shards]
     assert not followers.open
     assert sorted(followers.whole) == sorted(document for document in documents_of(layout) if document)
@@ -277,6 +277,15 @@ def test_the_next_row_of_a_document_comes_a_spread_of_steps_later():
         assert len(set.union(*steps[at : at + spread])) == spread * m * 2
         continued = steps[at] & steps[at + spread]
         assert len(continued) >= m  # documents last ten rows, so that most continue
+
+
+def test_files_that_are_held_out_are_no_part_of_an_epoch(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("x" * 40)
+    reader = blend({"one": discover_direct([f"{tmp_path}/*.txt"])}, rows=1, row_tokens=10, holdout_fraction=0.4)
+    drained = [reader.drain_step_metrics()["data/epochs/one"] for _ in reader]
+    assert 4 * 5 < len(drained) < 4 * 18
+    assert np.cumsum(drained).tolist() == pytest.approx(np.linspace(0, 1, len(drained) + 1)[1:].tolist())
 
 
 def test_what_is_left_moves_into_fewer_groups_and_no_micro_batch_is_empty():
