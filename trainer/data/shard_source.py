@@ -204,7 +204,7 @@ class StreamSource(ABC):
         # Everything was handed out, without `repeat`; or this shard has no group at all.
         self.is_ended = False
         self.epoch = 0
-        self._cut, self._read, self._mix, self._shard, self._num_shards = cut, read, mix, shard, num_shards
+        self._mix, self._shard, self._num_shards = mix, shard, num_shards
         self._most_open = mix.streams_open
         self._to_open = min(self._most_open, self.first_open)  # now
         # The part of a state that is constant throughout a run.

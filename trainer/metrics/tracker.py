@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,6 +170,7 @@ class MetricsTracker:
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
+        self._last: Callable[[], StepMetrics] | None = None  # logs the step that ended last
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
@@ -283,8 +285,20 @@ class MetricsTracker:
                 average.update(sample)
         if extra:
             guard("extra").run(self._extra.add, extra)
-        if not (force_log or self.will_log(step)):
-            return None
+        self._last = partial(self._log, step, loss=loss, grad_norm=grad_norm, lr=lr, tokens_in_step=tokens_in_step)
+        return self._last() if force_log or self.will_log(step) else None
+
+    def log_last(self, extra: Mapping[str, Value]) -> None:
+        """Log the step that ended last, which turned out to be the run's last. `extra`: see `end_step`."""
+        if self._last is not None:
+            self.diagnostics.best_effort("extra").run(self._extra.add, extra)
+            self._last()
+
+    def _log(
+        self, step: int, *, loss: Scalar | None, grad_norm: Scalar | None, lr: float, tokens_in_step: Scalar
+    ) -> StepMetrics:
+        """Log a step that has ended; see `end_step`."""
+        since, guard = self._since, self.diagnostics.best_effort
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
         memory = None
         if self._device.type == "cuda":

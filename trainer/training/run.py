@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -180,6 +180,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
         return None
     outcome = run.train_step.finish(taken.launched)
     if outcome.is_exhausted:
+        end_of_data(run, taken, operations)
         return "data exhausted"
     position, step, num_shards = run.position, taken.step, len(run.reading.loaders)
     data_states = list(map(attrgetter("state"), taken.window[-num_shards:]))
@@ -209,6 +210,21 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
         # Later: the next step may be in flight, and the weights no longer those of this step.
         run.saver.must_save = run.saver.began_at != step
     return None
+
+
+def end_of_data(run: Run, taken: StepInFlight, operations: Operations) -> None:
+    """Log, evaluate and sample after the last step, as at the planned end. `taken` found no data."""
+    position, step = run.position, run.position.step
+    if not step or position.last_step == step:  # another step without data may be in flight
+        return
+    was_logged, was_boundary = logs(run, step), is_read_at_once(run, step)
+    position.last_step = step
+    if not was_logged:
+        run.tracker.log_last(reduced_metrics(run, replace(taken, step=step), operations, drains=True))
+    if run.evaluator is not None and step % run.config.eval.every:
+        evaluate(run)
+    if not was_boundary:
+        run.extensions.call("at_boundary", step, is_last=True)
 
 
 def record_ended(run: Run, step: int, before: Any, after: Any) -> None:

@@ -53,7 +53,7 @@ SKIPS = ("train.on_non_finite=skip", *LRU)
 EXHAUSTED = (
     *("train.on_non_finite=skip", "train.micro_batches=3", "train.steps=9999", "data.mixing.repeat=false"),
     *("data.mixing.batch_size=12", "data.seq_len=64", "ledger.capacity=64", "ledger.wipe_mode=periodic_stale"),
-    *("ledger.stale_threshold=2", "eval.every=0", "checkpoint.every=0"),
+    *("ledger.stale_threshold=2", "eval.every=999", "checkpoint.every=0"),
 )
 
 
@@ -76,7 +76,10 @@ def test_the_numbers_are_those_of_steps_read_at_once(both, settings, fault):
     if settings is EXHAUSTED:
         # Steps without tokens moved nothing but the ledger's clock, its sweeps, and the next step's learning rate.
         found = [line for line in found if ".ledger" not in line]
-        assert json.loads((late / "status.json").read_text())["reason"] == "data exhausted"
+        status = json.loads((late / "status.json").read_text())
+        assert status["reason"] == "data exhausted"
+        assert status["last_step"] % 8
+        assert {("train", status["last_step"]), ("eval", status["last_step"])} <= rows.keys()
     assert found == []
     assert any(key.startswith("stream_mixing/") for row in rows.values() for key in row)
     skipped = [event["global_step"] for event in events(late) if event["event"] == "non_finite"]
