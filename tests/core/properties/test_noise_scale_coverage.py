@@ -67,7 +67,6 @@ def read(pairs: np.ndarray, ema: float, first: PairAverage, truth: float) -> Sho
     now, fit, rows = np.tensordot(weights, pairs, axes=1), first.fit(), []
     deviations = weights[:, None, None] * (pairs - now)
     covariance = np.einsum("nir,njr->rij", deviations, deviations) / (1.0 - weights @ weights)
-    assert fit is not None
     assert np.allclose(fit.now, now[:, 0])
     assert np.allclose(fit.covariance, covariance[0])
     for run in range(RUNS):

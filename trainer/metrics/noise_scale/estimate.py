@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UserError
 from trainer.wording import number_text
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the
@@ -103,12 +102,10 @@ class Absent:
 def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
     """The unbiased estimates of one window: means over pairs and micro-batches, weighted by kappa.
 
-    Args:
-        sums: the vector of sums, `NUM_SUMS` long, summed over ranks.
-        grad_sq: square norm of the gradient that the optimizer gets, before clipping.
-        grad_factor: c, where that gradient is c times the gradient of the weighted mean loss. None:
-            the sum of kappa over the number of ranks, as DDP's average leaves it. 1.0 if the loop
-            has divided by it, as `GradScaler.unscale_` does with kappa = scale / m.
+    `sums` are summed over ranks; `grad_sq` is the square norm of the gradient that the optimizer gets,
+    before clipping, which is `grad_factor` times that of the weighted mean loss. None: the sum of
+    kappa over the number of ranks, as DDP's average leaves it. 1.0 if the loop has divided by it, as
+    `GradScaler.unscale_` does with kappa = scale / m.
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
@@ -411,36 +408,18 @@ class PairAverage:
         self.count += 1
         self._pairs.append((float(phase), x, y))
 
-    @property
-    def means(self) -> tuple[float, float]:
-        """The averages of x and y."""
-        weights, _, _, pairs = self._weighted()
-        x, y = (weights @ pairs).tolist()
-        return x, y
-
-    def _weighted(self) -> tuple[NDArray[np.float64], ...]:
-        """Weights [n], which sum to 1, ages [n], phases [n], and pairs [n, 2]."""
-        phases, *pairs = np.array(self._pairs, dtype=np.float64).T
-        ages = np.arange(len(phases))[::-1].astype(np.float64)
+    def fit(self) -> Fit:
+        """The averages with their covariance, which says something from `MIN_PAIRS` pairs on."""
+        phases, *columns = np.array(self._pairs, dtype=np.float64).T
+        ages, pairs = np.arange(len(phases))[::-1].astype(np.float64), np.stack(columns, axis=1)
         weights = self._ema**ages
-        return weights / weights.sum(), ages, phases, np.stack(pairs, axis=1)
-
-    def fit(self) -> Fit | None:
-        """The averages with their covariance; None before `MIN_PAIRS` pairs."""
-        if self.count < MIN_PAIRS:
-            return None
-        weights, ages, phases, pairs = self._weighted()
+        weights /= weights.sum()
         own = self._stretches.numbered(phases, ages)
         means, shares = weights @ pairs, sums_of(weights, own)
         deviations = sums_of(weights[:, None] * (pairs - means), own)
         share = float(shares @ shares)  # 1 / (effective number of stretches)
         left = max(1.0 - share, LEAST_FREE)
         return Fit(len(pairs), means, deviations.T @ deviations / left, max(1.0 / share - 1.0, 1.0), 1.0 / share)
-
-    def ratio(self) -> Ratio | None:
-        """x / y of the averages, with bounds; None before `MIN_PAIRS` pairs."""
-        fit = self.fit()
-        return None if fit is None else fit.ratio()
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "pairs": [*map(list, self._pairs)]}
@@ -454,19 +433,14 @@ class PairAverage:
 class NoiseScaleAverage:
     """The noise scale over many windows: S and |G|^2 are averaged first, their ratio is taken last.
 
-    Args:
-        ema: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
-
-    Raises:
-        UserError: `ema` is outside (0, 1).
+    `ema`: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
     """
 
     GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight", "seen")
     GAUGES += ("skipped", "drained", "left_out", "drained_left_out")
 
     def __init__(self, ema: float = 0.95) -> None:
-        if not 0.0 < ema < 1.0:
-            raise UserError("ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
+        assert 0.0 < ema < 1.0, ema
         self._ema = ema
         self.stretches = Stretches()
         self._noise = PairAverage(ema, self.stretches)  # x = tr(Sigma), y = |G|^2
@@ -507,9 +481,9 @@ class NoiseScaleAverage:
     @property
     def reason(self) -> str | None:
         """Why `gns/b_simple` is absent; None if it is present."""
-        fit = self._noise.fit()
-        if fit is None:
+        if self._noise.count < MIN_PAIRS:
             return self._absent or f"{self._noise.count} of at least {MIN_PAIRS} windows have been seen"
+        fit = self._noise.fit()
         ratio = fit.ratio()
         if ratio.value is not None:
             return None
@@ -525,12 +499,13 @@ class NoiseScaleAverage:
         if self.left_out:
             values["gns/left_out"] = self.left_out
         if self._noise.count:
-            values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.means
+            fit, current = self._noise.fit(), self.history.current()
+            values["gns/tr_sigma"], values["gns/grad_sq"] = fit.now.tolist()
             values["gns/b_small"], values["gns/b_big"] = 1.0 / self.small_noise, 1.0 / self.big_noise
-            values |= self._consistency_values()
-            ratio, current = self._noise.ratio(), self.history.current()
-            if ratio is not None:
-                values |= self._values_of_ratio(ratio)
+            if self._consistency.count >= MIN_PAIRS:
+                values |= self._consistency_values()
+            if self._noise.count >= MIN_PAIRS:
+                values |= self._values_of_ratio(fit.ratio())
             if current is not None:
                 low, high, value, _ = current.ratio
                 values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
@@ -560,8 +535,6 @@ class NoiseScaleAverage:
     def _consistency_values(self) -> dict[str, float]:
         """Between over within, and its error; the cap if within vanishes and between does not."""
         fit = self._consistency.fit()
-        if fit is None:
-            return {}
         ratio = fit.ratio()
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)

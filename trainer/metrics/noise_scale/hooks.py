@@ -104,16 +104,14 @@ def square_sum(norms: Sequence[Tensor]) -> Tensor:
 class GradientNoiseScale(NoiseScaleAverage):
     """The average noise scale of a model trained in windows of micro-batches, measured by hooks.
 
+    Raises UserError: nothing to train, or an unsupported way of sharding; see `find_leaves`.
+
     Args:
         model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its
             process group is then the one that averages gradients, and every rank must construct
             this object). Parameters that do not require a gradient at construction are left out.
-        ema: see `NoiseScaleAverage`.
         process_group: for a loop that averages gradients over ranks itself, without DDP.
         weights_are_tokens: whether `example_weights` are token counts; see `gns/b_simple_tokens`.
-
-    Raises:
-        UserError: nothing to train, or an unsupported way of sharding; see `find_leaves`.
     """
 
     def __init__(
@@ -125,12 +123,11 @@ class GradientNoiseScale(NoiseScaleAverage):
         weights_are_tokens: bool = True,
     ) -> None:
         super().__init__(ema)
+        # Every key that `drain_metrics` can return; the values are the same on all ranks.
         self.metric_keys = tuple(spec.name for spec in GNS_ROWS)
-        """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
-        self.group = self._leaves.group
-        """The ranks that average gradients; None on a single process."""
+        self.group = self._leaves.group  # the ranks that average gradients; None on a single process
         self._world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self._weights_are_tokens = weights_are_tokens
         # The last micro-batch in which each parameter's hook ran.
@@ -155,12 +152,11 @@ class GradientNoiseScale(NoiseScaleAverage):
                 self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
     def begin_window(self, num_micros: int | None = None, *, spread: int = 1, by_rank: bool = False) -> None:
-        """Start a window; an unfinished one is discarded.
+        """Start a window of `num_micros` micro-batches; an unfinished one is discarded.
 
-        Args:
-            num_micros: micro-batches to come; a single rank needs it for `gns/consistency`.
-            spread: windows after which the rows that follow the window's in their documents come.
-            by_rank: a rank's micro-batches continue each other's documents: compare ranks only.
+        A single rank needs their number for `gns/consistency`. `spread`: windows after which the
+        rows that follow the window's in their documents come. `by_rank`: a rank's micro-batches
+        continue each other's documents, so that only ranks are compared.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
@@ -175,13 +171,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires.clear()
 
     def begin_micro(self, last: bool, *, groups: Collection[Hashable] = (), rows_before: float = 0.0) -> None:
-        """Call before a micro-batch's backward.
+        """Call before a micro-batch's backward. `last`: it is the window's last, in which DDP reduces.
 
-        Args:
-            last: whether it is the window's last, in which DDP reduces.
-            groups: what its rows are of, documents for example. If those of a micro-batch are in an
-                earlier one of the window, too, the window does not enter the averages.
-            rows_before: rows of its document before a row, on average: how long steps correlate.
+        `groups`: what its rows are of, documents for example; a window with two micro-batches of
+        one does not enter the averages. `rows_before`: rows of its document before a row, on average.
         """
         self._repeated += not self._groups.isdisjoint(groups)
         self._groups.update(groups)
@@ -278,6 +271,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires |= trace
 
     def again(self) -> None:
+        """Begin the micro-batch again, whose backward failed."""
         self._window_start += 1
         self.begin_micro(self._is_middle)
 
@@ -391,31 +385,20 @@ class GradientNoiseScale(NoiseScaleAverage):
 class Leaves:
     """The trained parameters of a model."""
 
-    hooked: Sequence[nn.Parameter]
-    """Where autograd accumulates."""
-    parameters: Sequence[nn.Parameter]
-    """The optimizer's parameters; their `.grad` form the big gradient."""
-    group: dist.ProcessGroup | None
-    """The ranks that average gradients; None on a single process."""
-    is_sharded: bool
-    """Whether `.grad` holds only this rank's shards."""
-    copies: int = 1
-    """If so, how many ranks of the group hold the same shards."""
-    ddp: DistributedDataParallel | None = None
-    """The model itself if it is wrapped in DDP."""
+    hooked: Sequence[nn.Parameter]  # where autograd accumulates
+    parameters: Sequence[nn.Parameter]  # the optimizer's; their `.grad` form the big gradient
+    group: dist.ProcessGroup | None  # the ranks that average gradients; None on a single process
+    is_sharded: bool  # whether `.grad` holds only this rank's shards
+    copies: int = 1  # if so, how many ranks of the group hold the same shards
+    ddp: DistributedDataParallel | None = None  # the model itself if it is wrapped in DDP
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
     """The leaves of `model`. With FSDP2 it all-gathers every parameter: all ranks must call it.
 
-    Args:
-        model: plain, wrapped in DDP, or sharded by `fully_shard`, with replicas or without.
-        process_group: overrides the model's own.
-
-    Raises:
-        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas
-            that is not all ranks, without a `process_group`; sharded next to unsharded parameters
-            (`ignored_params`), whose gradients FSDP2 does not average.
+    `process_group` overrides the model's own. Raises UserError: nothing to train; DTensors without
+    FSDP2 (tensor parallelism); a mesh of replicas that is not all ranks, without a `process_group`;
+    sharded next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
