@@ -1,4 +1,4 @@
-"""How right the noise scale is on rows that continue documents: the table of docs/gns.md, "Bias".
+"""How right the noise scale is on rows that continue documents: docs/gns_bias.csv and the table of docs/gns.md.
 
 Frozen weights, corpora that this script makes (documents, and files, each in a style of its own), and the rows that the
 trainer's own data sets give. The truth is computed without the estimator: from the gradients of 3,000 and more independent
