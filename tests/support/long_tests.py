@@ -43,7 +43,6 @@ LEFT = {
     "science/test_diagnosis_calibration": "a_fault_is_found:8 a_few_healthy_runs short_real_runs_raise",
     "science/test_key_recall": "a_stale_threshold_that carrying_is_worth_what",
     "science/test_noise_scale_jumps": "at_most_one_bound",
-    "science/test_uneven_rows": "uneven_rows_bias_neither:2",
     "scripts/test_scripts": "check_refuses_hugging_face",
     "scripts/test_gpu_harness": "a_hang_is_killed",
     "core/config/test_hints": "no_message_has_the:6",

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from tests.support.streams import mixing_dataset
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.pool import EXHAUST_EVENTS, pool_metric_keys
 from trainer.data.weights import ConstantWeight
@@ -107,15 +106,3 @@ def test_a_source_whose_metrics_raise_is_off_alone_and_its_keys_are_not_known(ca
     said = capsys.readouterr().err
     assert said.count("s0 failed and is off from now on: ValueError: no metrics") == 1
     assert said.count("s2 failed and is off from now on: TypeError") == 1
-
-
-def test_a_pool_whose_metrics_fail_does_not_look_empty(write_streams, monkeypatch):
-    dataset = mixing_dataset(write_streams({"a": [[16]]}), batch_size=1)
-    blend = BlendDataset([BlendSource("s", dataset, ConstantWeight(1.0))], seed=0)
-    next(blend)
-    assert blend.drain_step_metrics()[A + "modalities/a"] == 1.0
-    monkeypatch.setattr(dataset._pool, "snapshot", lambda: 1 / 0)
-    next(blend)
-    drained = blend.drain_step_metrics()
-    assert drained[EXHAUST_EVENTS] is not None
-    assert all(drained[key] is None for key in dataset.metric_keys if key != EXHAUST_EVENTS)

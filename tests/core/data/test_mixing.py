@@ -56,11 +56,6 @@ def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_s
             assert {(batch[key].dtype.name, batch[key].shape) for key in keys} <= {(dtype, shape)}
 
 
-def test_the_ids_of_a_single_row_can_be_viewed_as_bytes(write_streams, mixing):
-    batch = next(mixing(write_streams({"a": [[4]]}), batch_size=1))
-    assert [batch[key].strides for key in ("group_ids", "cell_index", "depth")] == [(8,)] * 3
-
-
 def test_a_rank_whose_slice_has_ended_yields_a_masked_row(write_streams, mixing):
     streams = write_streams({"a": [[400]]})
     ranks = [list(mixing(streams, rank=r, world_size=2, repeat=False, max_group_cells=1000)) for r in (0, 1)]
