@@ -86,14 +86,10 @@ class BlendDataset:
     `drain_step_metrics` and `metric_keys`, all that it can return (those not in the catalog are
     gauges). If they fail, they are absent from then on, with one warning.
 
-    Args:
-        sources: names must be unique.
-        seed: of the choices.
-        micro_batches: per optimizer step.
-        per_source: also report `blend/share/<name>`, `blend/weight/<name>` and times by source.
-        times: also report `time/<stage>/all`, the time of reading since the last drain.
-
-    Raises UserError without sources, for a name twice, and at a batch at which all weights are zero.
+    `seed` is of the choices; `micro_batches` are those of a step. `per_source`: also report
+    `blend/share/<name>`, `blend/weight/<name>` and times by source; `times`: `time/<stage>/all`, the
+    time of reading since the last drain. Raises UserError without sources, for a name twice, and at a
+    batch at which all weights are zero.
     """
 
     def __init__(
@@ -108,9 +104,8 @@ class BlendDataset:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
         names = [source.name for source in sources]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError("data.source", f"two sources are called {name!r}", "give each a name of its own")
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise UserError("data.source", f"two sources are called {twice!r}", "give each a name of its own")
         self.sources = list(sources)
         self._micro_batches = micro_batches
         self._begin()

@@ -30,11 +30,10 @@ class Loader:
     """Iterates a dataset of dicts as micro-batches, with the dataset's state and metrics after each.
 
     An exception in the thread is raised from `next()`, after the batches made before it. While the
-    thread runs, nobody else may touch the dataset. `close()` ends the thread; the loader is also a
-    context manager.
+    thread runs, nobody else may touch the dataset, whose `state_dict` and `drain_step_metrics` are
+    used where it has them. `close()` ends the thread; the loader is also a context manager.
 
     Args:
-        dataset: gives dicts; `state_dict` and `drain_step_metrics` are used where it has them.
         device: where the values of `TENSOR_KEYS` go, in one copy that is not waited for.
         accepted: see `take_apart`.
         prefetch: batches that a thread prepares in advance; 0: no thread.

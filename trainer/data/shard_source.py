@@ -193,10 +193,8 @@ class StreamSource(ABC):
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
         self.name = cut.namespace
-        paths = Counter(stream.relative_path for stream in streams)
-        problems = [f"lists the stream {path} twice" for path, times in paths.items() if times > 1]
-        if problems or not streams:
-            problem = next(iter(problems), "has no streams")
+        if not streams or len({stream.relative_path for stream in streams}) < len(streams):
+            problem = "lists a stream twice" if streams else "has no streams"
             raise UserError(self.name, problem, "name each of its files once")
         # Renumbered: they may be only a part of those discovered.
         self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
@@ -297,10 +295,8 @@ class StreamSource(ABC):
         return found
 
     def drain_step_metrics(self) -> dict[str, float | None]:
-        """The pool's metrics at the last pick, and the exhausted readers since the last drain.
-
-        {} before any pick. Once all data are read, only the counts: no reader is active.
-        """
+        """The pool's metrics at the last pick, if any, and the exhausted readers since the last drain.
+        Once all data are read, only the counts."""
         self._note()
         gauges: Mapping[str, float | None] = self._pool.seen
         if not self._guard.enabled:
@@ -444,8 +440,7 @@ class StreamSource(ABC):
         """Continue where a run stopped: within the epoch nothing is read twice and nothing is lost.
 
         `state` is this shard's, or those of all shards in order, which a change of what is in
-        `layout` needs (not with `per_stream`, where all are alike). Raises UserError, naming the
-        differences, if it does not fit.
+        `layout` needs (not with `per_stream`, where all are alike). UserError: it does not fit.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         check_states(states, self.fixed_state)

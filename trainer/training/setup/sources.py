@@ -52,12 +52,10 @@ STATES_SHARE = 1 / 16  # of the memory, for the states of all lanes
 class Source:
     """One leaf of the blend."""
 
-    name: str
-    """Names of the enclosing sources and its own, joined by `.`."""
+    name: str  # names of the enclosing sources and its own, joined by `.`
     table: SourceTable
     weight: WeightSpec
-    streams: list[Stream]
-    """Empty for a custom target; perhaps also with weight 0."""
+    streams: list[Stream]  # empty for a custom target; perhaps also with weight 0
 
     @property
     def is_off(self) -> bool:
@@ -189,12 +187,9 @@ def evaluated_rows(plan: Plan) -> int:
 class Lanes(NamedTuple):
     """The lanes of full rows."""
 
-    groups: dict[int, int]
-    """Of B lanes each, by the micro-batches of a step; empty: rows are not full."""
-    reason: str = ""
-    """Why there are no more."""
-    documents: float = 0.0
-    """To draw from; see `documents_drawn_from`."""
+    groups: dict[int, int]  # sets of B lanes each, by the micro-batches of a step; empty: rows are not full
+    reason: str = ""  # why there are no more
+    documents: float = 0.0  # to draw from; see `documents_drawn_from`
 
     def words(self, rows: int) -> str:
         """For people."""
@@ -216,7 +211,7 @@ class Lanes(NamedTuple):
 
 
 def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
-    """How many groups of lanes each data shard has. A UserError if a file is damaged."""
+    """How many sets of lanes each data shard has. A UserError if a file is damaged."""
     config, facts = plan.config, plan.facts
     if not reads_lanes(config):
         return Lanes({})
