@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +169,7 @@ class MetricsTracker:
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
-        self._last: Callable[[], StepMetrics] | None = None  # logs the step that ended last
+        self._last: dict[str, Any] | None = None  # of the step that ended last, to log it
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
@@ -285,14 +284,14 @@ class MetricsTracker:
                 average.update(sample)
         if extra:
             guard("extra").run(self._extra.add, extra)
-        self._last = partial(self._log, step, loss=loss, grad_norm=grad_norm, lr=lr, tokens_in_step=tokens_in_step)
-        return self._last() if force_log or self.will_log(step) else None
+        self._last = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_in_step": tokens_in_step}
+        return self._log(step, **self._last) if force_log or self.will_log(step) else None
 
-    def log_last(self, extra: Mapping[str, Value]) -> None:
+    def log_last(self, step: int, extra: Mapping[str, Value]) -> None:
         """Log the step that ended last, which turned out to be the run's last. `extra`: see `end_step`."""
         if self._last is not None:
             self.diagnostics.best_effort("extra").run(self._extra.add, extra)
-            self._last()
+            self._log(step, **self._last)
 
     def _log(
         self, step: int, *, loss: Scalar | None, grad_norm: Scalar | None, lr: float, tokens_in_step: Scalar

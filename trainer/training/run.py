@@ -220,7 +220,7 @@ def end_of_data(run: Run, taken: StepInFlight, operations: Operations) -> None:
     was_logged, was_boundary = logs(run, step), is_read_at_once(run, step)
     position.last_step = step
     if not was_logged:
-        run.tracker.log_last(reduced_metrics(run, replace(taken, step=step), operations, drains=True))
+        run.tracker.log_last(step, reduced_metrics(run, replace(taken, step=step), operations, drains=True))
     if run.evaluator is not None and step % run.config.eval.every:
         evaluate(run)
     if not was_boundary:
