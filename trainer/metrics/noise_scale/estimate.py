@@ -436,7 +436,7 @@ class NoiseScaleAverage:
     `ema`: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
     """
 
-    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight", "seen")
+    GAUGES: tuple[str, ...] = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight", "seen")
     GAUGES += ("skipped", "drained", "left_out", "drained_left_out")
 
     def __init__(self, ema: float = 0.95) -> None:
