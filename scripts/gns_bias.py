@@ -35,7 +35,7 @@ from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource
-from trainer.data.spread import count_documents, document_limits, num_groups
+from trainer.data.spread import count_documents, document_limits, num_sets
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.ledger import Ledger, LedgerOptions
@@ -208,14 +208,14 @@ def datasets(corpus: Corpus, seed: int) -> tuple[list[Any], int]:
             made.append(BlendDataset([BlendSource("text", dataset, ConstantWeight(1.0))], seed=seed))
             continue
         limits = document_limits({"text": count_documents(streams, cut, read)}, {"text": 1.0}, setting.shards)
-        groups, _ = num_groups(setting.m, setting.rows, setting.spread, limits)
+        groups, _ = num_sets(setting.m, setting.rows, setting.spread, limits)
         mix = MixOptions(min(groups * setting.rows, len(streams), 256), seed=seed)
         source = BlendSource("text", ShardSource(streams, cut, read, mix, **how), ConstantWeight(1.0))
         lanes: dict[str, Any] = {
             "rows": setting.rows,
             "row_tokens": setting.length,
             "runs_on": setting.runs_on,
-            "groups": {1: groups},
+            "lane_sets": {1: groups},
         }
         made.append(LaneBlend([source], seed=seed, tokenizer=read.tokenizer, **lanes))
     return made, groups

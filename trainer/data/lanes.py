@@ -8,9 +8,9 @@ first position of a row too. Without it each document begins a row, and its last
     lane 3   | doc 17 ............................ | doc 4 | doc 90 | doc 8 .......................
              row k                      row k+1                      row k+2
 
-There are g groups of B lanes, which take turns: the k-th micro-batch reads group k mod g. So with
-g = c m the next row of a document comes c steps later, and the rows of c steps in a row are of
-different documents (`trainer.data.spread` chooses g). When fewer groups hold all that is left, the
+There are g sets of B lanes (`lane_sets`), which take turns: the k-th micro-batch reads set k mod g.
+So with g = c m the next row of a document comes c steps later, and the rows of c steps in a row are
+of different documents (`trainer.data.spread` chooses g). When fewer sets hold all that is left, the
 documents move into these.
 
 Claims decide which source the next document comes from, so that weights are shares of tokens:
@@ -49,7 +49,7 @@ NUM_TOKENS = attrgetter("num_tokens")
 class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from B = `rows` lanes; see `Collator` for their keys.
 
-    `groups`: the groups of lanes, by the micro-batches of a step; absent: 1. `documents`: those to
+    `lane_sets`: of so many lanes, by the micro-batches of a step; absent: 1. `documents`: those to
     draw from, which are reported (0: unknown). A source that is no `ShardSource` gives whole
     micro-batches of its own, by the same claims. `how`, and errors, are those of `BlendDataset`; or
     a file is unreadable or damaged.
@@ -63,18 +63,18 @@ class LaneBlend(BlendDataset):
         row_tokens: int,
         runs_on: bool,
         tokenizer: Tokenizer,
-        groups: Mapping[int, int] = MappingProxyType({}),
+        lane_sets: Mapping[int, int] = MappingProxyType({}),
         documents: float = 0.0,
         **how: Any,
     ) -> None:
         super().__init__(sources, **how)
-        self._rows, self._row_tokens, self.groups = rows, row_tokens, groups
+        self._rows, self._row_tokens, self.lane_sets = rows, row_tokens, lane_sets
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
-        self._groups_now, self._is_planned = self._wanted_groups(), len(groups) > 1
-        self._lanes = [Lane() for _ in range(rows * self._groups_now)]  # group by group
-        self._turn = 0  # the group that is read next
+        self._sets_now, self._is_planned = self._wanted_sets(), len(lane_sets) > 1
+        self._lanes = [Lane() for _ in range(rows * self._sets_now)]  # set by set
+        self._turn = 0  # the set that is read next
         # Where each lane is. Few lanes move in a micro-batch, and each has a state.
         self._lane_places: list[Place | None] = [None] * len(self._lanes)
         # Unfinished documents of a run with more lanes; they continue before new ones begin.
@@ -143,10 +143,10 @@ class LaneBlend(BlendDataset):
     def _next_rows(self) -> Batch | None:
         """The next row of each lane whose turn it is; None: only targets are left."""
         while True:
-            # Another number of groups if the step has another size, or less is left to read.
-            wanted = self._groups_now
+            # Another number of sets if the step has another size, or less is left to read.
+            wanted = self._sets_now
             if self._is_planned:
-                wanted = self._wanted_groups()
+                wanted = self._wanted_sets()
             if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
                 being_read = sum(place is not None for place in self._lane_places)
                 wanted = max(1, min(wanted, -(-being_read // self._rows)))
@@ -165,7 +165,7 @@ class LaneBlend(BlendDataset):
                 if self._batched and self._largest(self._batched) >= 0:
                     return None
                 self._stop_or_refuse()
-            # Nothing begins any more: read the groups that still have documents.
+            # Nothing begins any more: read the sets that still have documents.
         self._lane_places[first : first + self._rows] = map(attrgetter("place"), lanes)
         # Documents that continue; new ones were charged when they were handed out.
         going_on: defaultdict[str, int] = defaultdict(int)
@@ -181,14 +181,14 @@ class LaneBlend(BlendDataset):
         """A micro-batch of which nothing is learnt."""
         return self._collator.batch([Lane() for _ in range(self._rows)], lambda *_: False)
 
-    def _wanted_groups(self) -> int:
-        """The groups of lanes at the next micro-batch, by the size of its step."""
+    def _wanted_sets(self) -> int:
+        """The sets of lanes at the next micro-batch, by the size of its step."""
         step = self._micro_batches.step_of(self._batch_index)
-        return self.groups.get(self._micro_batches.at(step), 1)
+        return self.lane_sets.get(self._micro_batches.at(step), 1)
 
-    def _lay_out(self, groups: int, lanes: Sequence[Lane], waiting: Sequence[Place], turn: int = 0) -> None:
-        """Have so many groups of lanes, these and new ones; those beyond them wait."""
-        num_lanes = groups * self._rows
+    def _lay_out(self, num_sets: int, lanes: Sequence[Lane], waiting: Sequence[Place], turn: int = 0) -> None:
+        """Have so many sets of lanes, these and new ones; those beyond them wait."""
+        num_lanes = num_sets * self._rows
         self._waiting = [place for lane in lanes[num_lanes:] if (place := lane.place)] + [*waiting]
         self._lanes = [*lanes[:num_lanes], *(Lane() for _ in range(num_lanes - len(lanes)))]
         self._lane_places, self._turn = [lane.place for lane in self._lanes], turn
@@ -348,11 +348,11 @@ class LaneBlend(BlendDataset):
             numbers[:] = [found.get(name, 0) for name in self._names]
         self._total, self._shares = sum(each["total"] for each in states) * part, []
         self._longest = max(each.get("longest", 0) for each in states)
-        # A state of before has one group of lanes.
-        own, groups = states[0], self._wanted_groups()
-        if all(map(self._ended.__getitem__, self._laned)):  # what is left is in fewer groups
-            groups = min(groups, own.get("groups", 1))
-        here = [[shard, num_shards], self._rows, groups]
+        # A state of before has one set of lanes.
+        own, num_sets = states[0], self._wanted_sets()
+        if all(map(self._ended.__getitem__, self._laned)):  # what is left is in fewer sets
+            num_sets = min(num_sets, own.get("groups", 1))
+        here = [[shard, num_shards], self._rows, num_sets]
         is_same = [own["shard"], own["rows"], own.get("groups", 1)] == here
         if is_same:
             places = [place and Place(*place) for place in own["lanes"]]
@@ -371,15 +371,15 @@ class LaneBlend(BlendDataset):
         for name, stream in {(place.source, place.stream) for place in places if place is not None}:
             source = self._laned[self._by_name[name]]
             self._reopened[name, stream] = source.open(source.streams[stream])
-        num_lanes = groups * self._rows
+        num_lanes = num_sets * self._rows
         lanes = [*map(self._lane_at, places[:num_lanes])]
         self._reopened.clear()
         waiting = [*filter(None, places[num_lanes:])]
-        self._lay_out(groups, lanes, waiting, is_same * own.get("turn", 0))
+        self._lay_out(num_sets, lanes, waiting, is_same * own.get("turn", 0))
 
 
 def _in_order(state: Mapping[str, Any]) -> list[Place | None]:
-    """The places of a state's lanes, from the next group that is read on, and of what waits."""
+    """The places of a state's lanes, from the next set that is read on, and of what waits."""
     places = [place and Place(*place) for place in state["lanes"]]
     num_lanes, first = state.get("groups", 1) * state["rows"], state.get("turn", 0) * state["rows"]
     return [*places[first:num_lanes], *places[:first], *places[num_lanes:]]

@@ -1,7 +1,7 @@
-"""How many groups of lanes full rows have: enough that the rows of a step, and of the steps that
+"""How many sets of lanes full rows have: enough that the rows of a step, and of the steps that
 follow, are of different documents.
 
-A shard reads its k-th micro-batch from group k mod g, each of B lanes. With g = c m, where m
+A shard reads its k-th micro-batch from set k mod g, each of B lanes. With g = c m, where m
 micro-batches make a step, the next row of a document comes c steps later: c is the spread. More
 lanes than a source has documents would put copies of one document into a step, so that few
 documents, or little memory for the states of the lanes, make g smaller.
@@ -39,8 +39,8 @@ class LaneLimit:
     reason: str
 
 
-def num_groups(m: int, rows: int, spread: int, limits: Iterable[LaneLimit]) -> tuple[int, str]:
-    """Groups of `rows` lanes for steps of m micro-batches, and what limits them ("" if nothing).
+def num_sets(m: int, rows: int, spread: int, limits: Iterable[LaneLimit]) -> tuple[int, str]:
+    """Sets of `rows` lanes for steps of m micro-batches, and what limits them ("" if nothing).
 
     The largest of spread * m, half of that, ..., m, and the divisors of m that the limits allow; 1
     if they allow none.
@@ -48,7 +48,7 @@ def num_groups(m: int, rows: int, spread: int, limits: Iterable[LaneLimit]) -> t
     limit = min(limits, key=lambda each: each.lanes, default=LaneLimit(math.inf, ""))
     wanted = [(spread >> at) * m for at in range(spread.bit_length())]
     wanted += [m // parts for parts in range(2, m + 1) if m % parts == 0]
-    found = next((groups for groups in wanted if groups * rows <= limit.lanes), 1)
+    found = next((number for number in wanted if number * rows <= limit.lanes), 1)
     return found, limit.reason if found < wanted[0] else ""
 
 

@@ -34,7 +34,7 @@ from trainer.training.checkpointing.restore import check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sources import make_blend, plan_lanes, recorded_groups
+from trainer.training.setup.sources import make_blend, plan_lanes, recorded_sets
 from trainer.wording import counted
 
 LATER = "another launch of the run lies in between: the settings used here are those of {}"
@@ -124,7 +124,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     except UserError as error:
         error.key, error.fix = str(run_dir), "put the data back"
         raise
-    plan = replace(plan, lane_groups=recorded_groups(plan, witness))
+    plan = replace(plan, lane_sets=recorded_sets(plan, witness))
     return Origin(plan, kept.get(start), state, note)
 
 

@@ -26,7 +26,7 @@ from trainer.data.spread import (
     count_documents,
     document_limits,
     documents_drawn_from,
-    num_groups,
+    num_sets,
     streams_open,
 )
 from trainer.data.weights import ConstantWeight
@@ -37,7 +37,7 @@ from trainer.model import build
 from trainer.options import MicroBatches
 from trainer.training.setup import sources
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sources import LANE_GROUPS, plan_lanes, recorded_groups
+from trainer.training.setup.sources import LANE_SETS, plan_lanes, recorded_sets
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ from trainer.training.setup.sources import LANE_GROUPS, plan_lanes, recorded_gro
     ],
 )
 def test_the_largest_number_of_groups_that_the_lanes_allow(m, rows, spread, lanes, groups):
-    found, reason = num_groups(m, rows, spread, [LaneLimit(math.inf, "never"), LaneLimit(lanes, "few")])
+    found, reason = num_sets(m, rows, spread, [LaneLimit(math.inf, "never"), LaneLimit(lanes, "few")])
     assert found == groups
     assert reason == ("few" if groups < spread * m else "")
 
@@ -86,25 +86,25 @@ def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_pat
 
     plan, cpu = planned('train.micro_batches={schedule="step",points={0=1,9=2}}'), torch.device("cpu")
     before = plan_lanes(plan, 10, cpu)
-    saved = {"data_shards": 1, "config": plan.config.model_dump(mode="json"), LANE_GROUPS: [*before.groups.items()]}
+    saved = {"data_shards": 1, "config": plan.config.model_dump(mode="json"), LANE_SETS: [*before.sets.items()]}
     monkeypatch.setattr(sources, "memory_of", lambda device: 16 * 4 * 40)
     after = plan_lanes(plan, 10, cpu)
-    assert [*after.groups.values()] == [1, 1]
-    assert after.groups != before.groups
+    assert [*after.sets.values()] == [1, 1]
+    assert after.sets != before.sets
     words = (
         "with m = 1 1 set of 4 lanes per data shard: the next row of a document comes 1 step later; with m = 2 1 set"
     )
     assert after.words(4).startswith(words)
-    resumed = replace(plan, lane_groups=recorded_groups(plan, json.loads(json.dumps(saved))))
-    assert plan_lanes(resumed, 10, cpu).groups == before.groups
-    assert recorded_groups(planned("data.mixing.spread=3"), saved) == recorded_groups(plan, None) == {}
+    resumed = replace(plan, lane_sets=recorded_sets(plan, json.loads(json.dumps(saved))))
+    assert plan_lanes(resumed, 10, cpu).sets == before.sets
+    assert recorded_sets(planned("data.mixing.spread=3"), saved) == recorded_sets(plan, None) == {}
 
 
 @pytest.mark.parametrize("has_targets", [False, True])
 def test_steps_beside_a_target_have_no_phases(has_targets):
     """A document's next row then comes after two steps on average, and after any number of them."""
     model = build(8, dim=8, num_layers=1)
-    how = {"gns": GradientNoiseScale(model), "lane_groups": {2: 4}, "has_targets": has_targets}
+    how = {"gns": GradientNoiseScale(model), "lane_sets": {2: 4}, "has_targets": has_targets}
     step, zeros = make_step(model, Strategy(), **how), np.zeros((1, 3), np.int64)
     carry = {"group_ids": np.array([5]), "cell_index": np.array([3]), "is_last": np.array([False])}
     rows = {"tokens": torch.as_tensor(zeros), "targets": torch.as_tensor(zeros), **carry}

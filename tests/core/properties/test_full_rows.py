@@ -59,7 +59,7 @@ def blend(
         sources.append(BlendSource(name, dataset, (weights or {}).get(name, ConstantWeight(1.0))))
     sources += [BlendSource(name, UnreadSource(), ConstantWeight(0.0)) for name in off]
     how: dict[str, Any] = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "per_source": per_source}
-    how |= {"groups": {1: groups} if isinstance(groups, int) else groups, "micro_batches": micro_batches}
+    how |= {"lane_sets": {1: groups} if isinstance(groups, int) else groups, "micro_batches": micro_batches}
     return LaneBlend(sources, seed=0, tokenizer=WideTokens(), **how)
 
 

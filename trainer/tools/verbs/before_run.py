@@ -55,13 +55,13 @@ def check(
         for unmet in plan.unmet_needs(device):
             get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
         sources, lanes = _read(plan), plan_lanes(plan, plan.state_width(), device)
-        if lanes.groups:
+        if lanes.sets:
             num_lanes = lanes.num(resolved.data.mixing.batch_size)
             table = plan.config.ledger.model_copy(update={"capacity": plan.config.ledger.capacity or num_lanes})
             derived = replace(plan.facts, groups_in_flight=num_lanes, ledger_capacity=table.capacity)
             plan = replace(plan, config=plan.config.model_copy(update={"ledger": table}), facts=derived)
         facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan)}
-        if lanes.groups:
+        if lanes.sets:
             facts["lanes"] = lanes.words(resolved.data.mixing.batch_size)
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):

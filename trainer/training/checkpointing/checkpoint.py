@@ -285,7 +285,7 @@ class _SavedState(_Part):
     gns: dict[str, Any] | None
     extensions: dict[str, dict[str, Any] | None]
     wandb_run_id: str | None = None
-    lane_groups: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = []
+    lane_sets: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = []
     config: dict[str, Any]
     environment: dict[str, Any] = {}
 

@@ -43,7 +43,7 @@ from trainer.training.setup.parts import (
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import begin_record, open_record, place_run
-from trainer.training.setup.sources import LANE_GROUPS, recorded_groups
+from trainer.training.setup.sources import LANE_SETS, recorded_sets
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.core_extensions import ModelMetrics, Replicas
 from trainer.training.step.optimizer import Length, make_schedule
@@ -79,7 +79,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
     # Before the model is built, which may take minutes.
     plan, fingerprint = check_data(plan, saved, info)
-    plan = replace(plan, lane_groups=recorded_groups(plan, saved))
+    plan = replace(plan, lane_sets=recorded_sets(plan, saved))
     config = plan.config
     strategy = make_strategy(config, info, device)
     state = _open_state(plan, info, device, strategy, stack)
@@ -174,7 +174,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
                 "config": config.model_dump(mode="json"),
                 "environment": environment(info),
                 FINGERPRINT_KEY: fingerprint.to_state(),
-                LANE_GROUPS: sorted(getattr(state.shards[0].dataset, "groups", {}).items()),
+                LANE_SETS: sorted(getattr(state.shards[0].dataset, "lane_sets", {}).items()),
             },
             last_saved=-1 if found is None else position.step,
             on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),
@@ -272,7 +272,7 @@ def _make_train_step(
         strategy=strategy,
         extensions=extensions,
         diagnostics=state.tracker.diagnostics,
-        lane_groups=getattr(state.shards[0].dataset, "groups", {}),
+        lane_sets=getattr(state.shards[0].dataset, "lane_sets", {}),
         has_targets=any(source.table.target is not None for source in plan.sources),
         graphs=_make_graphs(plan, info, device, strategy, auxiliary),
     )

@@ -74,7 +74,7 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     shards, width = info.data_shards(plan.facts.data_shards), width_of(model)
     lanes, options = plan_lanes(plan, width, device), plan.config.ledger
     rows = plan.config.data.mixing.batch_size
-    if lanes.groups:
+    if lanes.sets:
         logger.info("full rows: %s", lanes.words(rows))
         others = any(source.table.target is not None for source in plan.sources)
         capacity = options.capacity or lanes.num(rows) + others * DEFAULT_CAPACITY

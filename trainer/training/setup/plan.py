@@ -45,8 +45,8 @@ class Plan:
     """The working directory before any user code was imported, which may leave it."""
     parts: Parts = NO_PARTS
     """The parts that a run may have beyond the core."""
-    lane_groups: Mapping[int, int] = field(default_factory=dict)
-    """Those of the checkpoint that is resumed; see `recorded_groups`."""
+    lane_sets: Mapping[int, int] = field(default_factory=dict)
+    """Those of the checkpoint that is resumed; see `recorded_sets`."""
 
     def part(self, name: str, key: str = "") -> Any:
         """One of `parts`, or None. A UserError if it is missing and its `key` is set."""

@@ -28,7 +28,7 @@ from trainer.data.spread import (
     count_documents,
     document_limits,
     documents_drawn_from,
-    num_groups,
+    num_sets,
     streams_open,
 )
 from trainer.data.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
-LANE_GROUPS = "lane_groups"  # in state.json: by the micro-batches of a step
+LANE_SETS = "lane_sets"  # in state.json: by the micro-batches of a step
 STATES_SHARE = 1 / 16  # of the memory, for the states of all lanes
 
 
@@ -187,27 +187,27 @@ def evaluated_rows(plan: Plan) -> int:
 class Lanes(NamedTuple):
     """The lanes of full rows."""
 
-    groups: dict[int, int]  # sets of B lanes each, by the micro-batches of a step; empty: rows are not full
+    sets: dict[int, int]  # of B lanes each, by the micro-batches of a step; empty: rows are not full
     reason: str = ""  # why there are no more
     documents: float = 0.0  # to draw from; see `documents_drawn_from`
 
     def words(self, rows: int) -> str:
         """For people."""
         texts = []
-        for m, groups in sorted(self.groups.items()):
-            text = f"{counted(groups, 'set')} of {rows} lanes per data shard"
-            if groups >= m:
-                text += f": the next row of a document comes {counted(groups // m, 'step')} later"
+        for m, number in sorted(self.sets.items()):
+            text = f"{counted(number, 'set')} of {rows} lanes per data shard"
+            if number >= m:
+                text += f": the next row of a document comes {counted(number // m, 'step')} later"
             else:
                 text += f": the {m} micro-batches of a step continue each other's documents, "
                 text += "which biases its gradient, and the noise scale compares ranks alone"
-            texts.append(f"with m = {m} {text}" if len(self.groups) > 1 else text)
+            texts.append(f"with m = {m} {text}" if len(self.sets) > 1 else text)
         text = "; ".join(texts)
         return f"{text} ({self.reason})" if self.reason else text
 
     def num(self, rows: int) -> int:
         """Lanes of a data shard at most."""
-        return max(self.groups.values(), default=0) * rows
+        return max(self.sets.values(), default=0) * rows
 
 
 def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
@@ -233,16 +233,16 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     limits.append(LaneLimit(0.8 * files / handles, f"a process may have {files:,} files open"))
     if config.ledger.capacity:
         limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
-    groups, why = dict(plan.lane_groups), ""
-    if groups:
+    found, why = dict(plan.lane_sets), ""
+    if found:
         why = "as in the checkpoint"
-    for m in {m for _, m in config.micro_batches.points} - groups.keys():
-        groups[m], reason = num_groups(m, config.data.mixing.batch_size, config.data.mixing.spread, limits)
+    for m in {m for _, m in config.micro_batches.points} - found.keys():
+        found[m], reason = num_sets(m, config.data.mixing.batch_size, config.data.mixing.spread, limits)
         why = why or reason
-    return Lanes(groups, why, documents_drawn_from(documents, by_name))
+    return Lanes(found, why, documents_drawn_from(documents, by_name))
 
 
-def recorded_groups(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]:
+def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]:
     """The sets of lanes of a checkpoint that was made with the same settings; {} if there is none.
 
     Another machine has another memory, and may open other numbers of files: it must not count anew.
@@ -251,7 +251,7 @@ def recorded_groups(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, in
         return {}
     now, before = plan.config.model_dump(mode="json"), saved["config"]
     pairs = [(each["data"]["mixing"], each["train"]["micro_batches"], each["ledger"]) for each in (now, before)]
-    return dict(saved.get(LANE_GROUPS, ())) if pairs[0] == pairs[1] else {}
+    return dict(saved.get(LANE_SETS, ())) if pairs[0] == pairs[1] else {}
 
 
 def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:
@@ -332,7 +332,7 @@ def make_blend(
         row_tokens=config.data.seq_len,
         runs_on=runs_on(plan, model),
         tokenizer=plan.tokenizer,
-        groups=lanes.groups,
+        lane_sets=lanes.sets,
         documents=lanes.documents,
         **options,
     )

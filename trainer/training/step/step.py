@@ -122,8 +122,8 @@ class TrainStep:
     """Guards the noise scale, whose failure never costs the step."""
     extensions: Extensions = field(default=None)  # type: ignore[assignment]
     """Called at the moments of the step."""
-    lane_groups: Mapping[int, int] = field(default_factory=dict)
-    """Micro-batches of a shard in a step -> groups of lanes that take turns; empty: rows are not full."""
+    lane_sets: Mapping[int, int] = field(default_factory=dict)
+    """Micro-batches of a shard in a step -> sets of lanes that take turns; empty: rows are not full."""
     has_targets: bool = False
     """Batches of a target take turns with those of lanes."""
     graphs: Any = None
@@ -158,11 +158,11 @@ class TrainStep:
             self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
             m = len(window) // len(self.shards)
-            groups = self.lane_groups.get(m, 0)
-            spread, rows_apart = max(groups // m, 1), 1
+            num_sets = self.lane_sets.get(m, 0)
+            spread, rows_apart = max(num_sets // m, 1), 1
             if self.has_targets:  # a document's next row comes after any number of steps, so many on average
                 spread, rows_apart = 1, spread
-            about: dict[str, Any] = {"spread": spread, "by_rank": 0 < groups < m}
+            about: dict[str, Any] = {"spread": spread, "by_rank": 0 < num_sets < m}
             self._gns_guard.run(self.gns.begin_window, len(window), **about)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
