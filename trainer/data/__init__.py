@@ -9,11 +9,11 @@ from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
 from trainer.data.formats import open_documents
 from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
-from trainer.data.layout import Stream, discover_direct, discover_nested
+from trainer.data.layout import discover_nested
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource
-from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
+from trainer.data.tokenizer import BytesTokenizer
+from trainer.data.weights import ConstantWeight, ScheduledWeight
 
 if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
@@ -25,7 +25,6 @@ __all__ = [
     "BytesTokenizer",
     "ConstantWeight",
     "CutOptions",
-    "HuggingFaceTokenizer",
     "LaneBlend",
     "Loader",
     "MicroBatch",
@@ -33,16 +32,9 @@ __all__ = [
     "ReadOptions",
     "ScheduledWeight",
     "ShardSource",
-    "Stream",
     "StreamMixingDataset",
     "TokenTable",
-    "Tokenizer",
-    "WeightSpec",
-    "compose_weights",
-    "discover_direct",
     "discover_nested",
-    "first_all_zero",
-    "load_tokenizer",
     "open_documents",
     "table_from_pieces",
 ]
