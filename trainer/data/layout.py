@@ -61,7 +61,7 @@ def _files_below(directory: Path) -> list[Path]:
             continue
         seen.add(real)
         names.sort()
-        found += [Path(folder, name) for name in files]
+        found += [path for path in (Path(folder, name) for name in files) if path.is_file()]
     return found
 
 

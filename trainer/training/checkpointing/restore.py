@@ -60,7 +60,7 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
     with loading(path, "averages"):
         state.load_shared(saved)
     if not is_same:
-        text = "saved with %s, resumed with %d: a step of as many rows and micro-batches has other tokens "
+        text = "saved with %s, resumed with %d: with as many rows and micro-batches, a step has other tokens "
         text += "(distributed.shards = %d keeps the batch, on any number of ranks that divides it)"
         logger.warning(text, counted(num_saved, "data shard"), num_shards, num_saved)
     with loading(path, "data cursors"):
