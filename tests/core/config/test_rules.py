@@ -43,7 +43,8 @@ def test_a_target_has_no_readers(tmp_path):
     assert facts(tmp_path, foreign, world_size=2).groups_in_flight == 2 * 4
 
 
-STALE = ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=99")
+FULL_ROWS = ('data.mixing={batching_mode="per_row", batch_size=4}',)
+STALE = (*FULL_ROWS, "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=99")
 BY_BATCH = "data.source.first.weight=1"
 
 
@@ -67,13 +68,13 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
             ["distributed.shards=1000000"],
             "makes 2,000,000 micro-batches of a step on each rank, more than 10,000; start",
         ),
-        (["ledger.capacity=1"], "ledger.capacity: must hold the states of all documents in flight: 4"),
-        (["ledger.capacity=1"], "got 1; remove it: then there is a slot for each lane"),
+        ([*FULL_ROWS, "ledger.capacity=1"], "ledger.capacity: must hold the states of all documents in flight: 4"),
+        ([*FULL_ROWS, "ledger.capacity=1"], "got 1; remove it: then there is a slot for each lane"),
         (
             [*STALE, 'train.micro_batches={schedule="step",points={0=1,9=2}}'],
             "documents that wait where the plan lowers m; use",
         ),
-        ([*STALE, "data.source.third={name='own', target='my:build'}"], "a source with a target are read; use"),
+        ([*STALE, "data.source.second={name='own', target='my:build'}"], "a source with a target are read; use"),
         (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),
         (

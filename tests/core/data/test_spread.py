@@ -82,7 +82,8 @@ def test_documents_are_counted_in_few_files_and_estimated_by_bytes_in_many():
 def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_path, monkeypatch):
     def planned(*sets: str) -> Plan:
         path = write_tiny_config(tmp_path)
-        return make_plan(load_config(path, [*sets]), path, 1, parts=PARTS)
+        full_rows = 'data.mixing={batching_mode="per_row", batch_size=4}', "ledger.capacity=0"
+        return make_plan(load_config(path, [*full_rows, *sets]), path, 1, parts=PARTS)
 
     plan, cpu = planned('train.micro_batches={schedule="step",points={0=1,9=2}}'), torch.device("cpu")
     before = plan_lanes(plan, 10, cpu)
