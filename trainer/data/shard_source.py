@@ -258,7 +258,7 @@ class StreamSource(ABC):
             is_document = read.text_split == "file" and takes_option(format, "text_split")
             return not is_document or bool(documents_of(cut.split, stream.relative_path, 1, cut.holdout_fraction)[0])
 
-        if not cut.holdout_fraction:
+        if cut.split != "train" or not cut.holdout_fraction:
             return sum(self._sizes)
         return sum(size for size, stream in zip(self._sizes, self.streams, strict=True) if is_read(stream)) or 1
 
