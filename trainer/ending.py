@@ -18,9 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 WORKING_SHARE = 0.01
 LAST_WORDS_SEC = 10.0
 FLUSH_SEC = 2.0
-# How long a finished program waits for a user's threads and handlers, and when it says so.
-SAY_AFTER_SEC = 3.0
-WAIT_FOR_THREADS_SEC = 60.0
+WAIT_FOR_THREADS_SEC = 60.0  # that a finished program waits for a user's threads and handlers
 
 
 class ProcessorUse:
@@ -63,27 +61,11 @@ def leave_soon(code: int) -> None:
 
 
 def _leave(code: int) -> None:
-    for seconds, text in (
-        (SAY_AFTER_SEC, f"train: waiting up to {WAIT_FOR_THREADS_SEC:.0f} s for"),
-        (WAIT_FOR_THREADS_SEC, "train: leaving without"),
-    ):
-        time.sleep(seconds)
-        print(text, _what_keeps_the_process(), file=sys.stderr, flush=True)  # noqa: T201
+    time.sleep(WAIT_FOR_THREADS_SEC)
+    others = {*threading.enumerate()} - {threading.main_thread()}
+    names = ", ".join(each.name for each in others if not each.daemon) or "a handler of the program's exit"
+    print(f"train: leaving without {names}, after {WAIT_FOR_THREADS_SEC:.0f} s", file=sys.stderr)  # noqa: T201
     end_process(code)
-
-
-def _what_keeps_the_process() -> str:
-    """The threads that Python waits for, or the exit handler that the main thread is in."""
-    frames, main = sys._current_frames(), threading.main_thread()
-    threads = [each for each in threading.enumerate() if each is not main and not each.daemon]
-
-    def place(thread: threading.Thread) -> str:
-        frame = frames.get(thread.ident or 0)
-        return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-    if not threads:
-        return f"a handler of the program's exit, in {place(main)}"
-    return "the threads " + ", ".join(f"{each.name} (in {place(each)})" for each in threads)
 
 
 PARENT = "TRAINER_PARENT"

@@ -16,7 +16,7 @@ import re
 import resource
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -46,19 +46,9 @@ def did_you_mean(path: str | Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path, *, sync: bool = True, follow: bool = False) -> Iterator[BinaryIO]:
-    """A new file that replaces `path` if the block ends well.
-
-    Args:
-        sync: wait until the disk has it: otherwise a crash of the machine may lose it.
-        follow: for a user's path: a link stays a link, and a pipe or device is written to.
-    """
-    if follow and path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
-        with path.open("wb") as file:
-            yield file
-        return
-    if follow:
-        path = Path(os.path.realpath(path))
+def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """A new file that replaces `path` if the block ends well. `sync`: wait until the disk has it:
+    otherwise a crash of the machine may lose it."""
     with replacing_path(path, sync=sync) as temporary, temporary.open("wb") as file:
         yield file
 
@@ -85,11 +75,17 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
         sync_directory(path.parent)
 
 
-def write_file(path: Path, content: str | bytes, **options: bool) -> None:
-    """Write a whole file; text as UTF-8. `options`: of `replacing`."""
+def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: bool = False) -> None:
+    """Write a whole file; text as UTF-8. See `replacing`. `follow`: the path is a user's: a link
+    stays a link, and a pipe or device is written to."""
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
-    with replacing(path, **options) as file:
+    if follow and path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
+        path.write_bytes(content)
+        return
+    if follow:
+        path = Path(os.path.realpath(path))
+    with replacing(path, sync=sync) as file:
         file.write(content)
 
 
@@ -227,20 +223,20 @@ def within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
         found = parse(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    level: list[Any] = [found]
-    for _ in range(_MOST_LEVELS):
-        if any(type(each) is int and each.bit_length() > _MOST_BITS for each in level):
-            raise ValueError(f"an integer of more than {_MOST_BITS} bits")
-        level = [inner for each in level for inner in _inner(each)]
-        if not level:
-            return found
-    raise ValueError("nested too deeply")
+    _check_bounds(found, _MOST_LEVELS)
+    return found
 
 
-def _inner(value: Any) -> Iterable[Any]:
+def _check_bounds(value: Any, levels: int) -> None:
+    if not levels:
+        raise ValueError("nested too deeply")
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"an integer of more than {_MOST_BITS} bits")
     if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_bounds(each, levels - 1)
 
 
 def _not_plain(path: str | Path, mode: int) -> OSError:
@@ -254,7 +250,6 @@ def allow_open_files() -> int:
     allowed = MOST_OPEN_FILES
     if hard != resource.RLIM_INFINITY:
         allowed = min(hard, MOST_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= allowed:
-        return allowed
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed

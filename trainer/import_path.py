@@ -21,7 +21,6 @@ PROGRAM = Path(__file__).resolve().with_name("__main__.py")
 _NOT_USER_CODE = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 # Directories of packages, of this environment or of one below it that it sees.
 _INSTALLED = {"site-packages", "dist-packages"}
-NOT_GIVEN = "the run was given no such part"
 
 
 def resolve_target(target: str, key: str) -> Any:
@@ -52,13 +51,13 @@ def resolve_target(target: str, key: str) -> Any:
 class Parts:
     """Parts of a run that the core knows by name alone, loaded when asked for.
 
-    Args:
-        paths: name -> `module:attribute`, or a module.
-        problem: why other names are missing.
+    `paths`: name -> `module:attribute`, or a module.
     """
 
-    def __init__(self, paths: Mapping[str, str] | None = None, *, problem: str = NOT_GIVEN) -> None:
-        self._paths, self.problem = paths or {}, problem
+    problem = "the run was given no such part"
+
+    def __init__(self, paths: Mapping[str, str] | None = None) -> None:
+        self._paths = paths or {}
 
     def find(self, name: str) -> Any:
         """The part; None if it is missing."""
@@ -71,8 +70,7 @@ class Parts:
     def need(self, name: str, key: str) -> Any:
         """The part that a key of the config asks for. A UserError if it is missing."""
         if name not in self._paths:
-            problem = f'needs "{name}": {self.problem}'
-            raise UserError(key, problem, "install it, or do without this setting")
+            raise UserError(key, f'needs "{name}": {self.problem}', "do without this setting, or give the run its part")
         return self.find(name)
 
 
@@ -84,11 +82,10 @@ def place_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
     # Frames of packages and of Python itself do not help to locate the mistake.
-    installed = [place for place in map(Path, sys.path) if any(place.glob("*.dist-info"))]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        is_below = map(file.is_relative_to, (*_NOT_USER_CODE, *installed))
-        if file.is_absolute() and not _INSTALLED & {*file.parts} and not any(is_below):
+        is_installed = _INSTALLED & {*file.parts} or any(map(file.is_relative_to, _NOT_USER_CODE))
+        if file.is_absolute() and not is_installed:
             return f" ({shown_path(frame.filename)}:{frame.lineno})"
     return ""
 

@@ -5,64 +5,32 @@ a loop of your own, options check themselves:
 
     ledger = Ledger(LedgerOptions(capacity=8192), state_width=512)
 
-They stand here, not in the parts' modules, so that a config is read without torch, and a part is
-used without pydantic.
+They stand here, not in the parts' modules, so that a config is read without torch.
 """
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Final,
-    Literal,
-    NamedTuple,
-    Self,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from functools import cache, cached_property
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, dataclass_transform, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from trainer.errors import UserError
 
 NO_NUL = r"^[^\x00]*$"
-_TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), dict: (dict,)}
-_COMPARED = {
-    "ge": (operator.ge, ">="),
-    "gt": (operator.gt, ">"),
-    "le": (operator.le, "<="),
-    "lt": (operator.lt, "<"),
-}
-
-
-class Limits:
-    """Limits of an `Annotated` type by pydantic's names. Options check those of numbers."""
-
-    def __init__(self, **limits: Any) -> None:
-        self.limits = limits
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
-        """Pydantic's check of the annotated type, with these limits."""
-        return {**handler(source), **self.limits}
-
 
 # Every number has an upper bound: beyond it is a typing mistake, which would overflow.
-Count = Annotated[int, Limits(ge=1, le=10**9)]  # over a whole run: steps, groups
-WholeNumber = Annotated[int, Limits(ge=0, le=10**9)]
-Size = Annotated[int, Limits(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
+Count = Annotated[int, Field(ge=1, le=10**9)]  # over a whole run: steps, groups
+WholeNumber = Annotated[int, Field(ge=0, le=10**9)]
+Size = Annotated[int, Field(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
 # Also a position in a run, in any unit. float64 counts exactly so far.
-Tokens = Annotated[int, Limits(ge=0, le=10**15)]
-Factor = Annotated[float, Limits(ge=0, le=1000)]  # multiplies something of the order of 1
-PositiveFactor = Annotated[float, Limits(gt=0, le=1000)]
-Amount = Annotated[float, Limits(ge=0, le=1e9)]  # in the key's unit: a norm, minutes, TFLOPS
-Text = Annotated[str, Limits(min_length=1, max_length=4096, pattern=NO_NUL)]
+Tokens = Annotated[int, Field(ge=0, le=10**15)]
+Factor = Annotated[float, Field(ge=0, le=1000)]  # multiplies something of the order of 1
+PositiveFactor = Annotated[float, Field(gt=0, le=1000)]
+Amount = Annotated[float, Field(ge=0, le=1e9)]  # in the key's unit: a norm, minutes, TFLOPS
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=NO_NUL)]
 
 
 @dataclass_transform(field_specifiers=(field,))
@@ -74,11 +42,8 @@ def part_options(cls: Any) -> Any:
 
 @part_options
 class Options:
-    """Base class: checks its values by the types of its fields, if pydantic does not.
-
-    Raises:
-        ValueError: a value is of another type, out of range or in conflict with others.
-    """
+    """Base class. Raises a ValueError if a value is of another type, out of range or in conflict
+    with others."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
@@ -86,9 +51,11 @@ class Options:
     def __post_init__(self) -> None:
         kinds = get_type_hints(type(self), include_extras=True)
         for name, value in vars(self).items():
-            rule = _broken_rule(value, kinds[name])
-            if rule:
-                raise UserError(f"{type(self).__name__}.{name}", f"must be {rule}, got {value!r}")
+            try:
+                _adapter(kinds[name]).validate_python(value)
+            except ValidationError as error:
+                problem = f"{error.errors()[0]['msg']}, got {value!r}"
+                raise UserError(f"{type(self).__name__}.{name}", problem, "see its type") from None
         self.check()
 
     def check(self) -> None:
@@ -101,28 +68,10 @@ class Options:
         return cls(**{name: getattr(table, name) for name in names if hasattr(table, name)}, **others)
 
 
-def _broken_rule(value: Any, kind: Any) -> str:
-    """The rule of type `kind` that a value breaks ("of type int", ">= 1"); or empty."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        base, within = arguments
-        return _broken_rule(value, base) or _broken_limit(value, within.limits)
-    if origin is Literal and value not in arguments:
-        return f"one of {', '.join(map(str, arguments))}"
-    accepted = _TYPES.get(origin or kind, (type(value),))
-    if type(value) not in accepted:  # True is no number
-        return f"of type {accepted[-1].__name__}"
-    if origin is dict:
-        return next(filter(None, (_broken_rule(each, arguments[1]) for each in value.values())), "")
-    return ""
-
-
-def _broken_limit(value: Any, limits: dict[str, Any]) -> str:
-    for key, limit in limits.items():
-        # Negated, so that NaN, which compares false with everything, breaks every limit.
-        if key in _COMPARED and not _COMPARED[key][0](value, limit):
-            return f"{_COMPARED[key][1]} {limit}"
-    return ""
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Checks values of a type as a table of the config does."""
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 
 
 TextSplit = Literal["file", "blank_line"]
@@ -198,9 +147,9 @@ class CoordOptions(Options):
 
     first_token: WholeNumber
     """Token id of the first bin."""
-    num_bins: Annotated[int, Limits(ge=2, le=10**6)]
+    num_bins: Annotated[int, Field(ge=2, le=10**6)]
     """Number of bins; their token ids are consecutive."""
-    sigma: Annotated[float, Limits(gt=0, le=1e6)]
+    sigma: Annotated[float, Field(gt=0, le=1e6)]
     """Standard deviation of the soft target around the true bin, in bins."""
     weight: PositiveFactor = 1.0
     """Factor of this component in the loss."""
@@ -243,7 +192,7 @@ class StrategyOptions(Options):
 
 
 MOST_MICRO_BATCHES: Final = 10_000  # of a step on one rank, which runs them in turn
-MicroBatchCount = Annotated[int, Limits(ge=1, le=MOST_MICRO_BATCHES)]
+MicroBatchCount = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
 FAR = 2**62  # a step beyond every run
 
 

@@ -6,11 +6,8 @@ import ast
 import pickle
 from collections.abc import Iterator
 
-import pytest
-
 from tests.support.runs import ROOT
 from trainer.errors import UserError, UserErrors
-from trainer.import_path import place_of
 
 # These say in the problem itself what has to be there.
 TELLING = ("must be", "must give")
@@ -42,13 +39,3 @@ def test_a_mistake_survives_the_way_between_processes():
     for error in (one, UserErrors([one, other])):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), again.where) == (type(error), str(error), error.where)
-
-
-@pytest.mark.parametrize(
-    ("path", "is_users"), [("o/dist-packages/t.py", False), ("o/site-packages/t.py", False), ("o/t.py", True)]
-)
-def test_packages_of_any_environment_are_not_the_users_code(tmp_path, path, is_users):
-    with pytest.raises(SystemExit) as caught:
-        exec(compile("raise SystemExit(2)", tmp_path / path, "exec"))
-    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # without this file
-    assert place_of(caught.value) == (f" ({tmp_path / path}:1)" if is_users else "")

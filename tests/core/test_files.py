@@ -1,19 +1,33 @@
-"""Files are written completely or not at all, and all by the one helper."""
+"""Files are written completely or not at all, all by the one helper; and read without a wait, a detour or a traceback."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import ROOT
-from trainer.files import did_you_mean, is_file_name, remove_leftovers, remove_tree, replace_link, replacing, write_file
+from trainer.files import (
+    MOST_BYTES,
+    did_you_mean,
+    is_file_name,
+    open_plain,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_lines,
+    refuse_special,
+    remove_leftovers,
+    remove_tree,
+    replace_link,
+    replacing,
+    write_file,
+)
+from trainer.tools.runs.load import read_toml
 
 HELPER = "trainer/files.py"
 
@@ -111,11 +125,85 @@ def test_names_of_files():
     assert not any(map(is_file_name, ("", ".", "..", "a/b", "/a", "a\0", None, 7, ["a"])))
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
-    code = "import resource; from trainer.files import allow_open_files; resource.setrlimit(7, (300, 1000))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(allow_open_files(), resource.getrlimit(7))"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "1000 (1000, 1000)\n", done.stderr
+def make_link(path: Path) -> None:
+    (path.parent / "victim").write_text("precious\n")
+    path.symlink_to("victim")
+
+
+SPECIAL = {
+    "a directory": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a symbolic link": make_link,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_plain_file_is_refused_by_name_and_nobody_waits(tmp_path, kind):
+    path = tmp_path / "it"
+    SPECIAL[kind](path)
+    if kind == "a symbolic link":
+        assert read_bytes(path) == b"precious\n"
+    else:
+        with pytest.raises(OSError, match=f"{kind}, not a plain file"):
+            read_bytes(path)
+    for refused in (lambda: open_plain(path, "ab"), lambda: refuse_special(path)):
+        with pytest.raises(OSError, match=", not a plain file") as caught:
+            refused()
+        assert caught.value.filename == str(path)
+    if kind == "a symbolic link":
+        assert (tmp_path / "victim").read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a symbolic link"])
+def test_a_written_file_takes_the_place_of_what_was_planted(tmp_path, kind):
+    path = tmp_path / "it"
+    SPECIAL[kind](path)
+    (tmp_path / "victim").write_text("precious\n")
+    (tmp_path / f".it.{os.getpid()}.tmp").symlink_to("victim")
+    write_file(path, "new")
+    assert (path.is_symlink(), path.read_text(), (tmp_path / "victim").read_text()) == (False, "new", "precious\n")
+
+
+def test_a_plain_file_is_opened_as_always(tmp_path):
+    path = tmp_path / "it"
+    refuse_special(path)
+    with open_plain(path, "ab") as file:
+        file.write(b"one\n\ntwo")
+    assert list(read_lines(path)) == [b"one\n", b"\n", b"two"]
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "absent")
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+DAMAGE = {
+    "nested too deeply": [nested(100), nested(100_000)],
+    "integer": ["-" + "1" * 400, "9" * 6_000],
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_nesting_and_endless_integers_are_damage(tmp_path, message):
+    for text in DAMAGE[message]:
+        (tmp_path / "it.toml").write_text(f"a = {text}")
+        with pytest.raises(ValueError, match=message):
+            parse_json(text)
+        with pytest.raises(ValueError, match=message):
+            read_toml(tmp_path / "it.toml")
+    assert parse_json(nested(60))
+    assert parse_json(f"[{2**127}, {-(2**63)}]") == [2**127, -(2**63)]
+
+
+def test_so_is_a_file_without_end_and_one_of_another_kind(tmp_path):
+    path = tmp_path / "it"
+    path.touch()
+    os.truncate(path, MOST_BYTES + 1)
+    with pytest.raises(ValueError, match="more than 256 MiB"):
+        read_bytes(path)
+    for content in (b"[1]", b"", b"{", b"\xff\xfe{}", b'"text"'):
+        path.write_bytes(content)
+        with pytest.raises(ValueError):  # noqa: PT011 - many
+            read_json(path)

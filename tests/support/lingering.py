@@ -12,8 +12,7 @@ import trainer.ending
 from trainer.model import build as build_reference
 from trainer.model.encoder import RecurrentEncoder
 
-trainer.ending.SAY_AFTER_SEC = 0.5
-trainer.ending.WAIT_FOR_THREADS_SEC = float(os.environ.get("LINGERING_WAIT_SEC", "1"))
+trainer.ending.WAIT_FOR_THREADS_SEC = 1.0
 
 
 def wait_for_ever() -> None:

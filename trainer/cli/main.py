@@ -8,7 +8,6 @@ this module nor a verb imports anything slow (torch, numpy, pydantic) at the top
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.parts import VERBS, lab_or_refusal
+from trainer.cli.parts import VERBS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, refuse, require_config
 from trainer.ending import leave_soon
 from trainer.errors import UserError
@@ -111,41 +110,27 @@ def main() -> None:
 
 def run() -> None:
     """Run the program and exit. Python may still wait for a user's threads."""
-    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Bytes of paths that are not UTF-8 are shown as escapes, not as a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
-        with lab_or_refusal():
-            code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
+        code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
     except UserError as error:
         refuse(error.message)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            refuse(f"{str(error.filename)[:60]}...: {error.strerror}; use a shorter path")
-        if not isinstance(error, BrokenPipeError):
-            raise
+    except BrokenPipeError:
         # Whoever read our stdout is gone. Python flushes it once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)  # 128 + SIGINT, as of a process that the signal ends
-    except SystemExit as error:
-        from trainer.import_path import place_of
-
-        place = place_of(error)
-        if place:  # not this program: a model or a data set that a verb builds
-            called = f"sys.exit({error.code!r}) was called{place}"
-            refuse(f"{called} before the program was done; take the call out")
-        raise
     except Exception as error:
-        # A wrong command line. Its exception is click's UsageError, which typer imports in some
-        # releases and carries a private copy of in others; click documents `format_message`, and
-        # both have it.
-        if not callable(getattr(error, "format_message", None)):
+        # A wrong command line: typer has no public name for its exception, which is click's UsageError.
+        if not hasattr(error, "format_message"):
             raise
-        refuse(_usage_message(error))
+        command = getattr(getattr(error, "ctx", None), "command_path", "train")
+        message = str(error.format_message())
+        refuse(f"{command}: {message} (see {command} --help)" if message else "")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -166,37 +151,3 @@ def _with_settings(arguments: list[str]) -> list[str]:
             raise UserError(argument, "has no value", f"write {argument} VALUE")
         found += ["--set", f"{key}={value}"]
     return found
-
-
-def _open_closed_streams() -> None:
-    """Put the null device where stdin, stdout or stderr is closed (`2>&-`, some daemons).
-
-    Otherwise the next file that is opened, such as the record of a run, takes the number, and gets
-    the messages for people.
-    """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as we do
-            setattr(sys, name, stream)
-
-
-def _usage_message(error: Exception) -> str:
-    """A wrong command line in one line; empty where typer has printed the help already."""
-    # A value that pydantic refused: newer releases of typer would quote pydantic's own words.
-    if error.__cause__ is not None:
-        from pydantic import ValidationError
-
-        from trainer.config.load import option_problem
-
-        if isinstance(error.__cause__, ValidationError):
-            error.message = option_problem(error.__cause__)  # type: ignore[attr-defined]
-    message = str(getattr(error, "format_message")())  # noqa: B009 - see above
-    command = getattr(getattr(error, "ctx", None), "command_path", "train")
-    given = re.search(r"[('](\S+\.toml)[)']", message)
-    if given:  # the config without its flag
-        return f"{command}: {message.rstrip('.')}; did you mean --config {given[1]}?"
-    joint = " See" if message.endswith("?") else "; see"
-    return f"{command}: {message.rstrip('.')}{joint} {command} --help" if message else ""

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
-
-from trainer.errors import UserError
 from trainer.import_path import Parts
 
 LAB = "trainer.lab"
@@ -36,9 +30,7 @@ _TOOLS = {
     "first messages": "trainer.tools.summary:announce",
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "noise outlook": "trainer.tools.summary:log_outlook",
-    "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",
-    "unmet needs": "trainer.tools.doubts:unmet_needs",
 }
 _LAB = {
     # Extensions: checkpoints have their states under these names.
@@ -74,18 +66,5 @@ _LAB = {
 }
 
 
-_SPEC = find_spec(LAB)
-_IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
-_MISSING = f"{LAB} is not installed"
-PARTS = Parts(_TOOLS | (_LAB if _IS_THERE else {}), problem=_MISSING)  # that a run is given
-
-
-@contextmanager
-def lab_or_refusal() -> Iterator[None]:
-    """Around a verb. A UserError if it imports the lab, which is not there."""
-    try:
-        yield
-    except ImportError as error:
-        if _IS_THERE or not (error.name or "").startswith(LAB):
-            raise
-        raise UserError(" ".join(["train", *sys.argv[1:2]]), _MISSING, "install it for this verb") from error
+PARTS = Parts(_TOOLS | _LAB)
+"""The parts that a run is given."""

@@ -24,7 +24,6 @@ from pydantic_core import CoreSchema
 from trainer.options import (
     NO_NUL,
     BatchingMode,
-    Limits,
     MicroBatchCount,
     MicroBatches,
     MixingOptions,
@@ -54,11 +53,11 @@ FORMS = {
     NO_NUL: "text without NUL characters",
 }
 
-Share = Annotated[float, Limits(ge=0, le=1e15)]  # relative to the others: may be a size in bytes
-Seed = Annotated[int, Limits(ge=0, lt=2**63)]
-Seconds = Annotated[float, Limits(gt=0, le=1e8)]  # three years; torch counts milliseconds
-Fraction = Annotated[float, Limits(ge=0, le=1)]
-ImportPath = Annotated[str, Limits(pattern=IMPORT_PATH, max_length=4096)]
+Share = Annotated[float, Field(ge=0, le=1e15)]  # relative to the others: may be a size in bytes
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]  # three years; torch counts milliseconds
+Fraction = Annotated[float, Field(ge=0, le=1)]
+ImportPath = Annotated[str, Field(pattern=IMPORT_PATH, max_length=4096)]
 
 
 def _storable(args: dict[str, Any]) -> dict[str, Any]:
@@ -133,8 +132,8 @@ def _integer_keys(value: Any) -> Any:
     return points
 
 
-Points = Annotated[dict[Tokens, Share], Limits(min_length=1), BeforeValidator(_integer_keys)]
-BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Limits(min_length=1), BeforeValidator(_integer_keys)]
+Points = Annotated[dict[Tokens, Share], Field(min_length=1), BeforeValidator(_integer_keys)]
+BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Field(min_length=1), BeforeValidator(_integer_keys)]
 
 
 def _accept_kind(schema: dict[str, Any]) -> None:

@@ -50,67 +50,17 @@ REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "train.micro_batches.unit": (("steps",), "give the points in optimizer steps"),
     "train.max_skips": ((10,), "a run ends after more than 10 skipped steps in a row"),
 }
-# Key here -> its names in other trainers; with a table in front, in that table only.
-OTHER_NAMES: Final = {
-    "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint.steps",
-    "checkpoint.keep_last": "save_total_limit keep_checkpoints",
-    "checkpoint.resume": "resume_from resume_from_checkpoint load_from",
-    "data.mixing.batch_size": "micro_batch_size train_batch_size per_device_batch_size per_device_train_batch_size",
-    "data.mixing.num_streams_mixed": "num_active",
-    "data.seq_len": "max_seq_len max_length sequence_length block_size context_length",
-    "eval.batches": "eval_iters",
-    "eval.every": "eval.steps eval_steps eval_interval",
-    "eval.holdout_fraction": "val_fraction val_split validation_split",
-    "metrics.log_interval": "log_every log_freq log_steps logging_steps log_every_n_steps",
-    "metrics.peak_tflops": "gpu_peak_tflops",
-    "model.dim": "width d_model n_embd hidden_size hidden_dim embed_dim",
-    "model.num_layers": "n_layer n_layers num_hidden_layers depth",
-    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
-    "optimizer.eps": "adam_epsilon",
-    "optimizer.lr": "learning_rate max_lr peak_lr",
-    "run.dir": "output_dir out_dir save_dir log_dir",
-    "scheduler.min_lr_ratio": "min_lr lr_min",
-    "scheduler.name": "lr_scheduler lr_scheduler_type lr_schedule",
-    "scheduler.warmup_steps": "warmup warmup_iters warmup_ratio",
-    "train.clip_grad_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
-    "train.micro_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
-    "rampup_batch_size batch_size_schedule",
-    "train.precision": "mixed_precision amp dtype bf16 fp16",
-    "train.steps": "max_steps num_steps total_steps train_steps max_iters",
+# Name in other trainers, or in the requests -> key here.
+FOREIGN: Final = {
+    "d_model": "model.dim",
+    "gpu_peak_tflops": "metrics.peak_tflops",
+    "gradient_accumulation_steps": "train.micro_batches",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "train.clip_grad_norm",
+    "max_steps": "train.steps",
+    "num_active": "data.mixing.num_streams_mixed",
+    "save_steps": "checkpoint.every",
 }
-# Name elsewhere -> key here, of the same meaning: read as that key.
-SAME_KEYS: Final = {
-    "data.batch_size": "data.mixing.batch_size",
-    "train.max_steps": "train.steps",
-    "train.gradient_accumulation_steps": "train.micro_batches",
-    "train.max_grad_norm": "train.clip_grad_norm",
-    "optimizer.learning_rate": "optimizer.lr",
-    "metrics.every": "metrics.log_interval",
-    "eval.interval": "eval.every",
-    "checkpoint.interval": "checkpoint.every",
-    "sample.interval": "sample.every",
-}
-_WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
-_ENTITY = "set WANDB_ENTITY in the environment"
-_BASE_URL = "set WANDB_BASE_URL in the environment"
-_LAUNCHER = "the launcher sets the number of processes: torchrun --nproc_per_node=N"
-_EPOCHS = "set train.steps, or data.mixing.repeat = false to stop after one epoch"
-# Names for which there is no single key.
-EXPLAINED: Final = {
-    "enable_wandb": _WANDB,
-    "use_wandb": _WANDB,
-    "entity": _ENTITY,
-    "base_url": _BASE_URL,
-    "enable_tensorboard": "set metrics.tensorboard = true",
-    "num_gpus": _LAUNCHER,
-    "world_size": _LAUNCHER,
-    "num_workers": "there are no worker processes; data.prefetch sets how many micro-batches a thread prepares ahead",
-    "global_batch_size": "set train.micro_batches: rows over all ranks = micro_batches * data.batch_size * ranks",
-    "epochs": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",
-}
-_RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 # pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
 _MUST = {
     "greater_than_equal": "be >= {ge}",
@@ -130,9 +80,6 @@ _MUST = {
     "dict_type": "be a table",
     "model_type": "be a table",
     "model_attributes_type": "be a table",
-    # On the command line, where every value is text.
-    "int_parsing": "be an integer",
-    "float_parsing": "be a number",
 }
 
 
@@ -188,7 +135,6 @@ class _Source:
         self._path = str(path)
         self._text = _read(path)
         self.raw = _parse(self._text, path)
-        self._written = _read_other_names(self.raw, self._path)
         self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
         self.raw = without_removed(self.raw)
 
@@ -198,7 +144,7 @@ class _Source:
         for changed, origin in reversed(self._overrides.items()):
             if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
                 return origin
-        line = line_of(self._text, self._written.get(key, key))
+        line = line_of(self._text, key)
         return self._path if line is None else f"{self._path}:{line}"
 
     def path_of(self, key: str) -> KeyPath:
@@ -210,26 +156,6 @@ class _Source:
         sources = self.raw.get(table, {}).get("source", [])
         indices = [index for index, source in enumerate(sources) if source.get("name") == named[2]]
         return (table, "source", *indices[:1], *named[3].split("."))
-
-
-def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
-    """Move values of `SAME_KEYS` to the keys themselves. Returns key -> written name."""
-    written: dict[KeyPath, KeyPath] = {}
-    for name, key in SAME_KEYS.items():
-        outer, last = name.split(".")
-        _, *inner, own = key.split(".")
-        target = table = raw.get(outer)
-        if not isinstance(table, dict) or last not in table:
-            continue
-        for part in inner:  # `data.batch_size` is a key of `data.mixing`
-            target = table.setdefault(part, {})
-        if not isinstance(target, dict):  # refused as what it is
-            continue
-        if own in target:
-            raise UserError(name, f"is {key} by another name, and that is set too", "keep one", where=path)
-        target[own] = table.pop(last)
-        written[(outer, *inner, own)] = (outer, last)
-    return written
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
@@ -301,7 +227,7 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         UserError: `text` is not `key=value`, or the path leads through a value that is no table.
     """
     name, separator, value = text.partition("=")
-    parts = [part.strip() for part in SAME_KEYS.get(name.strip(), name).split(".")]
+    parts = [part.strip() for part in name.split(".")]
     if not separator or not all(parts):
         raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
     node: Any = raw
@@ -398,11 +324,6 @@ def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable
     return found
 
 
-def option_problem(error: ValidationError) -> str:
-    """The problem with a command-line option's value, worded like the mistakes of a config."""
-    return _describe(error.errors(include_url=False)[0], (), BaseModel)[0]
-
-
 def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
@@ -441,37 +362,17 @@ def shown(value: Any) -> str:
 
 
 def hint(path: KeyPath, model: type[BaseModel]) -> str:
-    """The fix for the unknown key at `path` of a config that `model` describes.
-
-    An explanation; or the keys that may be meant: the one that other trainers call so, keys of the
-    same name in other tables (`lr` and `optimizer_lr` for `optimizer.lr`), and the closest key of
-    this table; or all keys of this table.
-    """
-    word, known = str(path[-1]).lower().replace("-", "_"), keys_of(model, path[:-1])
-    if word in EXPLAINED:
-        return EXPLAINED[word]
-    # With a table in front, or with a slip.
-    renamed = difflib.get_close_matches(word, _RENAMED, n=1, cutoff=0.85)
-    if _dotted(path) in _RENAMED:
-        renamed = [_dotted(path)]
-    found = [*(_RENAMED[name] for name in renamed), *_keys_named(word, model)]
-    if not renamed:
-        close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-        found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
-    if found:
-        return f"did you mean {' or '.join(dict.fromkeys(found))}?"
+    """The fix for the unknown key at `path` of a config that `model` describes: the keys that may be
+    meant (the closest of this table, or those of the same name in others), or all of this table."""
+    word, known = str(path[-1]), keys_of(model, path[:-1])
+    found = difflib.get_close_matches(word, known, n=1)
+    if word in FOREIGN:
+        found = [FOREIGN[word]]
+    if not found:
+        found = [".".join(keys) for keys in _all_keys(model) if keys[-1] == word]
+    if 0 < len(found) <= 2:
+        return f"did you mean {' or '.join(found)}?"
     return f"known keys: {', '.join(known)}" if known else ""
-
-
-def _keys_named(word: str, model: type[BaseModel]) -> list[str]:
-    """The keys that end with this name; none if it is too common (`name`, `every`)."""
-    found = []
-    for keys in _all_keys(model):
-        is_named = word in ("_".join(keys[start:]) for start in range(len(keys)))
-        # `optimizer.lr`, rather than how it follows the batch; a source to train on, not to evaluate on.
-        if is_named and keys[:2] not in (("train", "micro_batches"), ("eval", "source")):
-            found.append(".".join(keys))
-    return found if len(found) <= 2 else []
 
 
 def keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:

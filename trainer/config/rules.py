@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trainer.config.data_tables import MixingTable, SourceTable
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, TrainTable
 from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.rows_training import ONE_BATCH_SIZE
 from trainer.options import MOST_MICRO_BATCHES
@@ -189,9 +189,14 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
                 yield f"{table}{name}", problem, "remove it, or choose another batching_mode"
 
 
-def check_sharding(config: RunConfig, world_size: int) -> None:
-    """Refuse keys of `[distributed]` that conflict with the ranks or other tables."""
-    _refuse(_broken_sharding(config, world_size))
+def needs_of_cuda(train: TrainTable) -> list[UserError]:
+    """Settings that cannot be honoured without a CUDA device."""
+    given = {"device": train.device == "cuda", "precision": train.precision == "fp16"}
+    given["cuda_graph"] = train.cuda_graph is True
+    problem = "needs a CUDA device, and torch finds none here"
+    return [
+        UserError(f"train.{key}", problem, "use a machine with one, or another value") for key in given if given[key]
+    ]
 
 
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:

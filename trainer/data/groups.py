@@ -16,6 +16,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions, TokenTable
@@ -23,7 +24,7 @@ from trainer.data.formats import load_documents
 from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.hashing import splitmix64, stable_hash
-from trainer.options import Limits, Options, part_options
+from trainer.options import Options, part_options
 
 Split: TypeAlias = Literal["train", "holdout", "all"]
 
@@ -80,12 +81,12 @@ class CutOptions(Options):
 
     namespace: str
     """The source's name, part of group ids: two sources of the same file share no groups."""
-    seq_len: Annotated[int, Limits(ge=1)]
+    seq_len: Annotated[int, Field(ge=1)]
     """Target tokens per cell, T."""
-    max_group_cells: Annotated[int, Limits(ge=0)] = 0
+    max_group_cells: Annotated[int, Field(ge=0)] = 0
     """Most cells per group; 0: documents are not cut."""
     split: Split = "train"
-    holdout_fraction: Annotated[float, Limits(ge=0, lt=1)] = 0.0
+    holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """With the split, which documents are used."""
 
 

@@ -1,30 +1,27 @@
-"""Checks before a run: settings that cannot be meant, and needs that this machine does not meet."""
+"""Settings that cannot be meant, and what a run has to read, for `train check`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from trainer.config.data_tables import MixingTable, SourceTable
-from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
-from trainer.config.schema import RunConfig, TrainTable
+from trainer.config.rules import mixing_of, reads_lanes
+from trainer.config.schema import RunConfig
+from trainer.data.formats import FORMATS, format_name, load_documents
+from trainer.data.groups import file_bytes, nothing_left, open_stream
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
-from trainer.metrics.logger import get_logger
 from trainer.tools import limits
-from trainer.training.setup.plan import Plan, ledger_bytes
-from trainer.training.setup.sources import Source
-from trainer.training.step.optimizer import Length, make_schedule
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source, reading
 from trainer.wording import counted, few, printable
 
-if TYPE_CHECKING:
-    from trainer.training.checkpointing.train_state import Position
-
-logger = get_logger(__name__)
 Doubt = tuple[str, str, str]
 """Key, problem and fix."""
 
@@ -121,84 +118,8 @@ def _identity(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) -> None:
-    """Warn where a resume makes the learning rate jump: another schedule, or over another length.
-
-    `saved`: the config of the checkpoint.
-    """
-    try:
-        before = RunConfig.model_validate(saved)
-        length = Length.of(before, plan.facts.tokens_per_micro)
-        former = make_schedule(before, length)
-    except (ValueError, UserError):  # a config of an earlier version; its differences are logged anyway
-        return
-    if length.is_in_tokens != plan.length.is_in_tokens or not position.step:
-        return
-    then = former(min(position.reached, length.total))
-    now = make_schedule(plan.config, plan.length)(min(position.reached, plan.length.total))
-    if abs(now - then) > limits.RATE_MARGIN * max(abs(then), abs(now)):
-        text = "the learning rate jumps: at step %d it was %.3g, by this config it is %.3g "
-        text += "(the schedule spans the whole run)"
-        logger.warning(text, position.step, then, now)
-
-
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
-FIXES = {
-    "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
-    "model": "lower dim or num_layers",
-    "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"',
-}
-"""How to need less memory, by what takes most of it."""
-
-
-def unmet_needs(plan: Plan, num_parameters: int, state_width: int, device: torch.device) -> list[UserError]:
-    """The needs that this machine does not meet: CUDA and memory.
-
-    Memory is a lower bound for one rank: parameters and optimizer (only the shards of a sharded
-    model), the ledger, and the logits of one micro-batch.
-
-    Raises:
-        UserError: the ranks cannot share the model as `[distributed]` has it.
-    """
-    found: list[UserError] = []
-    if device.type != "cuda":
-        found += _needs_of_cuda(plan.config.train)
-    needs = _memory_needs(plan, num_parameters, state_width)
-    memory, total = memory_bytes(device), sum(size for size, _ in needs.values())
-    if total > memory:
-        key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
-        problem = f"{what} take {size / 1e9:,.1f} GB per rank; {device.type} has {memory / 1e9:,.1f} GB"
-        found.append(UserError(key, problem, FIXES[key]))
-    return found
-
-
-def _needs_of_cuda(train: TrainTable) -> Iterator[UserError]:
-    """Settings that cannot be honoured without a CUDA device."""
-    for_cuda = (
-        ("train.device", train.device, "cuda", ""),
-        ("train.precision", train.precision, "fp16", ', or "bf16" or "fp32"'),
-        ("train.cuda_graph", train.cuda_graph, True, ', or "auto"'),
-    )
-    for key, value, wanted, other in for_cuda:
-        if value == wanted:
-            problem = f'"{str(value).lower()}" needs a CUDA device, and torch finds none here'
-            yield UserError(key, problem, f"use a machine with one{other}")
-
-
-def _memory_needs(plan: Plan, num_parameters: int, state_width: int) -> dict[str, tuple[int, str]]:
-    """Bytes per rank and what takes them, by the key that governs them."""
-    config = plan.config
-    tokens = tokens_per_micro(config, [each.table for each in plan.sources], num_shards=1) or config.data.seq_len
-    tokens = min(tokens, config.objective.chunk_tokens or tokens)
-    logit_bytes = 4 if config.train.precision == "fp32" else 2
-    shards = data_shards(config, plan.facts.world_size) // plan.facts.world_size
-    model = sum(model_bytes(plan, num_parameters).values())
-    return {
-        "data.seq_len": (tokens * plan.vocab_size * logit_bytes, "the logits that exist together"),
-        "model": (model, "weights, gradients and optimizer"),
-        "ledger.capacity": (shards * ledger_bytes(config.ledger, state_width), "the states of the ledger"),
-    }
 
 
 def model_bytes(plan: Plan, num_parameters: int) -> dict[str, int]:
@@ -213,8 +134,52 @@ def model_bytes(plan: Plan, num_parameters: int) -> dict[str, int]:
     return found
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Memory of the device; of the whole machine for the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+OPENED_BYTES = 64_000_000  # of all sources together, which may have to be tokenized
+
+
+class Content(NamedTuple):
+    """An epoch of a source."""
+
+    tokens: int  # of text that is not opened: its bytes
+    documents: int = 0  # that are not held out, or their parts; 0: not opened
+
+
+def contents(plan: Plan) -> dict[str, Content]:
+    """The content of each source of files that is read, counted, or by bytes if there are many.
+    Raises UserError: a file is damaged, or no document of a source is left to train on."""
+    read = [source for source in plan.sources if source.streams and not source.is_off]
+    size = sum(file_bytes(stream) for source in read for stream in source.streams)
+    measure = _opened if size <= OPENED_BYTES else _by_bytes
+    return {source.name: measure(plan, source) for source in read}
+
+
+def _opened(plan: Plan, source: Source) -> Content:
+    cut, read, _ = reading(plan, source)
+    opened = [open_stream(stream, read, cut) for stream in source.streams]
+    sizes = np.concatenate([each.num_tokens() for each in opened])
+    if not len(sizes):
+        most = max(each.documents.num_documents for each in opened)
+        raise nothing_left(f"source {source.name}", "has no document to train on", cut, most)
+    return Content(int(sizes.sum()), len(sizes))
+
+
+def _by_bytes(plan: Plan, source: Source) -> Content:
+    _, read, _ = reading(plan, source)
+    tokens = 0
+    for stream in source.streams:
+        row = FORMATS.get(format_name(Path(stream.path), source.table.format))
+        if row is None or row.pieces is not None:
+            tokens += file_bytes(stream)
+        else:  # ids, of which nothing is read without an id to look for
+            tokens += len(load_documents(stream.path, replace(read, eod=None)).tokens)
+    return Content(tokens)
+
+
+def lane_doubts(plan: Plan, found: Mapping[str, Content]) -> Iterator[UserError]:
+    """More rows than documents: a step has several rows of one."""
+    rows = plan.config.data.mixing.batch_size * plan.facts.data_shards
+    documents = sum(each.documents for each in found.values())
+    if reads_lanes(plan.config) and 0 < documents < rows:
+        problem = f"{counted(documents, 'document')} for {counted(rows, 'row')}: a step has several of one document"
+        fix = f"set it to {max(documents // plan.facts.data_shards, 1)}, or add data"
+        yield UserError("data.mixing.batch_size", problem, fix)

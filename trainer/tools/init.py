@@ -28,7 +28,7 @@ from trainer.wording import counted, few, printable
 CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
 SEQ_LEN_RANGE = (16, 256)
 SHORT_SEQ_LEN = 128  # of documents that are shorter, several of which a row holds
-LARGEST_BATCH, LARGEST_POOL = 8, 8
+LARGEST_BATCH = 8
 TOKENS_PER_STEP, MOST_MICRO_BATCHES = 4096, 8
 STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
@@ -48,7 +48,6 @@ class Sizes:
     to hold any out. `passes`: over the documents that are not held out."""
 
     seq_len: int
-    num_streams_mixed: int
     batch_size: int
     micro_batches: int
     steps: int
@@ -81,8 +80,7 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
     tokens_a_step = batch * seq_len * micro
     steps = int(np.clip(round(trained / tokens_a_step), *STEPS_RANGE))
-    pool, passes = min(LARGEST_POOL, len(lengths)), steps * tokens_a_step / trained
-    return Sizes(seq_len, pool, batch, micro, steps, passes, holdout)
+    return Sizes(seq_len, batch, micro, steps, steps * tokens_a_step / trained, holdout)
 
 
 def _seq_len(lengths: Ints, total: int) -> int:

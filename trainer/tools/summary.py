@@ -43,7 +43,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         lines[0] = lines[0].removesuffix(reason) + "see the error below"
     lines.append(f"the run is in {run_dir.path}")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
-        lines.append(_next_command(run, run_dir, state))
+        lines += _next_command(run, run_dir, state, reason)
     elif state == "stopped":
         lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
     if any((run_dir.path / "wandb").glob("offline-run-*")):
@@ -76,14 +76,18 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
     return lines
 
 
-def _next_command(run: Run, run_dir: RunDir, state: str) -> str:
+def _next_command(run: Run, run_dir: RunDir, state: str, reason: str) -> list[str]:
+    if reason == "data exhausted":  # more steps would find no data
+        return []
     ranks = run.info.world_size
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
     command = resume_command(run_dir, run.config, ranks, local_world_size=local)
     if state == FINISHED:
-        steps = 2 * run.config.train.steps
-        return f"train beyond step {run.position.step} with: {command} --steps {steps}"
-    return f"resume with: {command}"
+        length = f"--steps {2 * run.config.train.steps}"
+        if run.length.is_in_tokens:
+            length = f"--set train.steps=0 --set train.tokens={2 * run.length.total}"
+        return [f"train beyond step {run.position.step} with: {command} {length}"]
+    return [f"resume with: {command}"]
 
 
 def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.rules import needs_of_cuda
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.distributed.env import (
@@ -94,8 +95,8 @@ def train(config: RunConfig, launch: Launch) -> int:
             logger.warning("stopped while text was tokenized; the same command continues")
             return EXIT_FAILED
         plan = tokenized
-        # A custom model may do anything while it is built, so it is built only once, later.
-        raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
+        if device.type != "cuda":
+            raise_found(needs_of_cuda(config.train))
         timeout = config.distributed.timeout_sec
         how: dict[str, Any] = {"backend": pick_backend(device), "timeout_sec": timeout, "device": device}
         group = process_group(info, **how, is_stopped=lambda: stop.requested)
@@ -136,8 +137,6 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
 def _run_to_end(run: Run) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code, run_dir = "failed", "", EXIT_FAILED, run.run_dir
-    # The watchdog ends a hanging process from here on.
-    run.stop.is_watched = True
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
             reason = run_loop(run)

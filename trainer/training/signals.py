@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from trainer.ending import STOP_SIGNALS, ProcessorUse, end_process
+from trainer.ending import STOP_SIGNALS, end_process
 from trainer.import_path import place_of
 from trainer.metrics.logger import get_logger
 
@@ -22,8 +22,6 @@ logger = get_logger(__name__)
 # A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal:
 # within this time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
-# A process that was asked to stop before its watchdog runs is ended after so long without any work.
-GRACE_SEC = 10.0
 
 
 class StopNow(BaseException):  # no `except Exception` around a user's code swallows it
@@ -52,8 +50,6 @@ class StopRequest:
         """The handlers that were there before; empty: not installed."""
         self.is_heard = False
         """True from the first signal on, even while the main thread cannot handle it."""
-        self.is_watched = False
-        """Set once something else ends the process if it cannot come to its next step."""
         self.requested = False
         """True from the first signal on."""
         self.on_end: Callable[[str], object] = str
@@ -87,7 +83,6 @@ class StopRequest:
 
     def uninstall(self) -> None:
         """Restore the former handlers."""
-        self.is_watched = True
         for number, former in self._former.items():
             signal.signal(number, former)
         signal.set_wakeup_fd(-1)
@@ -95,7 +90,7 @@ class StopRequest:
         self._former = {}
 
     def _listen(self, reader: int) -> None:
-        """Notice signals while the main thread handles none; end one that hangs at its start."""
+        """Notice signals while the main thread handles none."""
         # Python runs handlers between bytecodes of the main thread; the pipe gets signals at once.
         heard = b""
         while not heard or heard[0] not in STOP_SIGNALS:
@@ -103,15 +98,7 @@ class StopRequest:
             if not heard:  # uninstalled
                 os.close(reader)
                 return
-        number, self.is_heard = heard[0], True
-        use, since = ProcessorUse(), time.monotonic()
-        while not self.is_watched and time.monotonic() - since < GRACE_SEC:
-            time.sleep(1.0)
-            if use.is_working():
-                since = time.monotonic()
-        if not self.is_watched:
-            text = f"{signal.Signals(number).name}: nothing has been done for {GRACE_SEC:.0f} s"
-            self.end(128 + number, f"{text}; ending without waiting for more")
+        self.is_heard = True
 
     def end(self, code: int, reason: str) -> NoReturn:
         """End the process at once, and log why."""
@@ -142,35 +129,18 @@ class UnexpectedExit(Exception):
     """The user's code ended the process; the message says how and where."""
 
 
-class _Exit(BaseException):
-    """`os._exit(0)` was called."""
-
-
 @contextmanager
 def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
-    """Turn `sys.exit`, `os._exit(0)` and any other `BaseException` into an `UnexpectedExit`.
+    """Turn `sys.exit` and any other `BaseException` into an `UnexpectedExit`.
 
-    `os._exit` runs no Python code, so it is replaced meanwhile, but not in forked processes. The
-    message of an exit says `when` in the run it came, as ` after step 7`.
+    The message of an exit says `when` in the run it came, as ` after step 7`.
     """
-    real, process = os._exit, os.getpid()
-
-    def guarded(status: int) -> None:
-        if status or os.getpid() != process:
-            real(status)
-        raise _Exit
-
-    setattr(os, "_exit", guarded)  # noqa: B010 - mypy knows that it does not return
     try:
         yield
     except Exception:
         raise
     except BaseException as error:
         what = f"{type(error).__name__} was raised"
-        if isinstance(error, _Exit):
-            what = "os._exit(0) was called"
-        elif isinstance(error, SystemExit):
+        if isinstance(error, SystemExit):
             what = f"sys.exit({error.code!r}) was called"
         raise UnexpectedExit(f"{what}{when()}{place_of(error)}") from error
-    finally:
-        setattr(os, "_exit", real)  # noqa: B010

@@ -14,7 +14,6 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, environment, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.import_path import place_of, resolve_target
 from trainer.tools.trained.saved_model import read_checkpoint, refuse_code
 
 MODEL = """\
@@ -121,20 +120,3 @@ def test_a_stray_file_is_not_taken_for_a_package_and_ones_own_module_is_found(tr
     assert "PLANTED" not in done.stderr
     assert (clone / "imported").exists()
     assert os.path.exists(tmp_path / "run" / "metrics.jsonl")
-
-
-def test_a_module_with_the_name_of_an_installed_package_is_told_so(tmp_path, monkeypatch):
-    (tmp_path / "tomli_w").mkdir()
-    (tmp_path / "tomli_w" / "__init__.py").write_text("def mine(): ...\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(UserError, match=r"tomli_w \(.*tomli_w.__init__.py\) has no function mine"):
-        resolve_target("tomli_w:mine", "model.target")
-
-
-def test_a_package_from_a_directory_on_pythonpath_is_not_the_users_code(tmp_path, monkeypatch):
-    (tmp_path / "unpacked-1.0.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        exec(compile("raise SystemExit", tmp_path / "unpacked.py", "exec"))
-    assert "test_code_from_data.py" in place_of(caught.value)

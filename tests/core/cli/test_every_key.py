@@ -10,7 +10,6 @@ import torch
 
 from tests.support import runs
 from tests.support.grouped import train
-from tests.support.ranks import status
 from tests.support.runs import FULL_ROWS, make_corpus, read_rows, write_tiny_config
 from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 
@@ -21,16 +20,6 @@ ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", 
     "grad_scale"
 }
 
-# A stop that is asked for in the second micro-batch of step 5.
-STOPS = """
-import itertools, os, signal
-from trainer.model import build as build_ours
-
-def build(vocab_size, dim, num_layers):
-    model, calls = build_ours(vocab_size, dim=dim, num_layers=num_layers), itertools.count(1)
-    model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM) if next(calls) == 10 else None)
-    return model
-"""
 # Saves that take at least a known time, on one rank.
 SLOW_SAVES = """
 import os, time
@@ -112,17 +101,6 @@ def test_save_sec_sums_the_saves_since_the_last_row(rows: Rows) -> None:
         seconds = rows["train", step].get("checkpoint/save_sec", 0.0)
         assert 0.02 * len(saves) <= seconds
         assert bool(saves) == (seconds > 0.0)
-
-
-def test_a_stop_at_a_step_that_is_not_logged_adds_no_row(tmp_path: Path) -> None:
-    """A row forced there would lack what only logging steps collect: accuracy and the parts of the loss."""
-    (tmp_path / "stops.py").write_text(STOPS)
-    sets = ("model.target=stops:build", "model.contract=false", "metrics.log_interval=4", "train.steps=50")
-    train(write_tiny_config(tmp_path), tmp_path / "run", *sets, cwd=tmp_path)
-    assert status(tmp_path / "run")["state"] == "stopped"
-    found = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert list(found) == [("train", 1), ("train", 4)]
-    assert all({"accuracy", "objective/token_ce", "grad_norm"} <= row.keys() for row in found.values())
 
 
 @pytest.mark.cuda

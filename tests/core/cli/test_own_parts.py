@@ -63,13 +63,6 @@ def mostly_masked(rank, world_size, seed, seq_len, *, masked, length=20):
             batch["targets"] = np.full_like(batch["targets"], -100)
         yield batch
 
-def grouped_by_turns(rank, world_size, seed, seq_len):
-    # Batches with groups on one rank, while those of the other have none.
-    for index, batch in enumerate(counting(rank, world_size, seed, seq_len)):
-        if (index + rank) % 2:
-            batch |= {"group_ids": np.array([rank]), "cell_index": np.array([index // 2]), "is_last": np.array([False])}
-        yield batch
-
 def moving(rank, world_size, seed, seq_len):
     for index, batch in enumerate(counting(rank, world_size, seed, seq_len)):
         group = np.array([(index + rank) % 2])
@@ -191,15 +184,6 @@ def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path
 
 
 @pytest.mark.distributed
-def test_ranks_whose_batches_have_no_groups_train_beside_those_that_have(tmp_path):
-    own = (GRU, own_source("grouped_by_turns"), "distributed.timeout_sec=120", "train.micro_batches=1")
-    train_own(tmp_path, *own, nproc=2)
-    rows = rows_of(tmp_path)
-    assert sum(row["ledger/cold_starts"] for row in rows.values()) == 0
-    assert rows[20]["ledger/live_groups"] == 2
-
-
-@pytest.mark.distributed
 def test_groups_that_move_between_ranks_are_refused_by_name(tmp_path):
     own = (GRU, own_source("moving"), "train.micro_batches=1")
     said = train_own(tmp_path, *own, nproc=2, code=2)
@@ -226,11 +210,6 @@ def test_a_part_that_does_not_fit_is_refused_by_check_in_one_line(tmp_path, monk
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_states_that_no_memory_holds_are_refused_before_they_are_allocated(tmp_path):
-    said = train_own(tmp_path, GRU, "ledger.capacity=1000000000", "model.dim=1600", "model.contract=false", code=2)
-    assert "ledger.capacity: the states of the ledger take 6,400.0 GB per rank; cpu has " in said
 
 
 @pytest.mark.parametrize(
@@ -280,27 +259,3 @@ def test_metrics_of_one_s_own_are_logged_and_batches_that_a_diagnostic_skips_are
     assert said.count("metric 'ledger/cold_starts' is left out: the trainer reports a metric of this name") == 1
     assert said.count("'my/thing' is not in the catalog") == 1
     assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in said
-
-
-MUTE = """
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("no words")
-
-def mute(vocab_size, dim, num_layers):
-    def fail(*_):
-        raise Mute
-    model = Bigram(vocab_size)
-    model.register_forward_pre_hook(fail)
-    return model
-"""
-
-
-@pytest.mark.distributed
-def test_an_error_that_cannot_be_shown_is_the_reason_of_a_run_that_failed(tmp_path):
-    target = "model.target=own_parts:mute"
-    said = train_own(tmp_path, target, "model.contract=false", text=MODULE + MUTE, nproc=2, code=1)
-    ended = status(tmp_path / "run")
-    assert ended["state"] == "failed"
-    assert "Mute: (no message: its __str__ raised RuntimeError)" in ended["reason"]
-    assert said.count("Traceback (most recent call last)") == 2

@@ -8,30 +8,11 @@ import sys
 from pathlib import Path
 
 from tests.support.forks import Forked
-from tests.support.runs import PROGRAM, TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, environment, write_tiny_config
 from tests.support.terminal import Terminal
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
-
-
-def test_install_completion_writes_what_bash_can_source(tmp_path):
-    """And the function that it defines completes a verb, and the value of an option."""
-    env = {**environment({"HOME": str(tmp_path)}), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    line = [sys.executable, str(PROGRAM), "--install-completion", "bash"]
-    result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
-    assert result.returncode == 0, result.stderr
-    assert str(tmp_path / ".bash_completions" / "train.sh") in (tmp_path / ".bashrc").read_text()
-    script = f"PATH={tmp_path}:$PATH; source {tmp_path}/.bash_completions/train.sh; "
-    for words, position in (("train diag", 1), ("train export r --format saf", 4)):
-        script += f'COMP_WORDS=({words}) COMP_CWORD={position}; _train_completion train; echo "${{COMPREPLY[@]}}"; '
-    wrapper = tmp_path / "train"
-    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {PROGRAM} "$@"\n')
-    wrapper.chmod(0o755)
-    shell = subprocess.run(
-        ["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
-    )
-    assert shell.stdout.split() == ["diagnose", "safetensors"], shell.stderr
 
 
 EACH_IN_TURN = """
@@ -63,20 +44,6 @@ def test_no_color_takes_the_colours_away_everywhere(tmp_path):
         assert len(plain) > 200
         assert not COLOUR.search(plain), arguments
         assert COLOUR.search(coloured), f"{arguments}: the test sees no colour at all"
-
-
-def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path):
-    """The files of a run must not take the place of a closed stream, and get what is meant for people."""
-    config = write_tiny_config(tmp_path)
-    line = 'exec "$@" <&- >&- 2>&-'
-    words = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", 2])
-    code = subprocess.run(
-        ["sh", "-c", line, "sh", *words], env=environment(), timeout=TIMEOUT_SEC, check=False
-    ).returncode
-    assert code == 0
-    assert '"state": "done"' in (tmp_path / "run" / "status.json").read_text()
-    for name in ("metrics.jsonl", "events.jsonl"):
-        assert all(row.startswith("{") for row in (tmp_path / "run" / name).read_text().splitlines())
 
 
 # What each verb may load; of any but the first, typer itself loads pydantic.

@@ -42,16 +42,6 @@ def test_one_signal_ends_a_single_rank_that_waits_for_data_with_its_last_step_sa
     assert (run_dir / "checkpoints" / "step_00000002" / "COMPLETE").exists()
 
 
-def test_one_signal_ends_a_run_that_waits_for_ever_as_it_starts(tmp_path):
-    """Before there is a run: nothing is lost."""
-    with start(tmp_path, how="start", after=-1) as ranks:
-        assert ranks.until((tmp_path / "started_0").exists), ranks.said()
-        ranks.signal(signal.SIGTERM)
-        codes, said = ranks.wait(90), ranks.said()
-    assert codes == [128 + signal.SIGTERM], said
-    assert "SIGTERM: nothing has been done for" in said
-
-
 def test_a_run_that_works_or_waits_for_less_than_the_timeout_is_not_ended(tmp_path):
     """Longer than the timeout of work in a data set, and as long a wait in an evaluation of the user's own."""
     own = ("eval.target=tests.support.stalling_data:evaluate_slowly", "eval.every=4", "eval.holdout_fraction=0")
@@ -69,21 +59,11 @@ def start_lingering(tmp_path, is_fresh=False, **extra):
 
 
 @pytest.mark.parametrize("what", ["thread", "handler"])
-def test_a_run_that_is_done_names_what_keeps_its_process_and_leaves_without_it(tmp_path, what):
+def test_a_run_that_is_done_leaves_without_what_keeps_its_process(tmp_path, what):
     with start_lingering(tmp_path, is_fresh=what == "handler", LINGERING=what) as ranks:
         codes, said = ranks.wait(120), ranks.said()
     assert codes == [0], said
     assert status(tmp_path / "run")["state"] == "done"
-    name = "the threads uploads (in " if what == "thread" else "a handler of the program's exit, in "
-    for verb in ("waiting up to 1 s for", "leaving without"):
-        assert f"train: {verb} {name}" in said
-    assert "lingering.py:" in said
+    assert f"train: leaving without {'uploads' if what == 'thread' else 'a handler of the program'}" in said
     kept_by = "a thread of the user's that is no daemon" if what == "thread" else "a handler of the exit that hangs"
     keep(5, f"{kept_by}, in a run that is done")
-
-
-def test_a_signal_ends_a_process_that_is_kept_at_once_with_the_exit_code_of_its_run(tmp_path):
-    with start_lingering(tmp_path, LINGERING="thread", LINGERING_WAIT_SEC="3600") as ranks:
-        assert ranks.until(lambda: "waiting up to 3600 s" in ranks.said()), ranks.said()
-        ranks.signal(signal.SIGTERM)
-        assert ranks.wait(60) == [0], ranks.said()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tomllib
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +17,6 @@ from tests.support.runs import TINY
 from trainer import options
 from trainer.config import data_tables, schema
 from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml, without_removed
-from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
@@ -47,6 +46,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
     [
         ("train.steps=2.9", "train.steps: must be an integer, got 2.9"),
         ("train.steps=true", "train.steps: must be an integer, got true"),
+        ("train.steps=" + "0x" + "f" * 6000, "train.steps: must be "),
         ("train.steps=0", "train: how long is the run? set steps, or tokens"),
         ("train.compile=flase", 'train.compile: must be one of auto, true, false; got "flase"'),
         ("optimizer.lr=nan", "optimizer.lr: must be a finite number, got NaN"),
@@ -75,14 +75,6 @@ def test_refusals_name_key_value_and_fix(tmp_path, override, message):
     assert line.startswith(f"--set {override.partition('=')[0]}")
 
 
-def test_a_missing_table_names_the_file(tmp_path):
-    text = "[run]\nname = 'x'\n"
-    assert refusal(tmp_path, text) == [
-        "x.toml: train: is required but missing; add a table [train]",
-        "x.toml: data: is required but missing; add a table [data]",
-    ]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -91,14 +83,20 @@ def test_a_missing_table_names_the_file(tmp_path):
         (b"[run]\nname = 1\nname = 2\n", "x.toml:3: TOML: cannot overwrite a value"),
         (b"a = [\n1,\n", "x.toml:3: TOML: "),
         (b"a = " + b"[" * 5000, "x.toml: TOML: cannot be read: "),
+        (b"[train]\nsteps = " + b"1" * 6000, "x.toml"),
+        (
+            b"\xef\xbb\xbf[run]\nname = 'x'\n",
+            "x.toml: train: is required but missing; add a table [train]\nx.toml: data: is",
+        ),
     ],
 )
-def test_files_that_are_no_toml(tmp_path, data, message):
+def test_files_that_are_no_config(tmp_path, data, message):
     path = tmp_path / "x.toml"
     path.write_bytes(data)
     with pytest.raises(UserError) as caught:
         load_config(path)
-    assert message in caught.value.message
+    assert message in caught.value.message.replace(f"{tmp_path}/", "")
+    assert len(caught.value.message) < 300
 
 
 def test_a_directory_a_pipe_a_device_or_a_nul_byte_is_no_config(tmp_path):
@@ -110,19 +108,6 @@ def test_a_directory_a_pipe_a_device_or_a_nul_byte_is_no_config(tmp_path):
         load_config("x\0.toml")
 
 
-@pytest.mark.parametrize("digits", ["1" * 6000, "0x" + "f" * 6000])
-def test_an_integer_of_thousands_of_digits_is_one_mistake(tmp_path, digits):
-    path = tmp_path / "x.toml"
-    for text, overrides in (
-        (BASE.replace("steps = 6", f"steps = {digits}"), []),
-        (BASE, [f"model.args={{ x = [{digits}] }}"]),
-    ):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(UserError) as caught:
-            load_config(path, overrides)
-        assert len(caught.value.problem) < 300
-
-
 def test_overrides_win_in_order_and_make_tables(tmp_path):
     config = load(tmp_path, BASE, "train.steps=7", "train.steps=8", "gns.enabled=false", "data.source.1.weight=2")
     assert config.train.steps == 8
@@ -131,17 +116,6 @@ def test_overrides_win_in_order_and_make_tables(tmp_path):
     overrides = ["data.mixing={batch_size=3}", "data.mixing.batch_size=0"]
     (line,) = refusal(tmp_path, BASE, *overrides)
     assert line.startswith(f"--set {overrides[1]}: data.mixing.batch_size: ")
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
-    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf" + BASE.lstrip().encode())
-    assert load_config(tmp_path / "x.toml").train.steps == 6
-
-
-def test_a_source_overrides_the_mixing_it_names_alone(tmp_path):
-    config = load(tmp_path, BASE, "data.source.first.mixing.num_streams_mixed=7")
-    mixing = mixing_of(config, config.data.source[0])
-    assert (mixing.num_streams_mixed, mixing.batch_size) == (7, 4)
 
 
 def test_kind_is_another_name_for_the_schedule_of_a_weight(tmp_path):
@@ -202,28 +176,6 @@ def test_no_override_ends_in_anything_but_a_config_or_a_user_error(tmp_path, key
         load_config(path, [f"train.{key}={value}"])
 
 
-NUMBERS = (-1, 0, 1, 2, 10**6, 10**7, 10**9, 10**10, 0.5, 1.0, float("nan"), 1e9, 1e12)
-VALUES = (*NUMBERS, True, "lru", "weighted", {"a": 0}, {"a": 1})
-
-
-def accepted(make: Any, settings: dict[str, Any]) -> bool:
-    with suppress(ValueError):
-        return bool(make(**settings))
-    return False
-
-
-@pytest.mark.parametrize("pair", ["Coord", "Ledger", "Mixing", "Objective", "Strategy Distributed", "Tracker Metrics"])
-def test_options_accept_what_their_table_accepts(pair: str) -> None:
-    name, table = pair.split()[0], pair.split()[-1]
-    own, its = getattr(options, f"{name}Options"), {**vars(data_tables), **vars(schema)}[f"{table}Table"]
-    assert issubclass(its, own)
-    needed = {"first_token": 1, "num_bins": 2, "sigma": 1.0} if name == "Coord" else {}
-    for key in vars(own(**needed)).keys() - {"coord"}:
-        assert its.model_fields[key].description
-        given = [{**needed, key: value} for value in VALUES]
-        assert [accepted(own, each) for each in given] == [accepted(its, each) for each in given], key
-
-
 def test_recorded_configs_may_set_what_always_applies(tmp_path):
     recorded = {"ledger": {"probe_cells": 8}, "gns": {"ema": 0.9, "enabled": True}, "train": 1}
     assert without_removed(recorded) == {**recorded, "ledger": {}}
@@ -231,3 +183,16 @@ def test_recorded_configs_may_set_what_always_applies(tmp_path):
     assert recorded["ledger"] == {"probe_cells": 8}
     assert load(tmp_path, BASE, "ledger.probe_cells=8", "train.max_skips=10").train.steps == 6
     assert "ledger.probe_cells: this key is gone" in refusal(tmp_path, BASE, "ledger.probe_cells=16")[0]
+
+
+@pytest.mark.parametrize("pair", ["Coord", "Ledger", "Mixing", "Objective", "Strategy Distributed", "Tracker Metrics"])
+def test_options_are_checked_as_their_table_is(pair: str) -> None:
+    tables = {**vars(data_tables), **vars(schema)}
+    own, its = getattr(options, f"{pair.split()[0]}Options"), tables[f"{pair.split()[-1]}Table"]
+    assert issubclass(its, own)
+    needed = {"first_token": 1, "num_bins": 2, "sigma": 1.0} if pair == "Coord" else {}
+    for key in vars(own(**needed)).keys() - {"coord"}:
+        assert its.model_fields[key].description
+        for make, value in itertools.product((own, its), ([], -1, 10**16)):
+            with pytest.raises(ValueError, match=key):
+                make(**{**needed, key: value})

@@ -63,7 +63,7 @@ def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_pat
         ended = status(run_dir)
         assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGTERM"), said
         assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
-    assert "the learning rate jumps" not in train(config, run_dir, *SETS, nproc=2, more=("--resume", "auto"))
+    train(config, run_dir, *SETS, nproc=2, more=("--resume", "auto"))
     assert row_differences(whole, run_dir) == []
     assert checkpoint_differences(whole / "checkpoints" / "latest", run_dir / "checkpoints" / "latest") == []
     assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
@@ -74,9 +74,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
     latest = whole / "checkpoints" / "latest"
     said = train(config, tmp_path / "run", *SETS, "train.steps=34", more=("--resume", latest))
     assert "resuming with another config: train.steps: 30 -> 34" in said
-    then, now = map(float, re.search(r"jumps: at step 30 it was (\S+), by this config it is (\S+) ", said).groups())
-    assert then == pytest.approx(read_rows(whole / "metrics.jsonl")["train", 30]["lr"], rel=1e-2)
-    assert now > then, "a cosine of 34 steps is not at its end yet"
     assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [31, 32, 33, 34]
 
 

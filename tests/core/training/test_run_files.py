@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import threading
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.training import signals
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.restore import check_config
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
@@ -210,19 +208,6 @@ def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
     finally:
         request.uninstall()
     assert {number: signal.getsignal(number) for number in previous} == previous
-
-
-def test_only_a_start_that_waits_for_ever_is_ended_and_never_what_comes_after_the_run(monkeypatch):
-    monkeypatch.setattr(signals, "GRACE_SEC", 0.2)
-    ended = threading.Event()
-    monkeypatch.setattr(signals, "end_process", lambda *_: ended.set())
-    for mend, ends in ((StopRequest.uninstall, False), (lambda request: None, True)):
-        request = StopRequest(lambda name: None)
-        request.install()
-        signal.raise_signal(signal.SIGUSR1)
-        mend(request)
-        assert ended.wait(60 if ends else 1.5) == ends
-    request.uninstall()
 
 
 def test_without_locks_a_run_is_warned_of_and_its_status_decides(config, tmp_path, monkeypatch, caplog):

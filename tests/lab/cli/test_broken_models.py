@@ -75,7 +75,7 @@ def forward(self, tokens, state=None):
 def test_a_model_for_cuda_alone_is_not_tried(check):
     ended = check(model("def forward(self): ..."), "train.device=cuda")
     assert ended.returncode == 0, ended.stderr
-    assert "#   forward_pass = not tried: the run is for CUDA" in ended.stdout
+    assert "#   contract = not tried: the run is for CUDA" in ended.stdout
 
 
 FORWARD = "model.target: broken_model:build: its forward "

@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_line_and_the_next_call_makes_what_a_first_one_would(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert full.returncode == 2
-    assert full.stderr.splitlines()[-1].startswith("full: cannot be written (File too large); make room"), full.stderr
+    assert full.stderr.splitlines()[-1].startswith("full: cannot be used (File too large); "), full.stderr
     assert "Traceback" not in full.stderr
     made = []
     for name in ("full", "fresh"):

@@ -45,11 +45,6 @@ def jsonl_file(path: Path) -> str:
     return "/all.jsonl"
 
 
-def jsonl_tokens(path: Path) -> str:
-    json_lines(path / "ids.jsonl", [{"tokens": ids(200, 700, seed).tolist()} for seed in range(40)])
-    return ""
-
-
 def npy_files(path: Path) -> str:
     for shard in range(3):
         np.save(path / f"shard{shard}.npy", ids(9000, 1234, shard).astype(np.uint16))
@@ -81,14 +76,16 @@ def nested(path: Path) -> str:
 KINDS = {
     "text": (text_folder, "direct", "bytes", 0),
     "jsonl": (jsonl_file, "direct", "bytes", 0),
-    "jsonl_tokens": (jsonl_tokens, "direct", "ids", 701),
     "npy": (npy_files, "direct", "ids", 1235),
     "bin": (bin_file, "direct", "ids", 50257),
     "megatron": (megatron, "direct", "ids", 901),
     "parquet": (parquet, "direct", "bytes", 0),
     "nested": (nested, "nested", "bytes", 0),
 }
-QUICK = ("jsonl_tokens", "nested")
+QUICK = ("npy", "nested")
+
+
+assert KINDS.keys() >= FORMATS.keys()
 
 
 # Every kind is read, checked and trained on; the ones that differ most in what is written stand in the short suite.
@@ -108,17 +105,13 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     source = config.data.source[0]
     found = ("nested" if source.root else "direct", config.data.tokenizer, config.data.vocab_size)
     assert found == (layout, tokenizer, vocab_size)
-    plan = make_plan(config, Path("x.toml"), 1)
-    assert plan.facts.groups_in_flight <= config.ledger.slots
+    make_plan(config, Path("x.toml"), 1)
     assert config.data.mixing.batching_mode == "per_row"
-    assert config.data.max_group_cells == 0
+    assert config.data.mixing.num_streams_mixed == 0
+    assert (source.name, source.weight) == ("my-data" if kind == "nested" else source.name, 1.0)
     small = ("model.dim=16", "scheduler.warmup_steps=1", "train.device=cpu", "metrics.log_interval=1")
     train(Path("x.toml"), Path("run"), *small, more=("--steps", 3), cwd=tmp_path)
     assert [*losses(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-
-
-def test_every_format_is_tried():
-    assert KINDS.keys() >= FORMATS.keys()
 
 
 @pytest.fixture
@@ -155,13 +148,6 @@ def test_what_cannot_be_one_run_is_refused(data, capsys):
     assert "is text, and data/ids.npy holds token ids" in mixed.stderr
 
 
-def test_all_empty_files_are_named_at_once(data):
-    for name in ("empty1.txt", "empty2.txt"):
-        (data / name).touch()
-    with pytest.raises(UserError, match=r"data/empty1.txt, data/empty2.txt: 2 of 8 files are empty"):
-        init(["data"])
-
-
 def test_text_files_that_are_not_text_are_noted(data, capsys):
     (data / "latin.txt").write_bytes(TEXT[:4000].encode() + b"caf\xe9")
     ended = program(["init", "data", "--force"], capsys)
@@ -190,14 +176,3 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config_or_found_above_the_data(
     init(["data"], out="x.toml", force=True)
     Path("x.toml").write_text(Path("x.toml").read_text().replace("# eod", "eod"))
     assert load_config("x.toml").data.eod == tokenizer.token_to_id("</s>")
-
-
-def test_a_corpus_of_several_modalities_is_one_source_and_paths_stay_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_corpus(tmp_path / "data")
-    init(["data"], out="x.toml")
-    (whole,) = load_config("x.toml").data.source
-    assert (whole.name, whole.root, whole.weight) == ("data", "data", 1.0)
-    init(["data/a/*", "data/b/stream0.jsonl"], out="x.toml", force=True)
-    (some,) = load_config("x.toml").data.source
-    assert some.paths == ["data/a/*", "data/b/stream0.jsonl"]

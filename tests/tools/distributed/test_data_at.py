@@ -73,7 +73,7 @@ def test_the_rows_are_those_that_the_step_has_read(config, tmp_path, verb, case)
     ranks, step, sets = CASES[case]
     train(config, tmp_path / "run", *SETS, *sets, nproc=ranks)
     found = data_at(verb, tmp_path / "run", step)
-    assert (found["from_step"], found["note"]) == (4 if step > 4 else 0, "")
+    assert found["from_step"] == (4 if step > 4 else 0)
     assert documents_of(found["rows"]) == has_read(tmp_path / "run", step) != []
     with_text = data_at(verb, tmp_path / "run", step, "--text")["rows"]
     for row in with_text:
@@ -122,13 +122,6 @@ def test_a_resumed_run_is_read_with_the_settings_of_each_launch(config, tmp_path
         found = data_at(verb, tmp_path / "run", step)
         assert found["from_step"] == origin
         assert documents_of(found["rows"]) == has_read(tmp_path / "run", step) != []
-    # Later launches changed settings, and no checkpoint is left of the one that trained the step.
-    for steps, *sets in ((4,), (8, second(9)), (12, "optimizer.lr=0.004")):
-        more = ("--resume", "auto") if sets else ()
-        train(config, tmp_path / "pruned", *SETS, f"train.steps={steps}", "checkpoint.keep_last=1", *sets, more=more)
-    found = data_at(verb, tmp_path / "pruned", 3)
-    assert (found["from_step"], found["note"]) == (0, "")
-    assert documents_of(found["rows"]) == has_read(tmp_path / "pruned", 3) != []
     shutil.rmtree(tmp_path / "trunk")
-    gone = verb("data", "at", tmp_path / "run", 5, "--trust-code").stderr
-    assert "began from a checkpoint of step 4 that is gone" in gone
+    gone = verb("data", "at", tmp_path / "run", 5, "--trust-code")
+    assert (gone.returncode, "step_00000004" in gone.stderr) == (2, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,6 @@ from typer import Argument, Option
 
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
-from trainer.errors import UserError
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import JsonOption, print_json, put_text
 from trainer.wording import counted
@@ -20,7 +20,7 @@ from trainer.wording import counted
 if TYPE_CHECKING:
     import torch
 
-    from trainer.config.schema import RunConfig
+    from trainer.tools.doubts import Content
     from trainer.training.setup.plan import Plan
     from trainer.training.setup.sources import Source
 
@@ -42,43 +42,44 @@ def check(
         import torch
 
         from trainer.config.load import load_config, located, to_toml
+        from trainer.config.rules import needs_of_cuda
         from trainer.lab.contract_check import check_here, refuse_breaches, remarks
         from trainer.metrics.logger import get_logger
+        from trainer.tools.doubts import contents, lane_doubts
         from trainer.training.setup.plan import make_plan
         from trainer.training.setup.sources import plan_lanes
 
-    resolved = load_config(config_path, overrides or [])
+    resolved, logger = load_config(config_path, overrides or []), get_logger("check")
     with located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
-        for unmet in plan.unmet_needs(device):
-            get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
-        sources, lanes = _read(plan), plan_lanes(plan, plan.state_width(), device)
+        for unmet in needs_of_cuda(resolved.train) if device.type == "cpu" else ():
+            logger.warning("a run on this machine is refused: %s", unmet.message)
+        content = contents(plan)
+        for doubt in lane_doubts(plan, content):
+            logger.warning("%s", doubt.message)
+        lanes, words = plan_lanes(plan, plan.state_width(), device), {}
         if lanes.sets:
-            num_lanes = lanes.num(resolved.data.mixing.batch_size)
+            rows = resolved.data.mixing.batch_size
+            words, num_lanes = {"lanes": lanes.words(rows)}, lanes.num(rows)
             table = plan.config.ledger.model_copy(update={"capacity": plan.config.ledger.capacity or num_lanes})
             derived = replace(plan.facts, groups_in_flight=num_lanes, ledger_capacity=table.capacity)
             plan = replace(plan, config=plan.config.model_copy(update={"ledger": table}), facts=derived)
-        facts = {**_derived(plan, device), "memory_megabytes": _megabytes(plan)}
-        if lanes.sets:
-            facts["lanes"] = lanes.words(resolved.data.mixing.batch_size)
+        facts = {**_derived(plan, device), **words}
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
     if isinstance(report, str):
-        facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
+        facts["contract"] = f"not tried: {report}"
     else:
         for line in remarks(report):
-            get_logger("check").warning("model: %s", line)
-        facts["forward_pass"] = report["forward"].text
-        if report["forward"].status == "held":
-            facts["forward_pass"] = "ran"
+            logger.warning("model: %s", line)
         facts["contract"] = report.to_json() if as_json else report.summary()
-    facts["sources"] = sources
-    facts["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
+    sources = {"sources": _sources(plan, content)}
+    sources["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:
-        print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
+        print_json({"config": resolved.model_dump(mode="json"), "facts": facts | sources})
         return
     # The values are comments, so that the output is itself a config.
     with_defaults = not sys.stdout.isatty()
@@ -86,7 +87,8 @@ def check(
     if not with_defaults:
         echo("# All other keys have their defaults, which a pipe gets (train check ... | cat).")
     echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
-    _print_facts(facts)
+    for line in _lines_of(facts, sources):
+        echo(f"#   {line}")
 
 
 def _source(source: Source) -> dict[str, Any]:
@@ -96,25 +98,42 @@ def _source(source: Source) -> dict[str, Any]:
     return {"streams": len(source.streams), "modalities": modalities, "bytes": size}
 
 
-def _read(plan: Plan) -> dict[str, dict[str, Any]]:
+def _sources(plan: Plan, content: Mapping[str, Content]) -> dict[str, dict[str, Any]]:
     """The sources, with their shares at the beginning and the steps that an epoch of each takes."""
-    from trainer.metrics.logger import get_logger
-    from trainer.tools.content import contents, lane_doubts
-
-    found, facts = contents(plan), {}
-    for doubt in lane_doubts(plan, found):
-        get_logger("check").warning("%s", doubt.message)
-    total = sum(source.weight.evaluate(0) for source in plan.sources)
+    facts, total = {}, sum(source.weight.evaluate(0) for source in plan.sources)
     for source in plan.sources:
-        facts[source.name] = _source(source)
-        share = facts[source.name]["share"] = source.weight.evaluate(0) / max(total, 1e-100)
-        if source.name in found:
-            tokens, documents = found[source.name].tokens, found[source.name].documents
-            facts[source.name] |= {"tokens": tokens, "documents": documents}
+        share = source.weight.evaluate(0) / max(total, 1e-100)
+        own = facts[source.name] = {**_source(source), "share": share}
+        if source.name in content:
+            own |= content[source.name]._asdict()
             if share:
-                steps = tokens / (share * plan.facts.tokens_per_step)
-                facts[source.name]["steps_per_epoch"] = steps
+                own["steps_per_epoch"] = own["tokens"] / (share * plan.facts.tokens_per_step)
     return facts
+
+
+def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{part} {size:,.1f}" for part, size in value.items())
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        yield f"{name} = {value}"
+    for kind, named in (("source", sources["sources"]), ("eval source", sources["eval_sources"])):
+        yield from (f"{kind} {name}: {_in_words(found)}" for name, found in named.items())
+
+
+def _in_words(source: Mapping[str, Any]) -> str:
+    text = "a data set of your own"
+    if source["streams"]:
+        text = f"{counted(source['streams'], 'stream')}, {source['bytes'] / 1e6:,.1f} MB"
+        text += f", modalities {', '.join(source['modalities'])}"
+    if "share" in source:
+        text += f"; {source['share']:.1%} of what is read"
+    if "steps_per_epoch" in source:
+        text += f", an epoch takes {source['steps_per_epoch']:,.0f} steps"
+        if not source["documents"]:
+            text += " at most"
+    return text
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
@@ -126,15 +145,15 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.lab.pieces import recompute_blocks
     from trainer.lab.remote import Store
     from trainer.lab.weights import check_fit, read_weights
+    from trainer.model.families import with_sizes
     from trainer.model.protocol import output_layer
     from trainer.tools.corpus.documents import refuse_empty
+    from trainer.training.checkpointing import checkpoint
+    from trainer.training.checkpointing.restore import check_config, refuse_gone
     from trainer.training.setup.plan import make_auxiliary
     from trainer.training.step.optimizer import parameter_groups
 
     config, model = plan.config, plan.weightless_model()
-    parent = plan.place(config.run.dir)
-    if os.path.exists(parent) and not os.path.isdir(parent):
-        raise UserError("run.dir", f"{config.run.dir} is not a directory", "name another one")
     if config.model.weights is not None:
         weights, _ = read_weights(plan.place(config.model.weights))
         check_fit(model, weights, key="model.weights", path=config.model.weights)
@@ -148,38 +167,26 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
         recompute_blocks(model)
     if plan.layout is not None:
         shard_units(model)
-    sources = (*plan.sources, *plan.eval_sources)
-    refuse_empty([stream for source in sources for stream in source.streams])
-    _check_resume(config, plan.resume)
+    refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
     for key, url in (("checkpoint.remote", config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
         if url is not None and is_url(url):
             Store(url, key=key)  # which sends nothing
-
-
-def _check_resume(config: RunConfig, resume: str) -> None:
-    """Refuse a checkpoint that a run could not resume from; no file is hashed.
-    `resume`: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
-    Raises UserError: it is not there, not whole, or was made with another config."""
-    from trainer.files import is_url
-    from trainer.model.families import with_sizes
-    from trainer.training.checkpointing import checkpoint
-    from trainer.training.checkpointing.restore import check_config, refuse_gone
-
-    if resume not in ("off", "auto") and not is_url(resume):
-        state = checkpoint.named(resume, checkpoint.read_state)
+    if plan.resume not in ("off", "auto") and not is_url(plan.resume):
+        state = checkpoint.named(plan.resume, checkpoint.read_state)
         refuse_gone(state)
         check_config(state["config"], with_sizes(config, state["config"]))
 
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Derived values, without memory and the model's contract."""
+    """Derived values, and what a rank's model and its lanes' states take, in MB, by formulas."""
     from trainer.config.rules import why_no_noise_scale
+    from trainer.tools.doubts import model_bytes
     from trainer.tools.summary import alignment
-    from trainer.training.setup.plan import ledger_bytes
+    from trainer.training.setup.plan import state_bytes
 
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
-    facts["precision"] = config.train.precision
+    facts |= {"precision": config.train.precision, "micro_batches": batches.most}
     implementation = getattr(plan.weightless_model(), "implementation", None)
     if implementation is not None:
         facts["implementation"] = implementation(device, config.train.precision)
@@ -188,7 +195,6 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     if each > 1:
         passes = f"{batches.most * each} forward passes a step instead of {batches.most} of {each} times the rows"
         facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
-    facts["micro_batches"] = batches.most
     if not batches.is_constant:
         steps = f"cells_per_step and tokens_per_step are those of {batches.most}"
         facts["micro_batches"] = f"{batches.least} to {batches.most}; {steps}"
@@ -198,45 +204,11 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     align = alignment(plan, None)
     if align:
         facts["align"] = align
-    width = plan.state_width()
-    if width:
-        facts["state_width"] = width
-        facts["ledger_megabytes"] = round(each * ledger_bytes(config.ledger, width) / 1e6, 1)
-    return facts
-
-
-def _megabytes(plan: Plan) -> dict[str, float]:
-    """What a rank's model and its lanes' states take, in MB (1e6 bytes), by formulas."""
-    from trainer.tools.doubts import model_bytes
-    from trainer.training.setup.plan import state_bytes
-
+    facts["state_width"] = plan.state_width()
     sizes = model_bytes(plan, plan.num_parameters())
-    lanes = plan.facts.groups_in_flight * plan.facts.shards_per_rank
-    sizes["states"] = lanes * state_bytes(plan.config.ledger, plan.state_width())
-    return {name: round(size / 1e6, 1) for name, size in sizes.items()}
-
-
-def _print_facts(facts: dict[str, Any]) -> None:
-    memory, sources, evals = (facts.pop(name) for name in ("memory_megabytes", "sources", "eval_sources"))
-    for name, value in facts.items():
-        if isinstance(value, int):
-            value = f"{value:,}"
-        echo(f"#   {name} = {value}")
-    parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items())
-    echo(f"#   memory per rank, without activations: {parts} MB")
-    for kind, named in (("source", sources), ("eval source", evals)):
-        for name, found in named.items():
-            what = "a data set of your own"
-            if found["streams"]:
-                what = f"{counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB"
-                what += f", modalities {', '.join(found['modalities'])}"
-            if "share" in found:
-                what += f"; {found['share']:.1%} of what is read"
-            if "steps_per_epoch" in found:
-                what += f", an epoch takes {found['steps_per_epoch']:,.0f} steps"
-                if not found["documents"]:
-                    what += " at most"
-            echo(f"#   {kind} {name}: {what}")
+    sizes["states"] = plan.facts.groups_in_flight * each * state_bytes(config.ledger, plan.state_width())
+    facts["memory_megabytes"] = {name: round(size / 1e6, 1) for name, size in sizes.items()}
+    return facts
 
 
 def init(

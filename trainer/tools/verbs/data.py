@@ -192,7 +192,7 @@ def at_step(
     origin = find_origin(require_run(run_dir), step, trust_code=trust_code)
     rows = read_step(origin, step, with_text=text)
     if as_json:
-        print_json({"run": run_dir, "step": step, "from_step": origin.step, "note": origin.note, "rows": rows})
+        print_json({"run": run_dir, "step": step, "from_step": origin.step, "rows": rows})
         return
     columns = {"shard.micro.row": list(map(_place, rows))}
     for key in SHOWN:
@@ -204,8 +204,6 @@ def at_step(
         for each in row["documents"] or []:
             if "text" in each:
                 echo(f"{_place(row)} document {each['document']}: {each['text']!r}")
-    if origin.note:
-        echo(origin.note)
 
 
 def _place(row: Mapping[str, Any]) -> str:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 from typer import Argument, Option
 
 from trainer.cli.terminal import echo
-from trainer.errors import UserError, UserErrors
+from trainer.errors import UserError, raise_found
 from trainer.files import read_lines
-from trainer.tools.verbs.shared import JsonOption, RunDirArgument, output, print_json, put_text, writing
+from trainer.tools.verbs.shared import JsonOption, RunDirArgument, print_json, print_table, put_text, writing
 
 EXIT_DIFFERENT, EXIT_INVALID = 1, 1
 OutOption = Annotated[str | None, Option(help="File to write; default: stdout.", metavar="FILE")]
@@ -90,16 +88,6 @@ def _lines(file: str) -> Iterator[bytes]:
         yield from read_lines(Path(file))
 
 
-@dataclass(frozen=True)
-class CheckpointEntry:
-    step: int
-    path: str
-    num_bytes: int
-    world_size: int | None  # None if unknown
-    # What is wrong; None: it has its marker (list), or all its files match the marker (verify).
-    problem: str | None
-
-
 @checkpoint.command("list")
 def list_(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
     """List the checkpoints a run can resume from, newest first, without reading their tensors."""
@@ -112,46 +100,39 @@ def verify(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
     entries = _entries(run_dir, is_deep=True)
     _print(run_dir, entries, "verified", as_json=as_json)
     fix = "resume from an older one: --resume auto does so by itself"
-    problems = [entry.problem for entry in entries if entry.problem is not None]
-    if problems:
-        raise UserErrors([UserError("checkpoint", problem, fix) for problem in problems])
+    raise_found([UserError("checkpoint", entry["problem"], fix) for entry in entries if entry["problem"]])
 
 
-def _entries(run_dir: str, *, is_deep: bool) -> list[CheckpointEntry]:
-    """The run's checkpoints, complete or not, newest first."""
-    from trainer.training.checkpointing.checkpoint import step_of
+def _entries(run_dir: str, *, is_deep: bool) -> list[dict[str, Any]]:
+    """The run's checkpoints, complete or not, newest first. `problem`: with the marker, or if
+    `is_deep`, with any file; None: whole."""
+    from trainer.training.checkpointing import checkpoint as checkpoints
+    from trainer.training.checkpointing.tensor_files import CheckpointError
 
+    step_of, entries = checkpoints.step_of, []
     found = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if step_of(path) >= 0]
     if not found:
         raise UserError(run_dir, "has no checkpoint", "name a run (runs/NAME-TIME) that saved one")
-    return [_entry_of(path, is_deep=is_deep) for path in sorted(found, key=step_of, reverse=True)]
+    read = checkpoints.verify if is_deep else checkpoints.read_state
+    for path in sorted(found, key=step_of, reverse=True):
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        entry = {"step": step_of(path), "path": str(path), "num_bytes": size, "world_size": None, "problem": None}
+        try:
+            entry["world_size"] = int(read(path)["world_size"])
+        except CheckpointError as error:
+            entry["problem"] = str(error)
+        entries.append(entry)
+    return entries
 
 
-def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
-    from trainer.training.checkpointing.checkpoint import read_state, step_of, verify
-    from trainer.training.checkpointing.tensor_files import CheckpointError
-
-    problem, world_size = None, None
-    try:
-        world_size = int((verify if is_deep else read_state)(path)["world_size"])
-    except CheckpointError as error:
-        problem = str(error)
-    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    return CheckpointEntry(step_of(path), str(path), num_bytes, world_size, problem)
-
-
-def _print(run_dir: str, entries: list[CheckpointEntry], good: str, *, as_json: bool) -> None:
+def _print(run_dir: str, entries: list[dict[str, Any]], good: str, *, as_json: bool) -> None:
     if as_json:
-        print_json({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]})
+        print_json({"run_dir": run_dir, "checkpoints": entries})
         return
-    table = Table(title=escape(f"checkpoints of {run_dir}"), title_justify="left")
-    for name in ("step", "MB", "ranks"):
-        table.add_column(name, justify="right")
-    table.add_column("state")
-    for entry in entries:
-        state = good
-        if entry.problem is not None:
-            state = entry.problem.removeprefix(f"{entry.path}: ")
-        size = f"{entry.num_bytes / 1e6:,.1f}"
-        table.add_row(f"{entry.step:,}", size, str(entry.world_size or "?"), escape(state))
-    output().print(table)
+    columns = {
+        "step": [f"{entry['step']:,}" for entry in entries],
+        "MB": [f"{entry['num_bytes'] / 1e6:,.1f}" for entry in entries],
+        "ranks": [str(entry["world_size"] or "?") for entry in entries],
+        "state": [escape((entry["problem"] or good).removeprefix(f"{entry['path']}: ")) for entry in entries],
+    }
+    print_table(columns, right=("step", "MB", "ranks"), title=escape(f"checkpoints of {run_dir}"))

@@ -38,7 +38,7 @@ MovedOption = Annotated[
 FormatOption = Annotated[str, Option(help=FORMAT_HELP, metavar="NAME")]
 ColumnOption = Annotated[str | None, Option(help="As data.source.column, of .jsonl and .parquet.", metavar="NAME")]
 EodOption = Annotated[int | None, Option(help="Id that ends a document in .npy and headerless .bin files.")]
-PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
+PIPE_WIDTH, WIDEST = 120, 10_000  # characters of a line where stdout is no terminal, and of a table there
 COLOURS = {
     "error": "red", "warning": "yellow", "advice": "cyan",
     "healthy": "green", "findings": "red",
@@ -63,18 +63,11 @@ class _Console(Console):
             yield piece if piece.control else piece._replace(text=printable_lines(piece.text))
 
 
-def output(table: Table | None = None) -> Console:
-    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, or as wide as a table needs."""
-    columns = os.environ.get("COLUMNS", "")
-    if sys.stdout.isatty():
+def output(*, pipe_width: int = PIPE_WIDTH) -> Console:
+    """Stdout, as wide as the terminal or `COLUMNS`; `pipe_width` in a pipe."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return _Console(file=sys.stdout)
-    if columns.isdecimal() and int(columns) > 0:
-        return _Console(file=sys.stdout, width=int(columns))
-    console = _Console(file=sys.stdout, width=PIPE_WIDTH)
-    if table is not None:
-        any_width = console.options.update(max_width=10**4)
-        console.width = max(PIPE_WIDTH, console.measure(table, options=any_width).maximum)
-    return console
+    return _Console(file=sys.stdout, width=pipe_width)
 
 
 def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] = (), **options: Any) -> None:
@@ -85,7 +78,7 @@ def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] 
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
-    output(table).print(table, highlight=False)
+    output(pipe_width=WIDEST).print(table, highlight=False)
 
 
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:
@@ -109,13 +102,12 @@ def writing(where: str) -> Iterator[None]:
         name = str(error.filename2 or error.filename or where)
         if name.endswith(".tmp"):
             name = where
-        verb, fix = "used", "check the path and its mode"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            verb, fix = "written", "make room, and run it again"
         reason = error.strerror or str(error)
         if error.errno == errno.EEXIST:  # of a directory to be made: something else has its name
             reason = os.strerror(errno.ENOTDIR)
-        raise UserError(name, f"cannot be {verb} ({reason})", fix) from None
+        raise UserError(
+            name, f"cannot be used ({reason})", "check the path, its mode and the room on the disk"
+        ) from None
 
 
 def refuse_existing(out: str, *, force: bool) -> None:

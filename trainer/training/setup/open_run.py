@@ -63,7 +63,6 @@ class Launch:
     run_dir: str | None = None
     parts: Parts = NO_PARTS
     stdout: Output | None = None  # for payloads
-    on_run_dir: Callable[[Path], None] | None = None
 
 
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
@@ -92,14 +91,11 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info)
-            plan.call("rate change", found[1]["config"], plan, position)
     if _is_over(run_dir, position, plan.length, info):
         return None
     contract = _check_contract(plan, strategy.whole(state.model), info, device, position.step)
     # The directory is written from here on: a run refused earlier has left the record as it was.
     run_dir = begin_record(info, run_dir, stack, position.step)
-    if launch.on_run_dir is not None:
-        launch.on_run_dir(run_dir.path)
     stack.push(partial(_leave_reason, run_dir, info, position))
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)

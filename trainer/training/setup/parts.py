@@ -14,7 +14,6 @@ from torch import nn
 from trainer.config.schema import ModelTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, shard_units, strategy_for
-from trainer.errors import raise_found
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
@@ -42,8 +41,6 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     # Before the parameters get their memory on the device.
     (strategy or Strategy()).shard(model, partial(prepared_units, model, config))
     model = model.to(device)
-    if not plan.has_built_in_model:  # whose needs were not known before
-        raise_found(plan.unmet_needs(device, model=model))
     flops = getattr(model, "flops_per_token", None)  # for MFU; a custom model need not say
     return TrainState(
         model=model,

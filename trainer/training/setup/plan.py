@@ -113,18 +113,6 @@ class Plan:
         model = self.weightless_model()
         return size_of(model)
 
-    def unmet_needs(
-        self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
-    ) -> list[UserError]:
-        """The needs that this machine does not meet; builds the `model` if `counts_model`."""
-        numbers, width = 0, 0
-        if model is not None:
-            numbers, width = size_of(model)
-        elif counts_model:
-            numbers, width = self._model_size
-        found: list[UserError] = self.call("unmet needs", self, numbers, width, device) or []
-        return found
-
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""
         return weightless(self.config.model, self.vocab_size, self.config.data.seq_len, self.parts)

@@ -1,12 +1,13 @@
-"""Settings that cannot be meant, and needs that a machine does not meet: one place, for `check` and for a run."""
+"""Settings that cannot be meant, and what `train check` says of the sources and of the memory of a rank."""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,10 +18,8 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.tools import doubts
+from trainer.tools.doubts import contents, lane_doubts
 from trainer.training.setup.plan import Plan, make_plan
-
-CPU = torch.device("cpu")
-WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 
 
 @pytest.fixture(scope="module")
@@ -54,38 +53,15 @@ def test_usual_settings_give_no_doubt(config, caplog):
     assert not caplog.records
 
 
-@WITHOUT_CUDA
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.precision=fp16", 'train.precision: "fp16" needs a CUDA device'),
-    ],
-)
-def test_what_needs_cuda_is_refused_by_a_run_and_said_by_check(config, tmp_path, capsys, override, message):
-    options = ["--config", config, "--set", "train.device=auto", "--set", override]
-    checked = program(["check", *options], capsys)
-    assert checked.returncode == 0
-    assert f"a run on this machine is refused: {message}" in checked.stderr
-    with pytest.raises(UserError, match=re.escape(message)):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+@pytest.mark.parametrize("override", ["train.precision=fp16", "train.cuda_graph=true"])
+def test_what_needs_cuda_is_refused_by_a_run_and_said_by_check(config, tmp_path, capsys, override):
+    message = f"{override.partition('=')[0]}: needs a CUDA device"
+    checked = program(["check", "--config", config, "--set", "train.device=auto", "--set", override], capsys)
+    assert (checked.returncode, f"a run on this machine is refused: {message}" in checked.stderr) == (0, True)
+    with pytest.raises(UserError, match=message):
         train_here(config, tmp_path / "run", "train.device=auto", override)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "what"),
-    [
-        (["data.seq_len=100000000"], "data.seq_len", "the logits that exist together take 411.2 GB"),
-        (["model.dim=400000"], "model", "weights, gradients and optimizer take"),
-        (["ledger.capacity=1000000000"], "ledger.capacity", "the states of the ledger take"),
-    ],
-)
-def test_memory_that_no_machine_of_this_size_has_is_an_unmet_need(config, monkeypatch, overrides, key, what):
-    monkeypatch.setattr(doubts, "memory_bytes", lambda device: 16 * 10**9)
-    (found,) = plan(config, *overrides).unmet_needs(CPU)
-    assert found.key == key
-    assert what in found.problem
-    assert "cpu has 16.0 GB" in found.problem
-    assert not plan(config).unmet_needs(CPU)
 
 
 def test_the_device_decides_the_precision(config, monkeypatch):
@@ -112,28 +88,6 @@ def test_built_in_families_are_compiled_on_cuda(config, monkeypatch):
         assert plan(config, "train.device=auto", changes).config.train.compile is decided, changes
     monkeypatch.setattr("trainer.training.setup.plan.HAS_TRITON", False)
     assert plan(config, "train.device=auto").config.train.compile is False
-
-
-def test_graphs_that_are_asked_for_need_cuda(config):
-    (found,) = plan(config, "train.cuda_graph=true").unmet_needs(CPU)
-    assert found.message.startswith('train.cuda_graph: "true" needs a CUDA device')
-
-
-def test_of_a_sharded_model_a_rank_needs_memory_for_its_shards_alone(config, monkeypatch):
-    large = ["model.dim=4096", "ledger.capacity=64"]
-    needed = plan(config, *large).num_parameters() * 4 * 4
-    monkeypatch.setattr(doubts, "memory_bytes", lambda device: needed * 2 // 3)
-
-    def unmet(world_size: int, *sets: str) -> list[str]:
-        overrides = [*large, *(f"distributed.{each}" for each in sets)]
-        return [need.key for need in plan(config, *overrides, world_size=world_size).unmet_needs(CPU)]
-
-    assert unmet(4, "strategy=ddp") == unmet(1, "strategy=fsdp") == ["model"]
-    assert unmet(4, "strategy=fsdp") == unmet(4, "strategy=hsdp", "replicas=2") == []
-    assert unmet(4, "strategy=hsdp", "replicas=4") == ["model"]
-    assert unmet(4, "strategy=hsdp") == []  # one node, so one replica
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert unmet(4, "strategy=hsdp") == ["model"]
 
 
 def test_check_says_the_memory_of_a_rank_by_strategy(config, capsys):
@@ -215,3 +169,50 @@ def test_rows_that_a_family_cannot_be_trained_on_are_refused_by_check(tmp_path, 
     checked = program(["check", "--config", write_tiny_config(tmp_path), *own], capsys)
     assert checked.returncode == code, checked.stderr
     assert ("data.seq_len: rows of 1 tokens are too short to train mamba2" in checked.stderr) == (code == 2)
+
+
+# Source -> the lengths of the documents of each of its files.
+CORPUS: Mapping[str, Sequence[Sequence[int]]] = {"one": [[300, 420], [280], [350]], "two": [[*range(5, 60)], [9, 12]]}
+
+
+def plan_of(folder: Path, *overrides: str, names: Sequence[str] = ("one", "two")) -> Plan:
+    for name, files in CORPUS.items():
+        (folder / name).mkdir(exist_ok=True)
+        for number, lengths in enumerate(files):
+            texts = [json.dumps({"text": "x" * size}) for size in lengths]
+            (folder / name / f"{number}.jsonl").write_text("\n".join(texts) + "\n")
+    sources = ",".join(f'{{name="{name}",paths=["{folder}/{name}/*"]}}' for name in names)
+    rows = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=3}'
+    return plan(write_tiny_config(folder), f"data.source=[{sources}]", rows, "data.max_group_cells=0", *overrides)
+
+
+def test_more_rows_than_documents_are_named_and_the_setting_helps(tmp_path: Path) -> None:
+    few = plan_of(tmp_path, "data.mixing.batch_size=16", names=["one"])
+    (found,) = lane_doubts(few, contents(few))
+    assert found.message == (
+        "data.mixing.batch_size: 4 documents for 16 rows: a step has several of one document; set it to 4, or add data"
+    )
+    after = plan_of(tmp_path, "data.mixing.batch_size=4", names=["one"])
+    assert not list(lane_doubts(after, contents(after)))
+
+
+def test_small_data_are_counted_and_large_data_go_by_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = plan_of(tmp_path)
+    for name, found in contents(whole).items():
+        sizes = [size for lengths in CORPUS[name] for size in lengths]
+        assert found == (sum(sizes), len(sizes))
+    monkeypatch.setattr(doubts, "OPENED_BYTES", 1)
+    for source in whole.sources:
+        size = sum(Path(stream.path).stat().st_size for stream in source.streams)
+        assert contents(whole)[source.name] == (size, 0)
+    np.save(tmp_path / "ids.npy", np.arange(250, dtype=np.uint16))
+    ids = plan_of(tmp_path, f'data.source=[{{name="ids",paths=["{tmp_path}/ids.npy"],eod=3}}]')
+    assert contents(ids)["ids"].tokens == 250
+
+
+def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match="source one: has no document to train on"):
+        contents(plan_of(tmp_path, f'data.source=[{{name="one",paths=["{tmp_path}/empty.jsonl"]}}]'))
