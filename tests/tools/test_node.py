@@ -1,4 +1,4 @@
-"""`train doctor --node`: what a broken device or network does is reported, in time."""
+"""scripts/slurm/check_node.py: what a broken device or network does is reported, in time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import sys
 
 import pytest
 
-from tests.support.runs import run
+from tests.support.runs import ROOT
+
+SCRIPT = ROOT / "scripts/slurm/check_node.py"
+
+
+def ended(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.distributed
 def test_ranks_sum_over_all_of_them():
-    ended = run("doctor", "--node", nproc=2)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("all-reduce of 64 MB over 2 ranks: ") == 2
+    found = ended("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("all-reduce of 64 MB over 2 ranks: ") == 2
 
 
 @pytest.mark.parametrize(("does", "said"), [("False", "cpu is wrong"), ("time.sleep(600)", "no answer within 2 s")])
 def test_a_device_that_multiplies_wrongly_or_never_answers_is_reported(does, said):
-    code = "import time; from trainer.tools import limits; from trainer.tools import doctor\n"
-    code += "from trainer.tools.verbs import models\n"
-    code += f"doctor.torch.equal = lambda *_: {does}\nlimits.NODE_SECONDS = 2.0\nmodels._check_node()"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert said in ended.stdout + ended.stderr
-    assert ended.returncode != 0
+    code = f"import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); import check_node\n"
+    code += f"check_node.torch.equal = lambda *_: {does}\ncheck_node.SECONDS = 2.0\ncheck_node.main()"
+    found = ended("-c", code)
+    assert said in found.stdout
+    assert found.returncode == 3

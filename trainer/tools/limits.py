@@ -127,8 +127,6 @@ BUSY_SECONDS: Final = 60.0
 REDONE_SHARE: Final = 0.05
 # restarts from one step: more are a crash loop, which more checkpoints do not help.
 RESTARTS: Final = 2
-# seconds: a node that needs longer to multiply and to sum is not healthy, whatever it would say.
-NODE_SECONDS: Final = 120.0
 
 
 def surprise_bound(picks: float) -> float:

@@ -30,7 +30,7 @@ def job(tmp_path):
         (tools / name).chmod(0o755)
     config = write_tiny_config(tmp_path, "\n[checkpoint]\nevery = 500\n")
     slurm = {"SLURM_JOB_NODELIST": "n[1]", "SLURM_JOB_ID": "4242", "SLURM_JOB_NUM_NODES": "1", "RANKS_PER_NODE": "2"}
-    slurm["SLURMD_NODENAME"] = "127.0.0.1"
+    slurm |= {"SLURMD_NODENAME": "127.0.0.1", "CHECK_NODE": str(ROOT / "scripts/slurm/check_node.py")}
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     env = environment({**slurm, "PATH": path, "CALLS": str(tmp_path / "calls"), "RUN_DIR": str(tmp_path / "run")})
 

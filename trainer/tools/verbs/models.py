@@ -210,16 +210,10 @@ def doctor(
     num_layers: Annotated[int, Option(min=1, help="As model.num_layers.")] = 2,
     seq_len: Annotated[int, Option(min=1, help="As data.seq_len.")] = 64,
     device: shared.DeviceOption = "cpu",
-    node: Annotated[
-        bool, Option("--node", help="Check this machine instead; under torchrun, the network too.")
-    ] = False,
     as_json: shared.JsonOption = False,
 ) -> None:
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does,
     3: it does not, or that could not be checked."""
-    if node:
-        _check_node()
-        return
     from trainer.config.load import parse_value
     from trainer.distributed.env import pick_device
     from trainer.lab.contracts import check_model
@@ -245,29 +239,6 @@ def doctor(
     else:
         _print_report(name, report)
     if report.breaches or report.unchecked:
-        raise typer.Exit(EXIT_BREACH)
-
-
-def _check_node() -> None:
-    import socket
-    from threading import Timer
-
-    from trainer.tools import limits
-    from trainer.tools.doctor import NodeCheck
-
-    check, host = NodeCheck(), socket.gethostname()
-
-    def leave() -> None:  # what hangs cannot be ended otherwise
-        echo(f"{host}: no answer within {limits.NODE_SECONDS:g} s: {check.doing}", err=True)
-        os._exit(EXIT_BREACH)
-
-    timer = Timer(limits.NODE_SECONDS, leave)
-    timer.start()
-    problem = check.run(limits.NODE_SECONDS)
-    timer.cancel()
-    for line in (*check.lines, problem or "this node can train"):
-        echo(f"{host}: {line}")
-    if problem:
         raise typer.Exit(EXIT_BREACH)
 
 
