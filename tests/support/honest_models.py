@@ -397,19 +397,6 @@ class EmptyLeaf(NestedLstm):
         return found
 
 
-class Parity(Language):
-    """A discrete state: whether the number of odd tokens so far is odd."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        start = tokens.new_zeros(len(tokens), 1) if state is None else state.long()
-        parity = (start + tokens.cumsum(1)) % 2  # [B, T]
-        logits = self.head(self.embedding(tokens) + self.embedding(parity))
-        return ModelOutput(logits, parity[:, -1:].to(logits.dtype))
-
-
 class LastTokens(Language):
     """A state of whole numbers, the last tokens: no gradient goes through it, and none is lost."""
 

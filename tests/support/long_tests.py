@@ -45,9 +45,7 @@ LEFT = {
     "scripts/test_scripts": "check_refuses_hugging_face",
     "scripts/test_gpu_harness": "a_hang_is_killed",
     "core/config/test_hints": "no_message_has_the:6",
-    "lab/contracts/test_check_model": "a_model_that_has:1 a_mutant_is_convicted:8 "
-    "an_honest_model_is_not_convicted_without:2 an_honest_model_is_not_convicted:6",
-    "lab/contracts/test_leaks": "a_model_has_the:16",
+    "lab/contracts/test_check_model": "a_model_has_the:20 an_honest_model_is_judged:5",
     "core/metrics/test_noise_scale": "estimates_are_unbiased:4",
     "lab/model/test_families": "a_family_keeps_the:1",
     "lab/model/test_flash_linear_attention": "outputs_states_and_gradients:3",

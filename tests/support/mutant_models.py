@@ -1,4 +1,4 @@
-"""Models with one breach of the contract each, and the check that is meant to convict it."""
+"""Models with one breach of the contract each."""
 
 from __future__ import annotations
 
@@ -264,64 +264,45 @@ class LateReset(Encoder):
         return super().forward(tokens, state, None if resets is None else resets.roll(1, 1))
 
 
-MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    # name: (model, the check meant for it, a word of its verdict)
-    "drops the state": (DropState, "carry", "from position 6 on"),
-    "drops a count in its state": (lambda: Counting(forgets=True), "carry", "from position 6 on"),
-    "learned start of None alone": (LearnedStartOfNone, "carry", "is never used and never trained"),
-    "returns none": (ReturnNone, "carry", "takes a state and returns none"),
-    "returns a state in training alone": (lambda: ReturnNone(True), "carry", "takes a state and returns none"),
-    "returns a state in eval alone": (lambda: ReturnNone(False), "forward", "returns no state in train()"),
-    "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train()"),
-    "drops a part of a nest": (DropPartOfNest, "carry", "differ from the uncut row"),
-    "returns a state of nan": (returned(lambda x, state, out, end: (out, end * math.nan)), "carry", "holds NaN"),
-    "rounds the state": (
-        given(lambda x, state: (x, state.bfloat16().to(state.dtype))),
-        "carry",
-        "differ from the exact row",
-    ),
-    "raises later": (RaisesLater, "forward", "boom in my model (tests/support/mutant_models.py:"),
-    "raises on a reset": (RaisesOnResets, "resets", "boom on a reset"),
-    "off by one": (
-        returned(lambda x, state, out, end: (out, out[:, -2] if x.shape[1] > 1 else state), Ema),
-        "carry",
-        "differ from the uncut row",
-    ),
-    "single rows only": (kept(lambda x: x.shape[0] == 1), "carry", "differ from the uncut row"),
+MUTANTS: dict[str, Callable[[], nn.Module]] = {
+    "drops the state": DropState,
+    "drops a count in its state": lambda: Counting(forgets=True),
+    "learned start of None alone": LearnedStartOfNone,
+    "returns none": ReturnNone,
+    "returns a state in training alone": lambda: ReturnNone(True),
+    "returns a state in eval alone": lambda: ReturnNone(False),
+    "returns none when given a state": ReturnNoneWhenGiven,
+    "drops a part of a nest": DropPartOfNest,
+    "returns a state of nan": returned(lambda x, state, out, end: (out, end * math.nan)),
+    "rounds the state": given(lambda x, state: (x, state.bfloat16().to(state.dtype))),
+    "raises later": RaisesLater,
+    "raises on a reset": RaisesOnResets,
+    "off by one": returned(lambda x, state, out, end: (out, out[:, -2] if x.shape[1] > 1 else state), Ema),
+    "single rows only": kept(lambda x: x.shape[0] == 1),
     # As in Hugging Face's Mamba, whose full-sequence branch takes no initial state.
-    "single tokens only": (kept(lambda x: x.shape[1] == 1), "carry", "differ from the uncut row"),
-    "positions restart": (PositionsRestart, "carry", "differ from the uncut row"),
-    "behind a gate of zeros": (ZeroGate, "carry", "differ from the uncut row"),
-    "returns the states in another order": (
-        returned(lambda x, state, out, end: (out, end.roll(1, 0))),
-        "isolation",
-        "row",
+    "single tokens only": kept(lambda x: x.shape[1] == 1),
+    "positions restart": PositionsRestart,
+    "behind a gate of zeros": ZeroGate,
+    "returns the states in another order": returned(lambda x, state, out, end: (out, end.roll(1, 0))),
+    "ignores resets": leaky_encoder,
+    "one layer ignores resets": lambda: leaky_encoder(1),
+    "resets too late": LateReset,
+    "swaps rows of tokens": given(lambda x, state: (x.flip(0), state)),
+    "batch norm": BatchNorm,
+    "experts with a low capacity": CapacityExperts,
+    "peeks one ahead": returned(lambda x, state, out, end: (out + 0.1 * F.pad(x[:, 1:], (0, 0, 0, 1)), end)),
+    "writes into the incoming state": returned(write_into_state, Ema),
+    "state hidden in the module": HiddenState,
+    "state hidden with its graph": HiddenInANest,
+    "dropout in eval": returned(lambda x, state, out, end: (F.dropout(out, 0.3), end)),
+    "dropout of attention in eval": AttentionDropout,
+    "noise in eval": given(lambda x, state: (x + 0.1 * torch.randn_like(x), state)),
+    "noise of numpy in eval": given(
+        lambda x, state: (x + torch.as_tensor(np.random.standard_normal(DIM), dtype=x.dtype), state)
     ),
-    "ignores resets": (leaky_encoder, "resets", "before the reset"),
-    "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "before the reset"),
-    "resets too late": (LateReset, "resets", "before the reset"),
-    "swaps rows of tokens": (given(lambda x, state: (x.flip(0), state)), "isolation", "row"),
-    "batch norm": (BatchNorm, "isolation", "the other rows"),
-    "experts with a low capacity": (CapacityExperts, "isolation", "the other rows"),
-    "peeks one ahead": (
-        returned(lambda x, state, out, end: (out + 0.1 * F.pad(x[:, 1:], (0, 0, 0, 1)), end)),
-        "causality",
-        "moves the logits at position",
-    ),
-    "writes into the incoming state": (returned(write_into_state, Ema), "purity", "in place"),
-    "state hidden in the module": (HiddenState, "purity", "from call to call"),
-    "state hidden with its graph": (HiddenInANest, "purity", "from call to call"),
-    "dropout in eval": (returned(lambda x, state, out, end: (F.dropout(out, 0.3), end)), "purity", "random"),
-    "dropout of attention in eval": (AttentionDropout, "purity", "random"),
-    "noise in eval": (given(lambda x, state: (x + 0.1 * torch.randn_like(x), state)), "purity", "random"),
-    "noise of numpy in eval": (
-        given(lambda x, state: (x + torch.as_tensor(np.random.standard_normal(DIM), dtype=x.dtype), state)),
-        "purity",
-        "random",
-    ),
-    "recomputation advances a state": (Advances, "checkpointing", "recomput"),
-    "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
-    "gradient partly detached": (Detached, "gradient", "remove what detaches the state"),
-    "state detached": (returned(lambda x, state, out, end: (out, end.detach())), "gradient", "detached"),
-    "drops the state in bf16": (kept(lambda x: not torch.is_autocast_enabled(x.device.type)), "autocast", "bf16"),
+    "recomputation advances a state": Advances,
+    "in-place update breaks backward": InPlaceBackward,
+    "gradient partly detached": Detached,
+    "state detached": returned(lambda x, state, out, end: (out, end.detach())),
+    "drops the state in bf16": kept(lambda x: not torch.is_autocast_enabled(x.device.type)),
 }

@@ -6,7 +6,7 @@ It could go once every model is one of this package, which the tests prove.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -167,34 +167,27 @@ def find_size(table: ModelTable, vocab_size: int, tokens: int, parts: Parts = NO
     """The real size, or a smaller one that is checked faster; why none can be checked."""
     if tokens * vocab_size > MAX_LOGITS:
         return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
-    real = Size(table.dim, table.num_layers, _count(table, vocab_size, tokens, parts))
+
+    def size(dim: int, layers: int) -> Size:
+        model = weightless(table.model_copy(update={"dim": dim, "num_layers": layers}), vocab_size, tokens, parts)
+        return Size(dim, layers, sum(parameter.numel() for parameter in model.parameters()))
+
+    real, dim, layers = size(table.dim, table.num_layers), table.dim, min(table.num_layers, 2)
     work = real.parameters * tokens
     if real.parameters <= MAX_PARAMETERS and real.num_layers <= MAX_LAYERS and work <= MAX_WORK:
         return real
-    for smaller in _smaller(table, vocab_size, tokens, parts):
-        if smaller.parameters <= SMALL_PARAMETERS and smaller.parameters * tokens <= MAX_WORK:
-            return smaller
+    while True:  # fewer layers, then half the width again and again: heads must divide the width
+        with suppress(UserError):
+            smaller = size(dim, layers)
+            if smaller.parameters <= SMALL_PARAMETERS and smaller.parameters * tokens <= MAX_WORK:
+                return smaller
+        if dim % 2 or dim <= LEAST_DIM:  # narrower models say little about wide ones
+            break
+        dim //= 2
     if real.parameters <= MAX_PARAMETERS_ONCE and work <= 10 * MAX_WORK:
         return real
-    size = f"{real.parameters:,} parameters and rows of {tokens:,} tokens"
-    return f"{size} would take long, and no smaller model can be built"
-
-
-def _smaller(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> Iterator[Size]:
-    """Fewer layers, then half the width again and again: heads must divide the width."""
-    layers, dim = min(table.num_layers, 2), table.dim
-    while True:
-        with suppress(UserError):
-            reduced = table.model_copy(update={"dim": dim, "num_layers": layers})
-            yield Size(dim, layers, _count(reduced, vocab_size, tokens, parts))
-        if dim % 2 or dim <= LEAST_DIM:  # narrower models say little about wide ones
-            return
-        dim //= 2
-
-
-def _count(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> int:
-    model = weightless(table, vocab_size, tokens, parts)
-    return sum(parameter.numel() for parameter in model.parameters())
+    text = f"{real.parameters:,} parameters and rows of {tokens:,} tokens"
+    return f"{text} would take long, and no smaller model can be built"
 
 
 def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:

@@ -93,16 +93,11 @@ FORWARD = "model.target: broken_model:build: its forward "
             model("def forward(self, tokens, state):\n    return self.head(self.embedding(tokens))"),
             f"{FORWARD}returns a Tensor without .logits and .state (broken_model.py:11)",
         ),
-        (
-            model("def forward(self, tokens, state):\n    return ModelOutput(self.embedding(tokens), state)"),
-            f"{FORWARD}returns logits [1, 16, 16] for tokens [1, 16], not [1, 16, 257]",
-        ),
         ("import no_such_pkg\n", "No module named 'no_such_pkg' (broken_model.py:1); install no_such_pkg"),
         (
             "def build(vocab_size, dim, num_layers):\n    return len(dim)\n",
             "model.target: broken_model:build fails: TypeError: object of type 'int' has no len() (broken_model.py:2)",
         ),
-        ("import sys\nsys.exit(0)\n", "cannot import broken_model: SystemExit: 0 (broken_model.py:2)"),
         (
             "def build(vocab_size, dim):\n    return None\n",
             "model.args: cannot call broken_model:build with vocab_size, dim, num_layers: got an unexpected keyword",
@@ -116,11 +111,6 @@ def test_a_model_that_breaks_the_contract_or_fails_is_refused_in_one_line_with_i
     hint = "make it forward(tokens [B, T], state [B, state_width]) -> ModelOutput("
     assert (hint in ended.stderr) == message.startswith(FORWARD)
     assert ended.stderr.count("\n") == 1
-
-
-def test_a_model_that_looks_at_its_numbers_while_it_is_built_can_be_checked(check):
-    text = model(GOOD).replace("    return Model(", "    assert torch.zeros(1).item() == 0\n    return Model(")
-    assert check(text).returncode == 0
 
 
 DROPS = model("""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.lab.contracts import check_model
-from trainer.lab.contracts.adapted import Adapted, Packing, adapt
+from trainer.lab.contracts.adapted import Adapted, adapt
 
 VOCAB, DIM = 31, 12
 
@@ -35,22 +35,19 @@ class Forgetful(Tagger):
 
 
 class Decayed(nn.Module):
-    """A decaying sum of the embeddings, in the style of `transformers`: a cache object and `seq_idx`."""
+    """A decaying sum of the embeddings, in the style of `transformers`: a cache object."""
 
-    heeds_documents, grows, counts = True, False, False
+    grows, counts = False, False
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
 
-    def forward(self, input_ids, cache_params=None, seq_idx=None):
+    def forward(self, input_ids, cache_params=None):
         x = self.embedding(input_ids)
         past = cache_params or SimpleNamespace(sum=torch.zeros_like(x[:, 0]), seen=0, layers=[])
         total, found = past.sum, []
         for at in range(x.shape[1]):
-            begins = (seq_idx[:, at] != (seq_idx[:, at - 1] if at else 0)) if seq_idx is not None else None
-            if begins is not None and self.heeds_documents:
-                total = total.masked_fill(begins[:, None], 0.0)
             total = 0.7 * total + x[:, at] * (1 + past.seen + at if self.counts else 1)
             found.append(total)
         y = torch.stack(found, 1)
@@ -71,11 +68,9 @@ def test_a_state_is_carried_through_the_argument_that_takes_it_wherever_its_rows
     assert check_model(Forgetful(), vocab_size=VOCAB)["carry"].status == "broken"
 
 
-def test_seq_idx_that_keeps_documents_apart_is_judged_as_resets():
+def test_the_tensors_of_a_cache_object_are_carried():
     report = check_model(variant(), vocab_size=VOCAB)
-    assert report["resets"].status == report["carry"].status == "held", report
-    assert isinstance(adapt(variant()), Packing)
-    assert check_model(variant(heeds_documents=False), vocab_size=VOCAB)["resets"].status == "not testable here"
+    assert report["carry"].status == "held", report
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Adapts a causal model of any make to `forward(tokens, state)`.
 
-Calls find out which argument carries the tokens and the state, and whether one keeps documents
-apart. It could go if every model were written for `trainer.model.protocol`.
+Calls find out which argument carries the tokens and the state. It could go if every model were
+written for `trainer.model.protocol`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Adapted(nn.Module):
 
     `why_stateless` is the reason where its cache cannot be such a state; `state_width` is then 0.
     The model returns logits [B, T, V] alone, in a tuple with the state, or as `.logits` of an
-    object. `new_cache` makes the cache for a row's start; None: the model starts without one.
+    object.
     """
 
-    def __init__(self, model: nn.Module, *, new_cache: Callable[[], Any] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         parameters = inspect.signature(model.forward).parameters
@@ -48,7 +48,6 @@ class Adapted(nn.Module):
         self.tokens_name = str(self._first(TOKENS))
         self.state_name = self._first(STATES)
         self.why_stateless = ""
-        self._new_cache = new_cache
         self._blank: Any = None
         self._dims: list[int | None] = []  # of rows, in each tensor of the cache
         was_training = model.training  # by hand: this package imports none of the trainer's models
@@ -64,12 +63,12 @@ class Adapted(nn.Module):
     def _first(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in self.parameters_taken), None)
 
-    def forward(self, tokens: Tensor, state: list[Tensor] | None = None, **inputs: Any) -> Output:
+    def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> Output:
         """Predict from tokens [B, T]; a state holds tensors [B, ...]."""
         cache = None
         if state is not None:
             cache = with_tensors(self._blank, self._placed(state))
-        logits, cache = self.run(tokens, cache, **inputs)
+        logits, cache = self.run(tokens, cache)
         if self.why_stateless:
             return Output(logits, None)
         return Output(logits, self._rows_first(tensors_of(cache)))
@@ -89,15 +88,12 @@ class Adapted(nn.Module):
                 placed.append(next(rows).movedim(0, dim).clone())
         return placed
 
-    def run(self, tokens: Tensor, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
+    def run(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """Logits and the cache after the row, in the model's own form; `cache` is written to.
         Raises ValueError: no logits [B, T, V] were returned."""
-        given = {self.tokens_name: tokens, **inputs}
-        if self.state_name is not None and not self.why_stateless:
-            if cache is None and self._new_cache is not None:
-                cache = self._new_cache()
-            if cache is not None:
-                given[self.state_name] = cache
+        given: dict[str, Any] = {self.tokens_name: tokens}
+        if self.state_name is not None and not self.why_stateless and cache is not None:
+            given[self.state_name] = cache
         takes_any = inspect.Parameter.VAR_KEYWORD in self.parameters_taken.values()
         if "use_cache" in self.parameters_taken or (self.state_name in CACHES and takes_any):
             given["use_cache"] = not self.why_stateless
@@ -154,46 +150,13 @@ class Adapted(nn.Module):
         return (torch.arange(rows * length, device=like.device) % 2).view(rows, length)
 
 
-class Packing(Adapted):
-    """An `Adapted` whose `seq_idx` was seen to keep documents apart: it takes resets."""
-
-    def forward(
-        self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None, **inputs: Any
-    ) -> Output:
-        """Predict from tokens [B, T]; `resets` (bool [B, T]) is where a document begins."""
-        if resets is not None:
-            inputs["seq_idx"] = resets.cumsum(1).int()
-        return super().forward(tokens, state, **inputs)
-
-
 def adapt(model: nn.Module) -> nn.Module:
     """The model as it is, if its forward takes `tokens` by name or no token ids that are known;
     else behind an `Adapted`. Raises CallFailed: see there."""
     names = inspect.signature(model.forward).parameters
     if "tokens" in names or not set(TOKENS) & set(names):
         return model
-    adapted = Adapted(model)
-    was_training = model.training
-    with torch.no_grad():
-        is_apart = "seq_idx" in names and _keeps_documents_apart(adapted.eval())
-    adapted.train(was_training)
-    if is_apart:
-        adapted.__class__ = Packing  # its layout has been learnt
-    return adapted
-
-
-def _keeps_documents_apart(model: Adapted) -> bool:
-    """Whether the second document of a row, marked by `seq_idx`, gets the logits it has alone."""
-    try:
-        start = model._tokens(1, ROW)
-        vocab = model.run(start)[0].shape[-1]
-        generator = torch.Generator().manual_seed(7)
-        tokens = torch.randint(vocab, (1, 2 * ROW), generator=generator).to(start.device)
-        marks = (torch.arange(2 * ROW, device=start.device) // ROW).int()[None]
-        marked = model(tokens, seq_idx=marks).logits
-        return distance(marked[:, ROW:], model(tokens[:, ROW:]).logits) < APART
-    except Exception:  # noqa: BLE001 - a user's model may raise anything
-        return False
+    return Adapted(model)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
-from trainer.lab.contracts import short_rows, soak
 from trainer.lab.contracts.adapted import adapt
+from trainer.lab.contracts.short_rows import find_causes
+from trainer.lab.contracts.soak import LEAST_ROWS, soak
 from trainer.lab.contracts.subject import (
     MODES,
     CallFailed,
@@ -31,12 +33,20 @@ from trainer.lab.contracts.subject import (
     shape_of,
     without_dropout,
 )
-from trainer.lab.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
+from trainer.lab.contracts.trial import CHECKS, NO_STATE, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
 
 RANDOM = (
     "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: "
     "something random is active there, such as a dropout without training=self.training; "
     "pass that, or use nn.Dropout"
+)
+RETURNS_NONE = (
+    "forward takes a state and returns none, so every cell starts from zero: return "
+    "ModelOutput(..., state=...), or set state_width = 0 on a model without a state"
+)
+LEARNED_START = (
+    "The trainer begins every group with zeros: a start that None alone has, such as a learned one, "
+    "is never used and never trained (docs/contracts.md)"
 )
 
 
@@ -44,9 +54,9 @@ def check_model(
     model: nn.Module,
     *,
     vocab_size: int,  # token ids are below it
-    seq_len: int = 64,  # tokens of a cell in training; most checks use shorter rows
+    seq_len: int = 64,  # tokens of a cell in training
     autocast: torch.dtype | None = None,  # in training; None: none
-    rows: int = soak.LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
+    rows: int = LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
     max_seconds: float = 60.0,
 ) -> Report:
     """Check that a model keeps the contract of `trainer.model.protocol.SequenceModel`.
@@ -55,17 +65,17 @@ def check_model(
     they are. Parts under `torch.compile` run uncompiled.
 
     `forward(tokens, state)` returns an object with `.logits` and `.state`; without an attribute
-    `state_width` its state may be any nest of tensors [B, ...]. The soak takes at most as long as
-    the other checks, or a few seconds; its verdict says what it tried. After `max_seconds` of the
-    calling thread's own work no further check begins: those left are `not testable here`.
+    `state_width` its state may be any nest of tensors [B, ...]. The soak's verdict says what it
+    tried; one that would take longer than `max_seconds`, in the calling thread, is not begun.
     """
     started = time.perf_counter()
     verdicts: dict[str, Verdict] = {}
-    how, why = "nothing was run", "the time was up before it began"
+    how, why = "nothing was run", ""
     with _left_alone(model):
         try:
-            request = _Request(vocab_size, seq_len, autocast, rows, time.thread_time(), max_seconds)
-            how = _check(model, request, verdicts)
+            how = _check(
+                model, _Request(vocab_size, seq_len, autocast, rows, time.thread_time() + max_seconds), verdicts
+            )
         except (CallFailed, NotTestable) as error:
             why = str(error)
             if verdicts:
@@ -75,21 +85,13 @@ def check_model(
 
 
 class _Request(NamedTuple):
-    """The arguments of `check_model`, and when it began, in the calling thread's time."""
+    """The arguments of `check_model`, and when its time ends, in that of the calling thread."""
 
     vocab_size: int
     seq_len: int
     autocast: torch.dtype | None
     rows: int
-    began: float
-    max_seconds: float
-
-    def soak(self, trial: Trial, working: Subject) -> Verdict:
-        """The last check, which may take as long as the others did, or `LEAST_SECONDS`."""
-        now = time.thread_time()
-        allowed = max(soak.LEAST_SECONDS, now - self.began)
-        deadline = min(self.began + self.max_seconds, now + allowed)
-        return soak.check_soak(trial, working, self.autocast, seq_len=self.seq_len, rows=self.rows, deadline=deadline)
+    deadline: float
 
 
 def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
@@ -118,9 +120,24 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
     if vocab_size < 2:  # no token could be changed
         raise NotTestable("a vocabulary of one token says nothing")
-    options = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": with_resets}
+    if with_resets:
+        tokens = torch.zeros(1, seq_len, dtype=torch.long)
+        try:
+            in_training(tokens, working.zeros(1), torch.arange(seq_len)[None] == seq_len // 2)
+        except CallFailed as error:
+            verdicts["resets"] = Verdict("resets", "broken", f"{error}, with a reset inside a row")
+            with_resets = False
+    options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": with_resets}
+    before = dict(verdicts)
     try:
-        return _judge_exactly(working, live, options, request, verdicts)
+        return _judge(make_trial(working.in_float64(), **options), working, live, request, verdicts)
+    except (CallFailed, NotTestable, TypeError, RuntimeError):
+        pass  # mps and some operators lack float64
+    verdicts.clear()
+    verdicts.update(before)
+    working.is_pure, working.training = False, True
+    try:
+        return _judge(make_trial(working, **options), working, live, request, verdicts)
     except CallFailed as error:
         text = f"{error}, after it ran with tokens {[1, seq_len]}"
         verdicts["forward"] = Verdict("forward", "broken", text)
@@ -215,30 +232,11 @@ def takes_resets(model: nn.Module) -> bool:
     return "resets" in parameters
 
 
-def _judge_exactly(
-    working: Subject, live: Subject, options: dict[str, Any], request: _Request, verdicts: dict[str, Verdict]
-) -> str:
-    """Judge in float64 if the model runs in it, otherwise in its own dtype; see `_judge`. Raises
-    CallFailed: it fails in its own dtype, on rows like those that it took before."""
-    try:
-        trial = make_trial(working.in_float64(), **options)
-    except (CallFailed, NotTestable, TypeError, RuntimeError):  # mps and some kernels lack float64
-        trial = make_trial(working, **options)
-    before = dict(verdicts)
-    try:
-        return _judge(trial, working, live, request, verdicts)
-    except CallFailed:
-        if trial.subject is working:
-            raise
-    # Some of its operators lack float64.
-    verdicts.clear()
-    verdicts.update(before)
-    working.is_pure, working.training = False, True
-    return _judge(make_trial(working, **options), working, live, request, verdicts)
-
-
 def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, verdicts: dict[str, Verdict]) -> str:
-    """Make every check but `forward`; returns the circumstances."""
+    """Make every check but `forward`; returns the circumstances. Raises CallFailed: a forward fails."""
+    subject = trial.subject
+    lengths = f"rows of {trial.length} tokens in cells of {trial.cell}"
+    how = f"judged in {dtype_name(subject.dtype)}, {lengths}, on {subject.device}"
     for training in (True, False):
         with trial.in_mode(training):
             state = trial.start_state()
@@ -246,137 +244,116 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         if state is not None and state.isnan().any():
             text = f"the returned state holds NaN in {MODES[training]}, and the next cell starts from it"
             verdicts["carry"] = Verdict("carry", "broken", text)
-            raise NotTestable("the state is NaN")
-    verdicts["purity"], trial = check_purity(trial, live)
-    trial.facts["purity"] = verdicts["purity"].status
-    if "random" in trial.facts:
-        raise NotTestable("the model is random in eval() too")
-    is_exact, low = trial.subject is not working, working.with_autocast(torch.bfloat16)
-    checks: dict[str, Callable[[Trial], Verdict]] = {
-        "causality": lambda trial: trial.judge("causality", short_rows.judge_causality),
-        "isolation": lambda trial: trial.judge("isolation", short_rows.judge_isolation),
-        "carry": short_rows.check_carry,
-        "state_used": short_rows.check_state_used,
-        "resets": short_rows.check_resets,
-        "gradient": short_rows.check_gradient,
-        "checkpointing": short_rows.check_checkpointing,
-        "autocast": lambda trial: short_rows.check_precision(trial, low, "autocast", "bf16 autocast"),
-        "soak": lambda trial: request.soak(trial, working),
-    }
-    for check, judge in checks.items():
-        if time.thread_time() > request.began + request.max_seconds:  # the checks left are not testable
-            break
-        try:
-            _require(check, verdicts, trial)
-            verdict = judge(trial)
-        except NotTestable as error:
-            verdict = untestable(check, error)
-        except CallFailed as error:
-            if check != "resets" or is_exact:
-                raise
-            verdict = Verdict(check, "broken", f"{error}, with a reset inside a row")
-        trial.facts[check] = verdict.status
-        if check == "carry" and is_exact and verdict.status == "held":
-            found = short_rows.check_precision(trial, working, "carry", dtype_name(working.dtype))
-            if found.status == "broken":
-                verdict = found
-        verdicts[check] = verdict
-    subject = trial.subject
-    lengths = f"rows of {trial.length} tokens in cells of {trial.cell}"
-    return f"judged in {dtype_name(subject.dtype)}, {lengths}, on {subject.device}"
-
-
-def _require(check: str, verdicts: dict[str, Verdict], trial: Trial) -> None:
-    """Raise `NotTestable` where the verdicts so far leave nothing to check."""
-    found = verdicts.get("carry")
-    if check in ("gradient", "autocast") and found is not None:
-        if found.status == "broken":
-            raise NotTestable("the state is not carried")
-        if found.status == "not testable here" and trial.width:
-            raise NotTestable(f"carry is not: {found.text}")
-    broken = [name for name, verdict in verdicts.items() if verdict.status == "broken"]
-    if check == "soak" and broken:
-        raise NotTestable(f"{broken[0]} is broken")
-
-
-def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
-    """Judge purity, and find the modes in which the other checks have to run.
-
-    `live` is the model as it is, with its dropouts; the trial's has none. Returns the verdict, and
-    the trial for the checks that follow: if the verdict allows it, they run on one copy of the
-    model instead of a fresh one per call.
-    """
-    subject = trial.subject
-    tokens, state = trial.tokens(), trial.start_state(ROWS)
-    size, draws = _repeat_live(trial, live, tokens, state)
+            return _without_the_rest(verdicts, "the state is NaN", how)
+    size, draws = _repeat_live(trial, live, state)
     if size:
+        verdicts["purity"] = Verdict("purity", "broken", RANDOM.format(size), size)
         with trial.in_mode(False):
             # A functional dropout alone leaves the other checks possible: they switch it off.
-            if not draws or subject.draws_random_numbers(tokens):
-                trial.facts["random"] = True
-        return Verdict("purity", "broken", RANDOM.format(size), size), trial
-    kept, written = "", ""
-    results: dict[bool, Result] = {}
+            if not draws or subject.draws_random_numbers(trial.tokens()):
+                return _without_the_rest(verdicts, "the model is random in eval() too", how)
+    else:
+        verdicts["purity"], trial = check_purity(trial)
+    seconds = request.deadline - time.thread_time()
+    found, look_in = soak(trial, working, request.autocast, seq_len=request.seq_len, rows=request.rows, seconds=seconds)
+    if look_in is not None and seconds > 0:
+        with trial.in_mode(look_in):
+            found |= find_causes(trial)
+    broken = [check for check, verdict in found.items() if verdict.status == "broken" and check != "soak"]
+    if broken and found["soak"].status == "broken":
+        found["soak"] = untestable("soak", f"{broken[0]} is broken")
+    if not trial.takes_resets:
+        found["resets"] = untestable("resets", "forward takes no resets")
+    if (of_state := _check_state(trial)) is not None:
+        found["carry"] = of_state
+    verdicts.update(found | verdicts)
+    return how
+
+
+def _without_the_rest(verdicts: dict[str, Verdict], why: str, how: str) -> str:
+    verdicts.update({check: untestable(check, why) for check in CHECKS if check not in verdicts})
+    return how
+
+
+def _check_state(trial: Trial) -> Verdict | None:
+    """What `carry` says of a model without a state, of one that takes one length alone, and of the
+    start of a row; None: nothing."""
+    subject, model = trial.subject, trial.subject.model
+    if not trial.width:
+        # `carry_flat` found no state in what forward returned.
+        if hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters:
+            return Verdict("carry", "broken", RETURNS_NONE)
+        why = getattr(model, "why_stateless", "") or NO_STATE
+        # A context that grows needs no state, and without an argument there is none.
+        if "grows with every token" in why or "takes no state" in why:
+            why = f"{NO_STATE}: {why}"
+        return untestable("carry", why)
+    if not trial.takes_cells:
+        text = f"the model takes rows of {trial.cell} tokens and no longer ones"
+        return untestable("carry", f"{text}, which its cells could be compared with")
+    tokens = trial.tokens()
+    try:
+        size = float(trial.errors(subject(tokens, None).logits, subject(tokens, subject.zeros(ROWS)).logits).max())
+        if size > math.sqrt(trial.noise):
+            text = f"state=None and zeros give other logits, by {size:.1e} of their spread. {LEARNED_START}"
+            return Verdict("carry", "broken", text, size)
+    except CallFailed:  # a model need not take None
+        pass
+    return None
+
+
+def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
+    """Judge purity. Returns the verdict, and the trial for the checks that follow: if the verdict
+    allows it, they run on one copy of the model instead of a fresh one per call."""
+    subject = trial.subject
+    tokens, state, zeros = trial.tokens(), trial.start_state(), subject.zeros(ROWS)
+    kept, written, size = "", "", 0.0
     for training in (True, False):
         with trial.in_mode(training):
-            model = subject.fresh()
+            model, start = subject.fresh(), subject(tokens, zeros, on=subject.fresh())
             result, found = _with_writes(trial, tokens, state, model)
-            written = written or found or _under_grad(trial, tokens, state, result)
+            written = written or found
             # The next call may write into a buffer of the model's own.
-            result = results[training] = result._replace(state=copy.deepcopy(result.state))
+            result = result._replace(state=copy.deepcopy(result.state))
             # Other tokens and another state: the same call again would write the same numbers.
-            reversed_state = short_rows.ordered(state, [*reversed(range(ROWS))])
-            subject(trial.others(tokens), reversed_state, on=model)
-            kept, size = _again(trial, tokens, state, model, result)
-        if kept:  # the other mode would only say it again
-            break
+            subject(trial.others(tokens), None if state is None else state.flip(0), on=model)
+            for given, wanted in ((state, result), (zeros, start)):
+                size = max(size, _difference(trial, subject(tokens, given, on=model), wanted))
+        if size > max(64 * trial.noise, 1e-12):
+            kept = (
+                f"the same call gives another answer after another call in between, by {size:.1e}, in "
+                f"{MODES[training]}: the module keeps something of its own from call to call, which the ledger cannot see"
+            )
+            break  # the other mode would only say it again
     subject.is_pure = not kept  # from here on one copy serves all calls
     with trial.in_mode(True):
         is_random = subject.draws_random_numbers(tokens)
-    note = ""
-    modes: tuple[bool, ...] = (True,)
     if is_random:
-        note = " (judged in eval(): in train() the model draws random numbers beside dropout)"
-        modes = (False,)
-    elif not kept and not torch.equal(results[True].logits, results[False].logits):
-        modes = (True, False)
-    trial = replace(trial, modes=modes, mode_note=note)
+        trial = replace(trial, trains=False)
     if kept or written:
         return Verdict("purity", "broken", kept or written, size or None), trial
-    text = f"the same call twice gives the same answer, in train() as in eval(){note}"
-    return Verdict("purity", "held", text), trial
+    return Verdict("purity", "held", "the same call twice gives the same answer, in train() as in eval()"), trial
 
 
-def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | None) -> tuple[float, bool]:
+def _repeat_live(trial: Trial, live: Subject, state: Tensor | None) -> tuple[float, bool]:
     """How far two calls in eval() differ (0.0: by rounding alone), and whether numbers were drawn.
 
-    Each call is on a copy of its own, so that what a module keeps from call to call is no reason to
-    differ; the generators are not reseeded between the two. Calls of one shape give the same bits;
-    where nothing was drawn from torch's generators, a device may still add in another order.
+    `live` is the model with its dropouts; the trial's has none. Each call is on a copy of its own,
+    so that what a module keeps from call to call is no reason to differ; the generators are not
+    reseeded between the two. Calls of one shape give the same bits; where nothing was drawn from
+    torch's generators, a device may still add in another order.
     """
     live.training = False
     if state is not None:
         state = state.to(live.ledger_dtype)
     seed_generators()
     before = live.generator_state()
-    first = live(tokens, state)
-    second = live(tokens, state)
+    first, second = (live(trial.tokens(), state) for _ in range(2))
     draws = not torch.equal(before, live.generator_state())
     size = _difference(trial, second, first)
-    if not draws and size <= torch.finfo(live.autocast or live.dtype).eps ** 0.5:
+    if not draws and size <= torch.finfo(live.precision).eps ** 0.5:
         size = 0.0
     return size, draws
-
-
-def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module, first: Result) -> tuple[str, float]:
-    """Whether the same object, which ran another call in between, answers the same call alike."""
-    size = _difference(trial, trial.subject(tokens, state, on=model), first)
-    if size <= max(64 * trial.noise, 1e-12):
-        return "", size
-    mode = MODES[trial.subject.training]
-    text = f"the same call gives another answer after another call in between, by {size:.1e}, in {mode}: "
-    cause = "the module keeps something of its own from call to call, which the ledger cannot see"
-    return text + cause, size
 
 
 def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module) -> tuple[Result, str]:
@@ -390,18 +367,6 @@ def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.M
     if not torch.equal(given_tokens.cpu(), tokens):
         return result, text.format("tokens")
     return result, ""
-
-
-def _under_grad(trial: Trial, tokens: Tensor, state: Tensor | None, wanted: Result) -> str:
-    """How a call with gradients enabled differs from one without; empty if it does not."""
-    logits, end = trial.subject(tokens, state, with_grad=True, on=trial.subject.fresh())
-    if isinstance(end, Tensor):
-        end = end.detach()
-    size = _difference(trial, Result(logits.detach().double(), end), wanted)
-    if size <= max(64 * trial.noise, trial.noise**0.5):  # another way to compute the same
-        return ""
-    text = "forward gives another answer with gradients enabled than under torch.no_grad()"
-    return f"in {MODES[trial.subject.training]}, {text}, by {size:.1e}"
 
 
 def _difference(trial: Trial, found: Result, wanted: Result) -> float:

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +82,11 @@ class Subject:
         return torch.zeros(rows, width, dtype=self.ledger_dtype, device=self.device)
 
     @property
+    def precision(self) -> torch.dtype:
+        """The dtype of most of its results."""
+        return self.autocast or self.dtype
+
+    @property
     def ledger_dtype(self) -> torch.dtype:
         """The dtype of incoming states: float32 as in the ledger, or float64."""
         return torch.promote_types(self.dtype, torch.float32)
@@ -99,7 +104,6 @@ class Subject:
         with_grad: bool = False,
         on: nn.Module | None = None,  # call this copy instead
         copies: bool = True,  # pass and return copies
-        around: AbstractContextManager[Any] | None = None,  # a context for the call
     ) -> Result:
         """Run a forward with tokens [B, T]. Raises CallFailed: the model raised, or returned
         something else than logits and state.
@@ -116,13 +120,14 @@ class Subject:
             given["state"] = state.clone()
         if resets is not None:
             given["resets"] = resets.to(self.device)
-        with around or nullcontext():
-            try:
-                output = self.forward(model, given, with_grad=with_grad)
-                logits, found = output.logits, output.state
-            except Exception as error:  # what a user's model raises can be anything
-                where = f"forward fails with tokens {list(tokens.shape)}"
-                raise CallFailed(f"{where}: {one_line(error)}") from error
+        try:
+            output = self.forward(model, given, with_grad=with_grad)
+            logits, found = output.logits, output.state
+        except torch.OutOfMemoryError as error:
+            raise NotTestable("the device has too little memory") from error
+        except Exception as error:  # what a user's model raises can be anything
+            where = f"forward fails with tokens {list(tokens.shape)}"
+            raise CallFailed(f"{where}: {one_line(error)}") from error
         if with_grad:
             return Result(logits, found)
         end = None
