@@ -28,7 +28,7 @@ from tests.support import smoke_matrix as matrix  # noqa: E402
 from tests.support.smoke_matrix import CASES, Case, Judgement  # noqa: E402
 from tests.support.wandb_file import find_wandb_file, read_history  # noqa: E402 - needs the path above
 from trainer.config.load import load_config  # noqa: E402
-from trainer.metrics.catalog.lookup import lookup  # noqa: E402
+from trainer.metrics.catalog import lookup  # noqa: E402
 from trainer.tools.runs.load import load_run  # noqa: E402
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"

@@ -20,7 +20,7 @@ import torch
 from bench_table import Figure, bench_parser, run_bench, seconds_of
 
 from trainer.metrics.aggregate import SumCount, Value, rank_operations, reduce_over_ranks
-from trainer.metrics.catalog.lookup import CATALOG
+from trainer.metrics.catalog import CATALOG
 from trainer.metrics.payload_contract import parse_payload
 from trainer.metrics.sinks import JsonlSink, StdoutSink
 from trainer.metrics.tracker import MetricsTracker

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.fault_runs import MEASURED
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import read_rows
-from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.metrics.catalog import is_known, lookup
 
 # The first two are of the steps that are logged alone, by definition; the third is the worst rank's mean of all steps, which is
 # not the mean of what the worst ranks had.

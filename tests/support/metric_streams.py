@@ -32,7 +32,7 @@ from trainer.data import (
     discover_nested,
 )
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.metrics.catalog.lookup import lookup
+from trainer.metrics.catalog import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import encode_payload

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.runs import ROOT
-from trainer.metrics.catalog.lookup import CATALOG
-from trainer.metrics.catalog.spec import MetricSpec
+from trainer.metrics.catalog import CATALOG
+from trainer.metrics.catalog_rows import MetricSpec
 from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import RULES
 

@@ -13,7 +13,7 @@ VERBS = {
     "doctor": "trainer.tools.verbs.models:doctor",
     "diagnose": "trainer.tools.verbs.records:diagnose",
     "report": "trainer.tools.verbs.records:report",
-    "compare": "trainer.tools.verbs.compare:compare",
+    "compare": "trainer.tools.verbs.records:compare",
     "sample": "trainer.tools.verbs.models:sample",
     "eval": "trainer.tools.verbs.models:evaluate",
     "export": "trainer.tools.verbs.models:export",
@@ -28,7 +28,7 @@ _TOOLS = {
     "doubts": "trainer.tools.doubts:doubts",
     "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
     "first messages": "trainer.tools.summary:announce",
-    "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
+    "lines by depth": "trainer.tools.runs.readings:lines_of",
     "noise outlook": "trainer.tools.summary:log_outlook",
     "summary": "trainer.tools.summary:summarize",
 }

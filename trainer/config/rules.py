@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig, TrainTable
 from trainer.errors import UserError, raise_found
-from trainer.metrics.catalog.rows_training import ONE_BATCH_SIZE
+from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.options import MOST_MICRO_BATCHES
 from trainer.wording import counted
 

@@ -19,9 +19,8 @@ from trainer.data.weights import WeightSpec, positions
 from trainer.errors import UserError
 from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
-from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
-from trainer.metrics.catalog.rows_data import EPOCHS
-from trainer.metrics.catalog.spec import RankReduction
+from trainer.metrics.catalog import is_built_in, lookup_or_gauge
+from trainer.metrics.catalog_rows import EPOCHS, RankReduction
 from trainer.options import ONE, MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"

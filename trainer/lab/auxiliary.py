@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
-from trainer.metrics.catalog.lookup import is_built_in
+from trainer.metrics.catalog import is_built_in
 from trainer.model.protocol import extras_of
 from trainer.objective.loss import (
     COMPONENTS,

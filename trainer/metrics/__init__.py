@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from trainer.metrics.aggregate import Recorder, Reporter, SumCount, reduce_loss_metrics, reduce_over_ranks
     from trainer.metrics.best_effort import BestEffort, Diagnostics, SkipBatch
-    from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, lookup, register
-    from trainer.metrics.catalog.spec import MetricSpec
+    from trainer.metrics.catalog import CATALOG, UnknownMetric, lookup, register
+    from trainer.metrics.catalog_rows import MetricSpec
     from trainer.metrics.logger import format_metrics, get_logger
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "aggregate": "Recorder Reporter SumCount reduce_loss_metrics reduce_over_ranks",
     "best_effort": "BestEffort Diagnostics SkipBatch",
-    "catalog.lookup": "CATALOG UnknownMetric lookup register",
-    "catalog.spec": "MetricSpec",
+    "catalog": "CATALOG UnknownMetric lookup register",
+    "catalog_rows": "MetricSpec",
     "logger": "format_metrics get_logger",
     "noise_scale.hooks": "GradientNoiseScale",
     "tracker": "MetricsTracker StepMetrics",

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number, is_name
-from trainer.metrics.catalog.lookup import WORST_SUFFIX, lookup_or_gauge
-from trainer.metrics.catalog.spec import RankReduction, WindowReduction
+from trainer.metrics.catalog import WORST_SUFFIX, lookup_or_gauge
+from trainer.metrics.catalog_rows import RankReduction, WindowReduction
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.wording import message_of, short_repr
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol, TextIO
 
 from trainer.files import open_descriptor, parse_json
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.catalog.lookup import EVAL_PREFIX
+from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger
 from trainer.metrics.payload_contract import all_values, encode_payload
 

@@ -25,8 +25,8 @@ import torch
 
 from trainer.metrics.aggregate import Recorder, Scalar, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
-from trainer.metrics.catalog.lookup import EVAL_PREFIX, lookup_or_gauge
-from trainer.metrics.catalog.rows_data import EPOCHS
+from trainer.metrics.catalog import EVAL_PREFIX, lookup_or_gauge
+from trainer.metrics.catalog_rows import EPOCHS
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink

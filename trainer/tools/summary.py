@@ -17,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
-from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
+from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale

@@ -23,7 +23,7 @@ from trainer.import_path import resolve_target
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.catalog.lookup import EVAL_PREFIX
+from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import ModelOutput, evaluating, extras_of
 from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput

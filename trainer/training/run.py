@@ -19,7 +19,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.metrics.aggregate import Operations, Recorder, Reported, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.catalog.spec import RankReduction
+from trainer.metrics.catalog_rows import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter

@@ -11,7 +11,7 @@ import torch
 from tests.support import runs
 from tests.support.grouped import train
 from tests.support.runs import FULL_ROWS, make_corpus, read_rows, write_tiny_config
-from trainer.metrics.catalog.lookup import CATALOG, family, is_known
+from trainer.metrics.catalog import CATALOG, family, is_known
 
 # What follows `[metrics]` of the tiny config.
 EXTRA = Path(__file__).with_name("every_key.toml").read_text(encoding="utf-8")

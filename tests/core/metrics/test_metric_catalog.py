@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, family, is_known, lookup, lookup_or_gauge, register
+from trainer.metrics.catalog import CATALOG, UnknownMetric, family, is_known, lookup, lookup_or_gauge, register
 
 
 @pytest.mark.parametrize(

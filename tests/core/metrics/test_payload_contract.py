@@ -134,7 +134,7 @@ import sys
 for name in ("torch", "numpy", "pydantic", "wandb", "rich", "typer"):
     sys.modules[name] = None
 from trainer.metrics import payload_contract
-from trainer.metrics.catalog import lookup as catalog
+from trainer.metrics import catalog
 from trainer.metrics import sinks
 line = payload_contract.encode_payload(payload_contract.build_payload("train", 1, {"loss": 1.0}))
 assert payload_contract.parse_payload(line).global_step == 1

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.runs import ROOT
 from trainer.files import read_json
 from trainer.metrics.aggregate import Recorder, Value, _combine, _pack, rank_operations
-from trainer.metrics.catalog.lookup import CATALOG, lookup
+from trainer.metrics.catalog import CATALOG, lookup
 from trainer.metrics.payload_contract import (
     PayloadError,
     build_payload,

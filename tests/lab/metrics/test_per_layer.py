@@ -14,7 +14,7 @@ from tests.support.gns_windows import make_model
 from trainer.distributed.strategy import Strategy
 from trainer.lab import per_layer
 from trainer.lab.per_layer import LayerNumbers, layer_of
-from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.metrics.catalog import is_known, lookup
 
 
 @pytest.mark.parametrize(

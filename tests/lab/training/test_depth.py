@@ -22,7 +22,7 @@ from trainer.lab.depth import bucket_start, depths
 from trainer.metrics import aggregate
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.metrics.catalog import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample

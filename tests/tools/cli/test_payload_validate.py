@@ -12,7 +12,7 @@ import pytest
 from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.runs import ROOT, make_corpus, overrides, read_rows
-from trainer.metrics.catalog.lookup import lookup
+from trainer.metrics.catalog import lookup
 
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 ROOTS = {

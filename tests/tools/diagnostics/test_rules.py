@@ -422,7 +422,7 @@ def data_bound(waits: list[float], sources: str = "", prefetch: int = 2, **stage
 def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     waits = [0.3] * 80
     only = data_bound(waits, "books", open=[0.3] * 80, read=[0.1] * 80)
-    assert "75% of the time of reading went into opening the files" in only.outcome.sentence
+    assert "75% of the time of reading went into opening or tokenizing files" in only.outcome.sentence
     assert "fewer, larger files" in only.fix
     several = data_bound(waits, sources="books code", open=[0.1] * 80, own_code=[0.3] * 80)
     assert "the own code (metrics.per_source = true names the source)" in several.outcome.sentence
@@ -432,7 +432,7 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     assert other.fix == "try data.source = files on a faster disk, or less work for each batch"
     assert data_bound([*[0.0] * 9, 3.0] * 8).fix == "try data.prefetch = 4 (now 2)", "single steps wait"
     assert data_bound(waits, prefetch=0).fix == "try data.prefetch = 2 (now 0)", "reading and training take turns"
-    first = data_bound([9.0, *waits], sources="books", tokenize=[20.0] + [0.0] * 80, read=[0.3] * 81)
+    first = data_bound([9.0, *waits], sources="books", open=[20.0] + [0.0] * 80, read=[0.3] * 81)
     assert "100% of the time of reading went into reading" in first.outcome.sentence, "not what the first rows took"
     assert data_bound([43.9, *[0.002] * 98]).outcome.verdict == "healthy", "the data was opened"
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.records import record_of
-from trainer.metrics.catalog.lookup import CATALOG
+from trainer.metrics.catalog import CATALOG
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import depth_figures, make_charts, make_curve
 from trainer.tools.report.page import plotly_script, render_page
 from trainer.tools.report.run_summary import summarize
-from trainer.tools.runs.depth_curve import curves_of, in_words
+from trainer.tools.runs.readings import curves_of, in_words
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
 WITH_WORST = [f"{spec.name}_max" for spec in CATALOG if spec.ranks == "sum_and_worst"]

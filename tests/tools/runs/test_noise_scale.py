@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.records import record_of
-from trainer.tools.runs.noise_scale import NoiseScale, noise_scale_of, why_unknown
+from trainer.tools.runs.readings import NoiseScale, noise_scale_of, why_unknown
 
 
 def record(**columns):

@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.shards import layout_and_group, layout_of, own_part, unsharded_parameters
 from trainer.errors import UserError
-from trainer.metrics.catalog.rows_training import GNS_ROWS
+from trainer.metrics.catalog_rows import GNS_ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from trainer.tools import limits
-from trainer.tools.diagnostics import gradients, loss, mixing, run, state
+from trainer.tools.diagnostics import mixing, run, state, training
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted
@@ -16,7 +16,7 @@ DIAGNOSIS_VERSION: Final = 2
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 
 RULES: Final[tuple[Rule, ...]] = (
-    *state.RULES, run.model_contract, *mixing.RULES, *gradients.RULES, *loss.RULES,
+    *state.RULES, run.model_contract, *mixing.RULES, *training.RULES,
     *run.SPEED_RULES, run.restarts, run.ending,
 )  # fmt: skip
 """All rules, in display order."""

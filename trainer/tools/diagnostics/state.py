@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainer.metrics.catalog.lookup import keys_under
+from trainer.metrics.catalog import keys_under
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     Knob,
@@ -18,8 +18,8 @@ from trainer.tools.diagnostics.rule import (
     rule,
     series,
 )
-from trainer.tools.runs.depth_curve import DepthCurve, Number, last_curves, unused_from
 from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.readings import DepthCurve, Number, last_curves, unused_from
 from trainer.wording import counted, number_text
 
 COLD_STARTS = "ledger/cold_starts"

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.metrics.catalog.lookup import (
+from trainer.metrics.catalog import (
     CATALOG,
     ERRORS_SHOWN,
     EVAL_PREFIX,
@@ -24,10 +24,9 @@ from trainer.metrics.catalog.lookup import (
     is_known,
     lookup,
 )
-from trainer.metrics.catalog.spec import MetricSpec
-from trainer.tools.runs.depth_curve import DepthCurve, Number, in_words, is_by_depth, last_curves
+from trainer.metrics.catalog_rows import MetricSpec
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.noise_scale import B_BIG
+from trainer.tools.runs.readings import B_BIG, DepthCurve, Number, in_words, is_by_depth, last_curves
 from trainer.wording import counted, number_text
 
 # Over all curves: the page stays below 15 MB, including the 5 MB of plotly.

@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import Any, Final
 
 from trainer.config.load import recorded_settings
-from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
-from trainer.metrics.catalog.rows_data import EPOCHS
+from trainer.metrics.catalog import ERRORS_SHOWN, is_known, keys_under, lookup
+from trainer.metrics.catalog_rows import EPOCHS
 from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
-from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
+from trainer.tools.runs.readings import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.

@@ -120,7 +120,7 @@ def evaluate(
     sources = [_parse_source(text) for text in source or []]
     with uncollected():
         from trainer.distributed.env import pick_device
-        from trainer.tools.runs.depth_curve import curves_of, in_words, is_by_depth
+        from trainer.tools.runs.readings import curves_of, in_words, is_by_depth
         from trainer.tools.trained.offline import evaluate_checkpoint
 
     at, metrics = evaluate_checkpoint(

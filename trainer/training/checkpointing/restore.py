@@ -25,7 +25,7 @@ from trainer.data.layout import refuse_empty_files
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.import_path import users_code
-from trainer.metrics.catalog.rows_data import EPOCHS
+from trainer.metrics.catalog_rows import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.tensor_files import read_rank

@@ -13,12 +13,10 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Final, NamedTuple
 
-from trainer.metrics.catalog import rows_data, rows_training
-from trainer.metrics.catalog.spec import MetricSpec
+from trainer.metrics.catalog_rows import DATA_ROWS, GNS_ROWS, LAYER_ROWS, ROWS, MetricSpec
 from trainer.metrics.logger import get_logger
 
-_OF_GRADIENTS = (*rows_training.GNS_ROWS, *rows_training.LAYER_ROWS)
-CATALOG: Final[tuple[MetricSpec, ...]] = (*rows_training.ROWS, *rows_data.ROWS, *_OF_GRADIENTS)
+CATALOG: Final[tuple[MetricSpec, ...]] = (*ROWS, *DATA_ROWS, *GNS_ROWS, *LAYER_ROWS)
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
 WORST_SUFFIX: Final = "_max"
