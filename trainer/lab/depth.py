@@ -2,15 +2,13 @@
 tokens that it has seen.
 
 The depth of a target is the number of tokens of its document before it, counted from where the
-state was zero: the beginning of the document, or of its part where `max_group_cells` cuts it. Each
-cell that continues a document is run a second time, from a zero state: the target at place t of the
+state was zero. Each cell that continues a document is run a second time, from a zero state: the target at place t of the
 cell then has a context of t tokens, as if the state were reset at each cell. Those of a first cell
 have the same loss in both.
 
 Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference,
-are over documents as independent draws: the `Moments.wide_error` of a ratio of sums, with the
-weights 1 / probability of sampled documents (1 where the set is read whole). Parts of one document
-are one unit, as are documents of a drawn file, and those of a packed row.
+are over documents as independent draws: the `Moments.wide_error` of a ratio of sums. Documents of a
+drawn file are one unit, as are those of a packed row.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from trainer.arrays import IGNORED, Flags
 from trainer.data.batch import MicroBatch
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
-from trainer.training.evaluator import EvalRider, Evaluator, RowResults
+from trainer.objective.loss import ObjectiveOutput
+from trainer.training.evaluator import EvalRider, Evaluator
 
 NUM_BUCKETS = 40  # [0, 1), [1, 2), [2, 4), ...: more than any document has
 HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
 Floats = NDArray[np.float64]
-Unit = tuple[str | int, ...]  # its groups count as one draw: a document in parts, or a drawn file
-Part = tuple[int, Floats, dict[Unit, Floats]]
+Part = tuple[int, Floats, dict[int, Floats]]
 
 
 def bucket_start(index: int) -> int:
@@ -65,20 +63,18 @@ def buckets(micro: MicroBatch) -> Tensor:
 class Depth(EvalRider):
     """Measures one set."""
 
-    def __init__(self, sample: Any, guard: BestEffort, *, is_cut: bool) -> None:
+    def __init__(self, sample: Any, guard: BestEffort) -> None:
         self._sample = sample  # an `evaluation_sample.Sample`; None: the set is read whole
         self._guard = guard  # of the sums; a failure on any rank turns it off on all
-        self._is_cut = is_cut  # groups may be parts of documents
         self._is_off = False  # the same on all ranks
 
     def begin(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._cell = 0
         self._by_group: dict[int, Floats] = {}
-        self._cut: dict[int, Unit] = {}
         self._waiting: list[tuple[list[int], Tensor]] = []
 
-    def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
+    def micro_done(self, micro: MicroBatch, state: Tensor | None, result: ObjectiveOutput) -> None:
         """Run the rows from zero if any continues a document, and note the sums of each."""
         if self._is_off or state is None or micro.carry is None:  # nothing is carried
             return
@@ -88,16 +84,13 @@ class Depth(EvalRider):
         if evaluator.strategy.most(int(continues.any())):
             logits = evaluator.model(**micro.inputs, state=torch.zeros_like(state)).logits
             from_zero = evaluator.objective(logits, micro.targets, meta=micro.located).token_loss
-        self._guard.run(self._add, micro, results, from_zero, continues)
+        self._guard.run(self._add, micro, result.token_loss, from_zero, continues)
 
-    def _add(self, micro: MicroBatch, results: RowResults, from_zero: Tensor | None, continues: Flags) -> None:
+    def _add(self, micro: MicroBatch, token_loss: Tensor | None, from_zero: Tensor | None, continues: Flags) -> None:
         assert micro.carry is not None
-        targets = micro.targets
-        losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
-        for rows, result in results:
-            if result.token_loss is None:
-                raise SkipBatch("the loss is not known per token")
-            losses[rows] = result.token_loss.double()
+        if token_loss is None:
+            raise SkipBatch("the loss is not known per token")
+        targets, losses = micro.targets, token_loss.double()
         is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
         zero = losses
         if from_zero is not None:
@@ -107,11 +100,6 @@ class Depth(EvalRider):
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]
         groups = micro.carry.group_ids.tolist()
-        located: Any = micro.located
-        if self._is_cut:
-            for group, segments in zip(groups, located.rows, strict=True):
-                for each in segments:
-                    self._cut[group] = (each.source, each.stream, each.document)
         self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
         self._cell = targets.shape[1]
         if len(self._waiting) == HELD_ON_DEVICE:  # fetching waits for the device
@@ -132,19 +120,15 @@ class Depth(EvalRider):
     def _part(self) -> Part:
         self._fetch()
         alone: list[Floats] = []
-        shared: dict[Unit, Floats] = {}
+        shared: dict[int, Floats] = {}
+        units = None
+        if self._sample is not None and not self._sample.share:  # documents of drawn files
+            units = self._sample.units
         for group, sums in self._by_group.items():
-            unit, weight = self._cut.get(group), 1.0
-            if self._sample is not None:
-                at = self._sample.groups.get(group)
-                if at is None:  # a row that fills up a batch
-                    continue
-                # 1 / probability of being drawn
-                unit, weight = self._sample.units[at], self._sample.weights[at]
-            if unit is None:
-                alone.append(weight * sums)
-            else:
-                shared[unit] = shared.get(unit, 0.0) + weight * sums
+            if units is None:
+                alone.append(sums)
+            elif group in units:  # or else a row that fills up a batch
+                shared[units[group]] = shared.get(units[group], 0.0) + sums
         return self._cell, _moments(alone), shared
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
@@ -154,7 +138,7 @@ class Depth(EvalRider):
 
     def _metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         cell = max(length for length, *_ in by_rank)
-        units: dict[Unit, Any] = {}
+        units: dict[int, Any] = {}
         for unit, sums in itertools.chain(*(shared.items() for *_, shared in by_rank)):
             units[unit] = units.get(unit, 0) + sums
         of_units = _moments([units[unit] for unit in sorted(units)])

@@ -25,18 +25,15 @@ from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import ModelOutput, evaluating, extras_of
+from trainer.model.protocol import evaluating
 from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
 from trainer.training.setup.parts import autocast_context, make_eval_ledger
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, evaluated_rows, make_held_out, runs_on
 from trainer.training.step.core_extensions import StepDetails
-from trainer.wording import few
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 """The numbers that are logged of an `[[eval.source]]`."""
-
-RowResults = Sequence[tuple[slice, ObjectiveOutput]]
 
 
 class EvalRider:
@@ -45,7 +42,7 @@ class EvalRider:
     def begin(self, evaluator: Evaluator) -> None:
         """An evaluation of the set begins."""
 
-    def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
+    def micro_done(self, micro: MicroBatch, state: Tensor | None, result: ObjectiveOutput) -> None:
         """After a micro-batch that began from `state`. If it runs a forward, all ranks must."""
 
     def part(self) -> Any:
@@ -69,18 +66,8 @@ class EvalSet(NamedTuple):
     read: str = "all documents"
     """How much of the set is read, in words."""
     sample: Any = None
-    """The drawn documents and their weights, if only a part is read."""
+    """The drawn documents, if only a part is read."""
     riders: Sequence[EvalRider] = ()
-
-
-def rows_of(output: Any, rows: slice) -> ModelOutput:
-    """The logits and losses of some rows; a loss [] covers all. Metrics cannot be weighted."""
-    losses, _ = extras_of(output)
-    own = dict(losses or {})
-    for name, value in own.items():
-        if getattr(value, "ndim", 0):
-            own[name] = value[rows]
-    return ModelOutput(output.logits[rows], None, own)
 
 
 class Evaluator:
@@ -112,10 +99,6 @@ class Evaluator:
         self.autocast = autocast_context(config, device)
         # A failure on any rank ends the evaluations on all, but not the run.
         self.guard = diagnostics.best_effort("evaluation")
-        if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
-            text = "held-out documents: the model's own metrics (%s) are left out: "
-            text += "of a sample each row has another weight"
-            logger.info(text, few(auxiliary.metric_keys))
         self._task: Any = None
         if table.target is not None:
             self._task = plan.parts.need("own evaluation", "eval.target")(
@@ -128,8 +111,8 @@ class Evaluator:
         components = config.objective.components
         if table.depth and {"own", "token_ce"} & {*components}:
             make = plan.parts.need("losses by depth", "eval.depth")
-            settings = {"guard": diagnostics.best_effort("eval.depth"), "is_cut": config.data.max_group_cells > 0}
-            sets = [each._replace(riders=[*each.riders, make(each.sample, **settings)]) for each in sets]
+            guard = diagnostics.best_effort("eval.depth")
+            sets = [each._replace(riders=[*each.riders, make(each.sample, guard)]) for each in sets]
         self.sets = sets
         sizes, problem = token_bytes(plan.tokenizer)
         # Bits per byte are cross-entropy per byte of text.
@@ -208,17 +191,11 @@ class Evaluator:
             state = ledger.lookup(carry.group_ids, carry.cell_index)
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
-            results = []
-            for rows, part, weight in _weighted_parts(each, micro):
-                own = output
-                if each.sample is not None:
-                    own = rows_of(output, rows)
-                result = self.objective(own.logits, part.targets, meta=micro.located)
-                result = self.auxiliary(result, own, part)
-                results.append((rows, result))
-                self.guard.run(self._details.micro_done, part, result, weight)
+            result = self.objective(output.logits, micro.targets, meta=micro.located)
+            result = self.auxiliary(result, output, micro)
+            self.guard.run(self._details.micro_done, micro, result)
             for rider in each.riders:
-                rider.micro_done(micro, state, results)
+                rider.micro_done(micro, state, result)
         if ledger is not None and carry is not None and output.state is not None:
             ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
@@ -246,14 +223,6 @@ def _named(name: str, reduced: dict[str, float], found: dict[str, float]) -> dic
     for key, value in found.items():  # those by depth have names in parts, as those of a set
         named[f"eval/{key}" if "/" in key else f"{EVAL_PREFIX}{key}"] = value
     return named
-
-
-def _weighted_parts(each: EvalSet, micro: MicroBatch) -> Iterator[tuple[slice, MicroBatch, float]]:
-    """The rows of a micro-batch and their weight: all, or the drawn documents one by one."""
-    if each.sample is None:
-        return iter([(slice(None), micro, 1.0)])
-    parts: Iterator[tuple[slice, MicroBatch, float]] = each.sample.parts(micro)
-    return parts
 
 
 logger = get_logger(__name__)
@@ -294,18 +263,18 @@ def _eval_set(
     if num_batches < ALL:
         steps = min(plan.config.eval.every, plan.facts.steps)
         # At least so many: batches that grow later only make the share smaller.
-        trained = steps * plan.config.micro_batches.least * rows
-        budget = num_batches * rows * plan.facts.data_shards or int(SHARE * trained)
+        share = int(SHARE * steps * plan.config.micro_batches.least * rows)
+        budget = num_batches * rows * plan.facts.data_shards or share
         runs = 1 if num_batches else runs
         draw = plan.parts.need("evaluation on a sample", "eval.batches")
         generator = keyed_generator("evaluation", name, plan.config.run.seed)
-        read, drawn = draw(plan, sources, datasets, budget, trained, runs, info, generator)
+        read, drawn = draw(plan, sources, datasets, budget, runs, info, generator)
         if drawn is not None:
             datasets, rider = drawn
             riders.append(rider)
             shown = name or "held-out documents"
             logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
-    # Each document begins a row if it has its own weight, or if depth counts from its cell.
+    # Each document begins a row where documents are told apart, and where depth counts from its cell.
     is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.runs import held_out_texts, write_tiny_config
@@ -25,13 +24,12 @@ from trainer.config.load import load_config
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
-from trainer.errors import UserError
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
-from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
+from trainer.tools.evaluation_sample import Sample
 from trainer.training.evaluator import Evaluator, eval_sets
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
@@ -47,82 +45,36 @@ def population(num: int, seed: int, spread: float = 1.0) -> tuple[np.ndarray, np
     return tokens * (3 - 0.3 * np.log(tokens) + generator.normal(0, 0.5, num)), tokens
 
 
-def widening(num: int) -> float:
-    """Student's t for as many draws, relative to the normal quantile."""
-    return t_quantile(1.96, num - 1) / 1.96
-
-
-def estimate(losses: np.ndarray, tokens: np.ndarray, drawn: Drawn) -> tuple[float, float]:
-    """(mean loss per token, standard error) of the population, from drawn documents."""
-    own, sizes = losses[drawn.chosen], tokens[drawn.chosen]
-    sample = Sample({}, sizes, drawn.chances, drawn.spread)
-    error = sample.error(own)
-    assert error is not None
-    return float(sample.weights @ own / (sample.weights @ sizes)), error
-
-
-@given(
-    sizes=st.lists(st.integers(1, 1000), min_size=3, max_size=30).map(np.array),
-    num=st.integers(2, 30),
-    seed=st.integers(0, 2**32),
-)
-def test_probabilities_follow_sizes_and_the_sample_represents_all_tokens(sizes, num, seed):
-    num = min(num, len(sizes))
-    chances = chances_of(sizes, num)
-    assert chances.sum() == pytest.approx(num)
-    open_ones = chances < 1
-    if open_ones.any():
-        rate = chances[open_ones] / sizes[open_ones]
-        assert rate.max() == pytest.approx(rate.min())
-        assert (sizes[~open_ones] * rate.max() >= 1 - 1e-9).all()  # too large to be drawn at this rate
-    drawn = draw_by_size(sizes, num, np.random.default_rng(seed))
-    assert len(set(drawn.chosen.tolist())) == num
-    assert (sizes[drawn.chosen] / drawn.chances).sum() == pytest.approx(sizes.sum())
-
-
-def test_each_document_is_drawn_as_often_as_its_probability_says():
-    sizes, generator, counts = np.array([1, 2, 3, 5, 40, 9]), np.random.default_rng(0), np.zeros(6)
-    for _ in range(3_000):
-        counts[draw_by_size(sizes, 3, generator).chosen] += 1
-    assert counts / 3_000 == pytest.approx(chances_of(sizes, 3), abs=0.04)
-
-
-@pytest.mark.parametrize(("num", "spread"), [(8, 0.5), (16, 1.0), (100, 0.0), (100, 1.5), (300, 1.0)])
-def test_the_estimate_has_no_bias_and_its_error_covers(num, spread):
+@pytest.mark.parametrize(("num", "spread"), [(8, 0.5), (16, 0.5), (100, 0.0), (100, 0.5)])
+def test_the_error_of_a_ratio_over_documents_covers_what_all_of_them_give(num, spread):
     losses, tokens = population(400, 1, spread)
-    truth, generator = losses.sum() / tokens.sum(), np.random.default_rng(2)
-    draws = [estimate(losses, tokens, draw_by_size(tokens, num, generator)) for _ in range(1000)]
-    found, errors = np.array(draws).T
-    assert abs(found.mean() - truth) < 4 * found.std() / math.sqrt(len(draws))
-    assert 0.93 <= np.mean(np.abs(found - truth) <= 1.96 * errors) <= 0.97
-    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(found.std() * widening(num), rel=0.06)
+    truth, generator, found, errors = losses.sum() / tokens.sum(), np.random.default_rng(2), [], []
+    for _ in range(1000):
+        own = generator.permutation(400)[:num]
+        found.append(losses[own].sum() / tokens[own].sum() - truth)
+        errors.append(Sample({}, num, num / 400).error(losses[own], tokens[own].astype(float)))
+    assert abs(np.mean(found)) < 0.25 * np.std(found)  # the bias of a ratio, which vanishes with their number
+    assert 0.92 <= np.mean(np.abs(found) <= 1.96 * np.array(errors)) <= 0.98
 
 
 def test_the_error_over_drawn_files_covers_where_files_differ():
     generator = np.random.default_rng(3)
-    tokens = np.ceil(generator.lognormal(5, 1, 4000)).astype(np.int64)
-    files = np.sort(generator.integers(0, 100, 4000))
+    tokens = np.ceil(generator.lognormal(5, 0.5, 4000))
+    files = generator.integers(0, 100, 4000)
     losses = tokens * (2 + generator.normal(0, 0.5, 100)[files] + generator.normal(0, 0.3, 4000))
-    truth, sizes, covered = losses.sum() / tokens.sum(), np.bincount(files, tokens), []
+    truth, covered = losses.sum() / tokens.sum(), []
     for _ in range(1000):
-        few = draw_by_size(sizes, 25, generator)
-        those = np.flatnonzero(np.isin(files, few.chosen))
-        by_file = dict(zip(few.chosen.tolist(), few.chances.tolist(), strict=True))
-        chances = np.array([by_file[file] for file in files[those].tolist()])
-        drawn = draw_by_size(tokens[those] / chances, 200, generator)
-        those, chances = those[drawn.chosen], chances[drawn.chosen]
-        sample = Sample({}, tokens[those], drawn.chances, drawn.spread, files[those], chances)
-        found = sample.weights @ losses[those] / (sample.weights @ tokens[those])
-        error = sample.error(losses[those])
-        assert error is not None
-        covered.append(abs(found - truth) <= 1.96 * error)
-    assert 0.91 <= np.mean(covered) <= 0.985, np.mean(covered)
+        those = np.flatnonzero(np.isin(files, generator.permutation(100)[:25]))
+        those = generator.choice(those, 200, replace=False)
+        sums = [np.bincount(files[those], each[those]) for each in (losses, tokens)]
+        covered.append(abs(sums[0].sum() / sums[1].sum() - truth) <= 1.96 * Sample({}, 25, 0.0).error(*sums))
+    assert 0.91 <= np.mean(covered) <= 0.99, np.mean(covered)
 
 
 @pytest.mark.parametrize("num", [1, 4, 5])
 def test_fewer_than_five_documents_say_nothing_of_the_others(num):
-    error = Sample({}, np.full(num, 2), np.full(num, 0.1), 0.01).error(np.arange(float(num)))
-    assert (error is None) == (num < 5)
+    error = Sample({}, num, 0.1).error(np.arange(float(num)), np.full(num, 2.0))
+    assert math.isnan(error) == (num < 5)
 
 
 def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
@@ -168,54 +120,48 @@ def from_zero(plan: Plan, model: torch.nn.Module, ids: Iterable[int], size: int)
 def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int, float]]:
     """(tokens, loss) of a document, which no evaluation cuts."""
     assert model.state_width > 0
-    parts = []
-    for logits, wanted in from_zero(plan, model, text, len(text)):
-        z = plan.config.objective.z_loss * logits.logsumexp(-1).square().sum()
-        parts.append((len(wanted), float(F.cross_entropy(logits, wanted, reduction="sum") + z)))
-    return parts
+    ((logits, wanted),) = from_zero(plan, model, text, len(text))
+    return [(len(wanted), float(F.cross_entropy(logits, wanted, reduction="sum")))]
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [(), ("data.max_group_cells=2",), ("data.seq_len=64",), ("objective.z_loss=0.01", "objective.chunk_tokens=16")],
-    ids=["plain", "cut", "short", "chunked_z"],
+    ("batches", "overrides"),
+    [(60, ("data.max_group_cells=2",)), (16, ("objective.token_ce=0.5",)), (8, ("objective.chunk_tokens=16",))],
+    ids=["whole", "to a depth", "chunks to a depth"],
 )
-def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides):
-    plan = plan_of(tmp_path, "eval.batches=16", "data.max_group_cells=64", *overrides)
+def test_loss_and_error_are_those_of_the_drawn_documents_own_losses(tmp_path, batches, overrides):
+    plan = plan_of(tmp_path, f"eval.batches={batches}", "objective.z_loss=0", *overrides)
     torch.manual_seed(0)
-    model = make_model(plan)
-    seen = []
-    original = Sample.error
+    model, seen, original = make_model(plan), [], Sample.error
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sample, "error", lambda self, totals: seen.append((self, totals)) or original(self, totals))
+        patch.setattr(Sample, "error", lambda self, *sums: seen.append((self, *sums)) or original(self, *sums))
         found, read = evaluated(plan, model)
-    ((sample, losses),) = seen
-    texts = held_out_texts(tmp_path, FRACTION)
-    known = [part for text in texts for part in parts_of(plan, model.eval(), text)]
-    num_all, num = sum(map(len, texts)), len(sample.tokens)
-    assert read == f"{num} of {len(texts)} documents, {sample.tokens.sum():,} of {num_all:,} tokens"
-    assert found["eval_loss"] == pytest.approx(sample.weights @ losses / num_all, rel=1e-6)
+    ((_, losses, sizes),) = seen
+    texts, num = held_out_texts(tmp_path, FRACTION), len(losses)
+    assert 8 <= num < len(texts)
+    depth = 10**9
+    if batches < 60:
+        depth = (batches * 4 // 8) * plan.config.data.seq_len
+        assert f", each to a depth of {depth:,} tokens" in read
+    assert read.startswith(f"{num} of {len(texts)} documents, {int(sizes.sum()):,} of {sum(map(len, texts)):,} tokens")
+    weight = plan.config.objective.token_ce
+    assert found["eval_loss"] == pytest.approx(weight * losses.sum() / sizes.sum(), rel=1e-6)
     # Each unit is one of the documents, none twice.
-    left = list(known)
-    for length, loss in sorted(zip(sample.tokens.tolist(), losses.tolist(), strict=True)):
+    left = [part for text in texts for part in parts_of(plan, model.eval(), text[:depth])]
+    for length, loss in sorted(zip(sizes.tolist(), losses.tolist(), strict=True)):
         match = min(left, key=lambda each: (each[0] != length, abs(each[1] - loss)))
         assert match == (length, pytest.approx(loss, rel=1e-5))
         left.remove(match)
-    # Hartley and Rao's variance, pair by pair.
-    lengths = np.array([length for length, _ in known])
-    chances, ratios = num * sample.tokens / num_all, losses / sample.tokens
-    assert (num * lengths / num_all < 1).all(), "none is always drawn, as this formula has it"
-    spread = np.square(num * lengths / num_all).sum()
-    pairs = sum(
-        (1 - chances[i] - chances[j] + spread / num) * (ratios[i] - ratios[j]) ** 2
-        for j in range(num)
-        for i in range(j)
-    )
-    assert found["eval_loss_se"] == pytest.approx(math.sqrt(pairs / (num * num * (num - 1))) * widening(num), rel=1e-6)
+    # Cochran (1977), section 6.4, with the correction for a finite set, widened as for so few.
+    residuals = losses - losses.sum() / sizes.sum() * sizes
+    effective = sizes.sum() ** 2 / np.square(sizes).sum()
+    error = math.sqrt(np.square(residuals).sum() * effective / (effective - 1)) / sizes.sum()
+    error *= math.sqrt(1 - num / len(texts)) * t_quantile(1.96, effective - 1) / 1.96
+    assert found["eval_loss_se"] == pytest.approx(weight * error, rel=1e-6)
 
 
 def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_documents_read_uncut(tmp_path):
-    sets = ("eval.depth=false", "eval.batches=1000000", "metrics.per_source=true", "data.max_group_cells=64")
+    sets = ("eval.depth=false", "eval.batches=1000000", "metrics.per_source=true", "objective.z_loss=0")
     rows = 'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}'
     torch.manual_seed(0)
     found: dict[str, dict[str, float]] = {}
@@ -243,36 +189,33 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
     assert found["stream 1"] == pytest.approx(found["document 1"], rel=1e-6)
 
 
-@pytest.mark.parametrize("has_others", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_others):
-    """Whose metrics a model would have to give row by row, so that they are left out."""
+def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path):
+    """And so are losses and metrics of the model."""
     torch.manual_seed(0)
     plan = plan_of(tmp_path, "eval.batches=1000000")
     model = make_model(plan)
-    own = {"by_tokens": AuxiliaryLoss(), "by_rows": AuxiliaryLoss("rows")} if has_others else {}
 
     def add(module: Any, args: Any, given: dict[str, Any], output: Any) -> Any:
-        first = odd(given["tokens"])[:, 0]
-        values = {"by_tokens": first[:, None].expand(given["tokens"].shape), "by_rows": 2 * first}
-        return output._replace(metrics={"my/number": 1.0}, losses=values if own else None)
+        return output._replace(metrics={"my/number": 1.0}, losses={"by_rows": odd(given["tokens"])[:, 0]})
 
     model.register_forward_hook(add, with_kwargs=True)
-    auxiliary = AuxiliaryLosses(own, ["my/number"])
+    auxiliary = AuxiliaryLosses({"by_rows": AuxiliaryLoss("rows")}, ["my/number"])
     whole, read = evaluated(plan, model, auxiliary=auxiliary)
     assert read.startswith("all ")
     assert "eval_loss_se" not in whole
-    plans = [plan_of(tmp_path, "eval.batches=16", f"run.seed={seed}") for seed in range(16)]
+    plans = [plan_of(tmp_path, "eval.batches=60", f"run.seed={seed}") for seed in range(8)]
     rows = [evaluated(plan, model, auxiliary=auxiliary)[0] for plan in plans]
-    assert ["eval_my/number" in row for row in (whole, *rows)] == [True] + [False] * 16
-    deviations = np.array([row["eval_loss"] - whole["eval_loss"] for row in rows])
-    errors = np.array([row["eval_loss_se"] for row in rows])
-    assert abs(deviations.mean()) < 3 * deviations.std() / math.sqrt(len(rows))
-    assert (np.abs(deviations) <= 2.5 * errors).mean() >= 0.8
-    assert deviations.std() == pytest.approx(math.sqrt(np.mean(np.square(errors))), rel=0.5)
+    assert {row["eval_my/number"] for row in (whole, *rows)} == {1.0}
+    for key, spread in (("eval_objective/token_ce", 2.5), ("eval_objective/by_rows", 0.0)):
+        deviations = np.array([row[key] - whole[key] for row in rows])
+        assert abs(deviations.mean()) < 3 * deviations.std() / math.sqrt(len(rows))
+        if spread:
+            errors = np.array([row["eval_loss_se"] for row in rows])
+            assert (np.abs(deviations) <= spread * errors).mean() >= 0.8
     assert evaluated(plans[0], model, auxiliary=auxiliary)[0] == rows[0]  # the same documents at every start
 
 
-def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path, caplog):
+def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path):
     long = "train.steps=2000"
     cheap, dear = plan_of(tmp_path, "eval.every=1000", long), plan_of(tmp_path, "eval.every=200", long)
     (everything,) = eval_sets(cheap, RankInfo(), CPU)
@@ -292,17 +235,8 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
     assert 0.7 * 240 < len(cells) + np.count_nonzero(cells) < 1.1 * 240
     (once,) = eval_sets(dear, RankInfo(), CPU, has_state=False)
     assert 0.7 * 240 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 240
-    assert "eval.every" not in caplog.text
-    eval_sets(plan_of(tmp_path, "eval.every=1", long), RankInfo(), CPU)  # eight documents take longer than a step
-    assert "eval.every: an evaluation reads 8 of " in caplog.text
-
-
-def test_a_loss_of_the_model_that_is_no_tensor_is_named(tmp_path):
-    plan = plan_of(tmp_path, "eval.batches=8")
-    model = make_model(plan)
-    model.register_forward_hook(lambda module, given, output: output._replace(losses={"balance": 0.5}))
-    with pytest.raises(UserError, match="it returns the loss balance, which is not in its loss_keys"):
-        evaluated(plan, model)
+    (least,) = eval_sets(plan_of(tmp_path, "eval.every=1", long), RankInfo(), CPU)
+    assert re.match(r"8 of \d+ documents, 1\d\d of .*, each to a depth of 16 tokens$", least.read)
 
 
 def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_files(tmp_path, monkeypatch):
@@ -320,10 +254,8 @@ def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_fi
     (found,) = eval_sets(plan, RankInfo(), CPU)
     files = {name for name in opened if name.endswith(".jsonl")}
     assert len(files) == len(sizes) // 2
-    assert found.read.endswith(f"in {len(files)} of {len(sizes)} files")
-    assert found.sample is not None
-    assert found.sample.files is not None
-    assert set(found.sample.files.tolist()) <= set(range(len(files)))
+    assert found.read.endswith(f"in {len(files)} files")
+    assert set(found.sample.units.values()) == set(range(found.sample.num_units)) <= set(range(len(files)))
 
 
 END = "<|end|>"
@@ -362,13 +294,6 @@ def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path)
     assert found["eval/text/bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
     assert found["eval/ids/bits_per_byte"] == pytest.approx(found["eval/text/bits_per_byte"], rel=1e-6)
     assert found["eval/ids/loss"] != pytest.approx(found["eval/text/loss"], rel=1e-6)
-
-
-def test_bits_per_byte_of_bytes_are_the_cross_entropy(tmp_path):
-    plan = plan_of(tmp_path, "eval.batches=8", "objective.z_loss=0.01")
-    found, _ = evaluated(plan, make_model(plan))
-    assert found["eval_bits_per_byte"] == pytest.approx(found["eval_objective/token_ce"] / math.log(2), rel=1e-12)
-    assert found["eval_loss"] > found["eval_objective/token_ce"]
 
 
 def test_ranks_that_hold_shards_run_as_many_forwards_however_uneven_the_documents_are(tmp_path):

@@ -55,7 +55,6 @@ class StepDetails(Extension):
         self._token_type_guard = diagnostics.best_effort("token_type")
         self._label_guard = diagnostics.best_effort("per_source")
         self._sums: dict[str, SumCount] = {}
-        self._weight = 1.0
         self._has_model_metrics = bool(model_metrics)
         self._model_metrics = Recorder(leave_out=diagnostics.best_effort("model").leave_out)
         keys = ["loss", "accuracy"]
@@ -66,9 +65,8 @@ class StepDetails(Extension):
         keys += [f"{kind}/{name}/loss" for kind, names in self._names.items() for name in names]
         self.metric_keys = tuple(keys)
 
-    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput, weight: float = 1.0) -> None:
-        """Add one micro-batch, or rows that stand for `weight` times as many."""
-        self._weight = weight
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        """Add one micro-batch."""
         if result.parts:  # an evaluation need not have those of the model
             self._put("loss", result.loss_sum.detach(), result.num_tokens)
         for name, (total, count) in result.parts.items():
@@ -97,8 +95,6 @@ class StepDetails(Extension):
         return {**drained, **self._model_metrics.drain_metrics()}
 
     def _put(self, key: str, total: Tensor, count: Tensor) -> None:
-        if self._weight != 1.0:
-            total, count = total.double() * self._weight, count.double() * self._weight
         before = self._sums.get(key)
         if before is not None:  # added on the device, without waiting
             total, count = before.total + total, before.weight + count
