@@ -42,13 +42,6 @@ def test_untied_weights_do_not_fit_a_tied_model(tmp_path):
         load_weights(make(1, tie_embeddings=True), tmp_path / "w.safetensors")
 
 
-def test_a_file_that_other_code_wrote_is_read(tmp_path):
-    model, other = make(0), make(1)
-    safetensors_torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
-    assert load_weights(other, tmp_path / "w.safetensors") == {}
-    assert torch.equal(other.head.weight, model.head.weight)
-
-
 def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
     path = tmp_path / "w.safetensors"
     state = dict(make(0, vocab_size=41).state_dict())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
+import torch
 
 from tests.support import models
 from tests.support.grouped import train
@@ -13,11 +13,15 @@ from tests.support.in_process import program
 from tests.support.runs import FULL_ROWS, write_tiny_config
 from tests.support.spaced import spaced
 from trainer.config.load import load_config
-from trainer.tools.trained.saved_model import copy_tokenizer
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 AutoTokenizer, PreTrainedTokenizerFast = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
 TEXT = "the and </s> of unknown the"
+
+
+def start(token, tokenizer, model):
+    """The ids of a prompt as documents begin."""
+    return torch.tensor([[model.config.bos_token_id, *tokenizer(token).input_ids]])
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +51,15 @@ def test_the_tokenizer_of_an_export_is_that_of_the_folder_that_the_run_began_fro
     assert (resolved.dim, resolved.num_layers) == (32, 1), "those of the folder"
     wanted, found = AutoTokenizer.from_pretrained(pretrained), AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert wanted.encode(TEXT) == [3, 5, 1, 4, 2, 3]
-    assert found(TEXT).input_ids == [8, 3, 5, 1, 4, 2, 3], "the id that begins documents comes first"
-    assert found.get_vocab() == {**wanted.get_vocab(), "<|document|>": 8}
-    assert found.chat_template == wanted.chat_template
-    assert found.decode(found(TEXT).input_ids, skip_special_tokens=True) == wanted.decode([3, 5, 4, 3])
+    assert found(TEXT).input_ids == wanted(TEXT).input_ids
+    assert (found.get_vocab(), found.chat_template) == (wanted.get_vocab(), wanted.chat_template)
+    assert (found.eos_token, found.pad_token, found.padding_side) == ("</s>", "</s>", "left")
 
 
 @pytest.mark.parametrize("eod", [None, 0])
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace", "llama", "pieces"])
 def test_the_folder_generates_what_sample_does(kind, eod, tmp_path, capsys):
-    """Up to the id that ends documents, if it was trained."""
+    """Up to the id that ends documents, if it was trained; the tokenizer then names it."""
     text, prompt = "al beta gamma delta", "al beta"
     spaced(kind).save(str(tmp_path / "tokenizer.json"))
     own = [f"data.tokenizer={tmp_path}/tokenizer.json", "model.family=transformer", "data.seq_len=64"]
@@ -71,38 +74,21 @@ def test_the_folder_generates_what_sample_does(kind, eod, tmp_path, capsys):
     model, tokenizer = (
         each.from_pretrained(tmp_path / "hf") for each in (transformers.AutoModelForCausalLM, AutoTokenizer)
     )
-    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)
-    decoded = tokenizer.decode([id for id in ids[0].tolist() if id != eod], skip_special_tokens=True)
+    given = start(prompt, tokenizer, model)
+    ids = model.generate(given, max_new_tokens=20, do_sample=False)
+    end = None if eod is None else tokenizer.convert_ids_to_tokens(eod)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (end, end)
+    decoded = tokenizer.decode([id for id in ids[0, 1:].tolist() if id != eod])
     assert decoded == said.stdout.removesuffix("\n")
     if eod is None:
-        assert len(ids[0]) == 20 + len(tokenizer(prompt).input_ids)
+        assert len(ids[0]) == 20 + given.shape[1]
     else:
         assert (decoded.split(), ids[0, -1]) == (text.split(), eod)
         assert model.config.eos_token_id == model.generation_config.eos_token_id == eod
 
 
-def test_a_tokenizer_without_a_config_gets_no_special_tokens_of_the_models_family(pretrained, tmp_path):
-    """The padding of mamba2 would get the id that begins documents."""
-    bare = shutil.copy(pretrained / "tokenizer.json", tmp_path / "mine.json")
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    shutil.copy(pretrained / "config.json", exported)
-    copy_tokenizer(bare, exported)
-    assert_same_tokenizer(AutoTokenizer.from_pretrained(exported), PreTrainedTokenizerFast(tokenizer_file=str(bare)))
-
-
-def assert_same_tokenizer(found, wanted):
-    assert found(TEXT).input_ids == wanted(TEXT).input_ids
-    assert found.get_vocab() == wanted.get_vocab()
-    assert found.special_tokens_map == wanted.special_tokens_map
-    assert (found.pad_token_id, found.padding_side) == (wanted.pad_token_id, wanted.padding_side)
-    assert found.chat_template == wanted.chat_template
-    assert len(found) == 8  # the id that begins documents is beyond
-
-
 def test_a_pretrained_folder_is_not_replaced(pretrained, tmp_path, capsys):
     """It may have the same files as an export."""
-    (pretrained / "README.md").write_text("A model of someone else.")
     ended = program(["export", tmp_path / "run", "--format", "hf", "--out", pretrained, "--force"], capsys)
     assert ended.returncode == 2
     assert "with other files than an export" in ended.stderr

@@ -26,7 +26,7 @@ from trainer.training.checkpointing.restore import check_data
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
-from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
+from trainer.training.setup.sources import resolve_sources
 
 logger = get_logger(__name__)
 
@@ -76,14 +76,6 @@ def evaluate_checkpoint(
         what = "no" if held_out else "neither [[eval.source]] nor"
         problem = f"has {what} held-out documents to evaluate on"
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
-    if sets and not sources:
-        try:
-            resolve_eval_sources(config)
-        except UserError as error:
-            relative = "paths are relative to the working directory"
-            problem = f"{error.problem} (a set of the config of {directory}; {relative})"
-            fix = "go there, or name sets with --source NAME=PATH"
-            raise UserError(error.key, problem, fix) from None
     plan = _plan(config, sets, directory / "config.resolved.toml", batches)
     info, diagnostics = RankInfo(), Diagnostics()
     if not sets and (directory / checkpoint.CHECKPOINTS).is_dir():

@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import chdir, suppress
+from contextlib import chdir
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.files import read_json, replacing_path, write_file
+from trainer.files import replacing_path, write_file
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
 from trainer.metrics.run_status import usable
 from trainer.model.families import DEFAULT
-from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles
 from trainer.training.checkpointing.train_state import open_model
@@ -35,15 +33,7 @@ from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# Files beside a tokenizer.json from which `transformers` makes the same tokenizer.
-TOKENIZER_PARTS = (
-    TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
-    "spiece.model",
-)  # fmt: skip
-HUGGING_FACE_CONFIG, GENERATION_CONFIG, CARD = "config.json", "generation_config.json", "README.md"
-SHOWN_RESULTS = ("loss", "eval_loss")
-FIRST_TOKEN = "<|document|>"
+HUGGING_FACE_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -192,63 +182,24 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
     return model
 
 
-def copy_tokenizer(path: Path, directory: Path) -> None:
-    """Copy a tokenizer.json, and what belongs to it, for `AutoTokenizer`."""
-    shutil.copyfile(path, directory / "tokenizer.json")
-    names = TOKENIZER_PARTS if path.name == "tokenizer.json" else ()
-    for part in map(path.with_name, names):
-        if part.is_dir():
-            shutil.copytree(part, directory / part.name)
-        elif part.exists():
-            shutil.copyfile(part, directory / part.name)
-    # Without it, `transformers` would take the tokenizer of the model's family and give it special
-    # tokens, the first of which gets the id that begins documents.
-    if not (directory / TOKENIZER_CONFIG).exists():
-        write_file(directory / TOKENIZER_CONFIG, '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
-
-
-def begin_texts(directory: Path, bos_id: int) -> bool:
-    """Have the tokenizer of an export put the id that begins documents before a text.
-
-    False if it cannot have such a token. Its own post-processor, which training leaves out, goes.
-    """
-    path, config = directory / "tokenizer.json", directory / TOKENIZER_CONFIG
-    before = path.read_text(encoding="utf-8")
-    spec, first = json.loads(before), {"SpecialToken": {"id": FIRST_TOKEN, "type_id": 0}}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    token = {"id": bos_id, "content": FIRST_TOKEN, **flags, "special": True}
-    spec["added_tokens"] = [*(spec.get("added_tokens") or []), token]
-    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    spec["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [first, texts[0]],
-        "pair": [first, *texts],
-        "special_tokens": {
-            FIRST_TOKEN: {"id": FIRST_TOKEN, "ids": [bos_id], "tokens": [FIRST_TOKEN]},
-        },
-    }
-    write_file(path, json.dumps(spec, ensure_ascii=False))
-    if load_tokenizer(str(path)).encode(FIRST_TOKEN).tolist() != [bos_id]:
-        write_file(path, before)
-        return False
-    # No class of a family, which would make a post-processor of its own.
-    named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": FIRST_TOKEN}
-    named |= {"model_input_names": ["input_ids", "attention_mask"]}
-    text = json.dumps({**read_json(config), **named}, indent=2, ensure_ascii=False)
-    write_file(config, f"{text}\n")
-    return True
+def is_export(directory: Path) -> bool:
+    """Whether the directory holds nothing but an export, which may be replaced."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    own = {".safetensors", ".json", ".jinja", ".toml", ".model"}
+    others = [path for path in files if path.suffix not in own and path.name not in ("merges.txt", "vocab.txt")]
+    return (directory / CONFIG_FILE).is_file() and not others
 
 
 def export_model(
     run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
 ) -> SavedCheckpoint:
-    """Write weights, config, card and, if one is used, the tokenizer's files into `out`.
+    """Write weights, config and, if one is used, the tokenizer into `out`.
 
     All is written next to `out` first, so that `out` is complete or absent.
 
     Args:
         as_hugging_face: weights and `config.json` as the model's own `save_pretrained` writes them,
-            for `from_pretrained`; no `config.toml`.
+            for `from_pretrained`, and the tokenizer so too.
         trust_code: import the model that the config names, which `as_hugging_face` builds.
 
     Raises:
@@ -269,13 +220,12 @@ def export_model(
         else:
             origin = {"step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name}
             save_weights(saved.weights, staging / WEIGHTS_FILE, {"format": "pt", **origin})
-            write_file(staging / CONFIG_FILE, to_toml(config))
-        use = "transformers" if as_hugging_face else "trainer"
+        write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
-            copy_tokenizer(Path(config.data.tokenizer), staging)
-            if as_hugging_face and begin_texts(staging, tokenizer.bos_id):
-                use = "transformers_tokenizer"
-        write_file(staging / CARD, _card(saved, run_dir, tokenizer.vocab_size, str(out), use))
+            if as_hugging_face:
+                _save_tokenizer(Path(config.data.tokenizer), config.data.eod, staging)
+            else:
+                shutil.copyfile(config.data.tokenizer, staging / "tokenizer.json")
         # The caller has made sure that only an export is replaced.
         shutil.rmtree(place, ignore_errors=True)
         staging.rename(place)
@@ -311,41 +261,20 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
         write_file(file, json.dumps(found, indent=2) + "\n")
 
 
-def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Rows of the card: what was logged last, at `step` or before."""
-    with suppress(UserError):
-        run = load_run(run_dir)
-        for key in SHOWN_RESULTS:
-            values = [value for at, value in zip(*run.column(key), strict=True) if at <= step]
-            if values:
-                yield f"`{key}`", f"{values[-1]:.4f}"
+def _save_tokenizer(path: Path, eod: int | None, directory: Path) -> None:
+    """Write the tokenizer for `AutoTokenizer`; one that names no end gets the id that ends documents."""
+    from trainer.lab.hugging_face import package
 
-
-def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use: str) -> str:
-    """README.md of an exported model in `out`; `use`: which text says how to load it."""
-    config, model = saved.config, saved.config.model
-    origin = model.args.get("from", f"dim {model.dim}, {model.num_layers} layers")
-    numbers = {tensor.data_ptr(): tensor.numel() for tensor in saved.weights.values()}  # tied ones once
-    steps = f"{saved.step:,} of {config.train.steps:,} steps"
-    ids = f"{vocab_size:,} ids, the one that begins a document included"
-    rows = [
-        ("parameters", f"{sum(numbers.values()):,}"),
-        ("model", f"`{model.target or model.family or DEFAULT}`, {origin}"),
-        ("tokenizer", f"`{config.data.tokenizer}`, {ids}"),
-        ("trained for", f"{steps} in cells of {config.data.seq_len} tokens"),
-        ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
-        ("data", ", ".join(source.name for source in config.data.source)),
-        *_last_results(run_dir, saved.step),
-    ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    option = argument = ""
-    if model.target is not None:
-        option, argument = " --trust-code", ", trust_code=True"
-    facts = {"library": use.partition("_")[0], "name": config.run.name, "step": saved.step}
-    facts |= {"table": table, "out": out, "bos": vocab_size - 1, "option": option, "argument": argument}
-    cards = resources.files("trainer.tools.trained") / "cards"
-    texts = [(cards / f"{name}.md").read_text(encoding="utf-8") for name in ("card", use)]
-    return "".join(texts).format(**facts)
+    transformers: Any = package()
+    if path.name == "tokenizer.json" and path.with_name(TOKENIZER_CONFIG).is_file():
+        words = transformers.AutoTokenizer.from_pretrained(path.parent)
+    else:  # that of the model's family would add special tokens
+        words = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    end = None if eod is None else words.convert_ids_to_tokens(eod)
+    if end is not None:
+        words.eos_token = words.eos_token or end
+        words.pad_token = words.pad_token or end
+    words.save_pretrained(directory)
 
 
 def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:

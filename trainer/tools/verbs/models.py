@@ -6,7 +6,6 @@ import glob
 import inspect
 import itertools
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,9 +32,6 @@ COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
-FILE_SUFFIX = re.compile(
-    r"\.(arrow|bin|ckpt|csv|gguf|h5|json|jsonl|np[yz]|onnx|parquet|pth?|safetensors|tsv|xlsx)", re.IGNORECASE
-)
 
 
 def sample(
@@ -170,30 +166,17 @@ def export(
     force: Annotated[bool, Option("--force", help="Replace an existing export.")] = False,
     trust_code: shared.TrustOption = False,
 ) -> None:
-    """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
+    """Write a run's weights: safetensors with its config, or as Hugging Face's."""
     target = Path(out)
-    if FILE_SUFFIX.fullmatch(target.suffix):
-        raise UserError("--out", f"{out} would be a directory with weights", f"leave out {target.suffix}")
     refuse_existing(out, force=force)
-    if target.is_dir() and any(target.iterdir()) and not _is_export(target):
-        raise UserError(out, "is a directory with other files than an export", "name a new one")
-    from trainer.tools.trained.saved_model import export_model
+    from trainer.tools.trained.saved_model import export_model, is_export
 
+    if target.is_dir() and any(target.iterdir()) and not is_export(target):
+        raise UserError(out, "is a directory with other files than an export", "name a new one")
     with writing(out):
         how: dict[str, bool] = {"as_hugging_face": format == "hf", "trust_code": trust_code}
         made = export_model(Path(run_dir), target, step=step, **how)
-    echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
-
-
-def _is_export(directory: Path) -> bool:
-    """Whether the directory holds nothing but an export, which may be replaced."""
-    from trainer.tools.trained.saved_model import TOKENIZER_PARTS
-
-    own = {"model.safetensors", "config.toml", "README.md", "tokenizer.json", "config.json", "generation_config.json"}
-    if not {path.name for path in directory.iterdir()} <= own.union(TOKENIZER_PARTS):
-        return False
-    card = directory / "README.md"  # a folder of someone else's model may have the same files
-    return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
+    echo(f"wrote the weights after step {made.step} and the config to {out}", err=True)
 
 
 def doctor(
