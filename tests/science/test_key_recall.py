@@ -19,7 +19,7 @@ from tests.support.in_process import program, train_here
 from tests.support.runs import ROOT, read_rows
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
-from trainer.tools.corpus.builders import REVEALED, build_key_recall
+from trainer.tools.corpora import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 from trainer.training.step.step import TrainStep
@@ -200,11 +200,3 @@ def test_only_answers_are_digits_and_cells_give_nothing_away(corpus: Path, tmp_p
     assert max(pairs.values()) < 40
     build_key_recall(tmp_path / "again")
     assert (tmp_path / "again" / "manifest.json").read_bytes() == (corpus / "manifest.json").read_bytes()
-
-
-@pytest.mark.parametrize("option", ["--seq-len=4", "--cells=1", "--groups=3", "--streams=0"])
-def test_impossible_corpora_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
-    refused = program(["data", "synth", "key-recall", "--out", tmp_path / "data", option], capsys)
-    assert refused.returncode == 2
-    assert option.partition("=")[0] in refused.stderr
-    assert not (tmp_path / "data").exists()

@@ -30,8 +30,6 @@ from trainer.options import Options, TextSplit, part_options
 
 TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
 Kind: TypeAlias = Literal["text", "ids"]  # of a file: text to be tokenized, or token ids
-Span: TypeAlias = tuple[int, int]
-"""A part of a file that is tokenized alone, from and up to; in bytes, of Parquet in row groups."""
 AGAIN = "write the file again"
 WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
 SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: tokens per stretch, and stretches

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +30,7 @@ BLOCK_BYTES = 4096
 # Blocks of a file: as many as keep all files within the total, which 50,000 files with two blocks
 # each use up (400 MB).
 FEWEST_BLOCKS, MOST_BLOCKS, TOTAL_BLOCKS = 2, 16, 100_000
-# A cold or remote disk answers several requests at once; handing a single file to a thread takes
-# longer than reading its blocks.
-THREADS, CHUNK = 8, 64
+THREADS = 8  # a cold or remote disk answers several requests at once
 _SAMPLED = re.compile(r"(\w+:\w+):\w+")
 
 
@@ -75,11 +72,8 @@ def blocks_per_file(num_files: int) -> int:
 
 def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int) -> list[str]:
     """The marks of streams: `SIZE:SAMPLES` of each file, joined by `+`."""
-    mark = partial(_mark, blocks=blocks)
-    chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
     with ThreadPoolExecutor(THREADS) as pool:
-        done = pool.map(lambda chunk: ["+".join(map(mark, files)) for files in chunk], chunks)
-        return [each for chunk in done for each in chunk]
+        return [*pool.map(lambda files: "+".join(_mark(path, blocks) for path in files), paths)]
 
 
 def stream_files(streams: Iterable[Stream], format: str) -> list[list[Path]]:
@@ -87,7 +81,7 @@ def stream_files(streams: Iterable[Stream], format: str) -> list[list[Path]]:
     return [files_of(Path(stream.path), format) for stream in streams]
 
 
-def _mark(path: Path, *, blocks: int) -> str:
+def _mark(path: Path, blocks: int) -> str:
     samples = hashlib.blake2b(digest_size=8)
     try:
         descriptor = os.open(path, os.O_RDONLY)

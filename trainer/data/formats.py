@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainer.data import documents
-from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
+from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
 from trainer.data.text_formats import (
     is_mapped,
     jsonl_kind,
@@ -39,18 +39,13 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     if not isinstance(table, TokenTable):
         fix = "see trainer.data.TokenTable: (path, options) -> TokenTable"
         raise damaged(where, f"returned a {type(table).__name__}", fix)
-    arrays = [np.asarray(each) for each in (table.tokens, table.starts, table.lengths)]
-    tokens, starts, lengths = arrays
-    are_right = all(each.ndim == 1 and each.dtype.kind in "iu" for each in arrays)
-    if not are_right or len(starts) != len(lengths):
-        parts = ", ".join(f"{each.dtype} {list(each.shape)}" for each in arrays)
-        raise damaged(where, f"tokens, starts and lengths are {parts}", "return integers [N], [D] and [D]")
+    tokens, starts, lengths = (np.asarray(each) for each in (table.tokens, table.starts, table.lengths))
+    if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or tokens.ndim != 1:
+        raise damaged(where, "tokens, starts and lengths must be integers", "return arrays [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
-    outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))
-    if outside.size:
-        at = int(outside[0])
-        problem = f"document {at} is [{starts[at]}, {starts[at] + lengths[at]}) of {len(tokens)} tokens"
-        raise damaged(where, problem, "documents must lie within the tokens")
+    if ((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens))).any():
+        problem = f"a document does not lie within its {len(tokens):,} tokens"
+        raise damaged(where, problem, "return where each begins, and its length")
     # The user's function need not have checked the ids.
     bounds = table.bounds or IdBounds.of(path, options.tokenizer).check_sample(tokens)
     return replace(table, tokens=tokens, starts=starts, lengths=lengths, bounds=bounds)
@@ -66,8 +61,8 @@ class Format:
     options: tuple[Literal["dtype", "eod", "text_split", "column"], ...] = ()
     # Extension of a second file that must be there too, and is not a stream of its own.
     beside: str | None = None
-    # Of a format that can hold text: the ids of each document, in one span or in the whole file.
-    pieces: Callable[[Path, ReadOptions, Span | None], Iterator[TokenArray]] | None = None
+    # Of a format that can hold text: the ids of each document.
+    pieces: Callable[[Path, ReadOptions], Iterator[TokenArray]] | None = None
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -156,7 +151,7 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         if row.load is not None:
             return row.load(path, options)
         assert row.pieces is not None
-        pieces = row.pieces(path, options, None)
+        pieces = row.pieces(path, options)
         table = table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path))
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error}"

@@ -11,13 +11,14 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
+from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 
@@ -42,8 +43,8 @@ def _bounds(data: TokenArray, text_split: str) -> Ints:
     return np.array([*starts, len(data)], dtype=np.int64)
 
 
-def text_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
-    """The ids of each document, tokenized while they are read. A span is all of the file."""
+def text_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read."""
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     for start, stop in itertools.pairwise(_bounds(data, options.text_split).tolist()):
         ids: TokenArray = data[start:stop]
@@ -85,53 +86,37 @@ def document_of(line: bytes, where: str, column: str | None = None) -> str | lis
     """The text of a line, or its ids; see `ReadOptions`."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise damaged(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
-    except (ValueError, RecursionError) as error:
-        raise damaged(where, f"is not JSON ({error})", "write one JSON object per line") from error
-    problem = "is not an object with either text (a string) or tokens (a list of integers)"
-    names: tuple[str, ...] = COLUMNS
-    fix = 'write {"text": "..."} or {"tokens": [...]}, or name the field: column'
-    if column is not None:
-        problem = f"is not an object with {column}, a string or a list of integers"
-        names, fix = (column,), "name the field of the documents: column"
+    except (ValueError, RecursionError) as error:  # also where it is not UTF-8
+        raise damaged(where, f"is not JSON in UTF-8 ({error})", "write one JSON object per line") from error
     found = []
     if isinstance(record, dict):
-        found = [(name, record[name]) for name in names if name in record]
+        found = [(name, record[name]) for name in _columns(column) if name in record]
     match found:
         case [(name, str() as text)] if name in (column, "text"):
             return text
-        case [(name, list() as ids)] if name in (column, "tokens"):
-            if all(type(id) is int for id in ids):
-                return ids
-    raise damaged(where, problem, fix)
+        case [(name, list() as ids)] if name in (column, "tokens") and all(type(id) is int for id in ids):
+            return ids
+    problem = f"is not an object with {column or 'either text or tokens'}, a string or a list of integers"
+    raise damaged(where, problem, "name the field of the documents: column")
 
 
-def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
-    """The ids of each document, tokenized while they are read; blank lines are skipped.
+def _columns(column: str | None) -> tuple[str, ...]:
+    """Where documents may be."""
+    return COLUMNS if column is None else (column,)
 
-    `span`: bytes; the lines that begin in them. None: all lines.
-    """
-    start, stop = span or (0, path.stat().st_size)
+
+def jsonl_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read; blank lines are skipped."""
     batch: list[tuple[str, str | TokenArray]] = []
     size = 0
     with path.open("rb") as lines:
-        if start:
-            lines.seek(start - 1)
-            lines.readline()  # of the span before
-        at = lines.tell()
         for number, line in enumerate(lines, start=1):
-            if at >= stop:
-                break
             if line.strip():
                 where = f"{path}: line {number}"
-                if span is not None:  # lines before it were not counted
-                    where = f"{path}: line at byte offset {at}"
                 document: Any = document_of(line, where, options.column)
                 if isinstance(document, list):
                     document = _checked(document, options.tokenizer, where)
                 batch.append((where, document))
-            at += len(line)
             size += len(line)
             if size >= BATCH:
                 yield from _encoded(batch, options)
@@ -175,22 +160,26 @@ def jsonl_kind(path: Path, column: str | None) -> Kind:
     return "ids" if is_ids else "text"
 
 
-def _pyarrow(path: Path) -> tuple[Any, Any]:
+@contextmanager
+def _parquet(path: Path) -> Iterator[tuple[Any, Any]]:
+    """pyarrow and the opened file. Raises UserError: the package is missing, or the file is damaged."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise damaged(path, "needs the package pyarrow, which is not installed", "run: pip install pyarrow") from error
-    return pyarrow, pyarrow.parquet
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield pyarrow, file
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise damaged(path, f"is not a readable Parquet file ({error})") from error
 
 
 def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[str, Kind, Any]:
     """The column of documents, its kind, and the one type of strings or lists to read it as."""
-    names: tuple[str, ...] = COLUMNS
-    needed = "either a column text of strings or a column tokens of lists of integers"
-    if column is not None:
-        names, needed = (column,), f"a column {column} of strings or lists of integers"
-    found = [name for name in names if name in schema.names]
+    found = [name for name in _columns(column) if name in schema.names]
     if len(found) == 1:
         name, kind = found[0], schema.field(found[0]).type
         values = getattr(kind, "value_type", None)
@@ -201,19 +190,12 @@ def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[
         if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
             return name, "ids", pyarrow.large_list(values)
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
-    raise damaged(path, f"needs {needed} (its columns: {columns})", "name the one of the documents: column")
+    problem = f"needs a column {column or 'text or tokens'} of strings or lists of integers (its columns: {columns})"
+    raise damaged(path, problem, "name the one of the documents: column")
 
 
-def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[TokenArray]:
-    try:
-        return _ended(encode_all(options.tokenizer, array.to_pylist()), options)
-    except UnicodeDecodeError as error:
-        rows = f"rows {first_row} to {first_row + len(array) - 1}"
-        raise damaged(path, f"a text in {rows} is not UTF-8 ({error.reason})") from error
-
-
-def _tokens(path: Path, array: Any, first_row: int, tokenizer: Tokenizer) -> list[TokenArray]:
-    values, where = array.flatten(), f"{path}: rows {first_row} to {first_row + len(array) - 1}"
+def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
+    values = array.flatten()
     if values.null_count:
         raise damaged(where, "have a null token", "write an id for every token")
     ids = values.to_numpy(zero_copy_only=False)
@@ -223,45 +205,27 @@ def _tokens(path: Path, array: Any, first_row: int, tokenizer: Tokenizer) -> lis
     return pieces
 
 
-def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
-    """The ids of each document, tokenized while row groups are read. `span`: of row groups."""
-    pyarrow, parquet = _pyarrow(path)
-    try:
-        with parquet.ParquetFile(path) as file:
-            column, kind, plain = _column(path, file.schema_arrow, pyarrow, options.column)
-            first, stop = span or (0, file.num_row_groups)
-            row = sum(file.metadata.row_group(group).num_rows for group in range(first))
-            groups = list(range(first, stop))
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[column]):
-                array = batch.column(0).cast(plain)
-                if array.null_count:
-                    place = row + array.is_null().to_pylist().index(True)
-                    raise damaged(path, f"row {place}: {column} is null", "remove such rows")
-                if kind == "text":
-                    yield from _texts(path, array, row, options)
-                else:
-                    yield from _tokens(path, array, row, options.tokenizer)
-                row += len(array)
-    except UserError:
-        raise
-    except Exception as error:  # pyarrow raises many types for a damaged file
-        raise damaged(path, f"is not a readable Parquet file ({error})") from error
-
-
-def row_group_bytes(path: Path) -> list[int]:
-    """The uncompressed size of each row group of a Parquet file."""
-    _, parquet = _pyarrow(path)
-    try:
-        metadata = parquet.read_metadata(path)
-    except Exception as error:  # pyarrow raises many types for a damaged file
-        raise damaged(path, f"is not a readable Parquet file ({error})") from error
-    return [metadata.row_group(at).total_byte_size for at in range(metadata.num_row_groups)]
+def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while row groups are read."""
+    with _parquet(path) as (pyarrow, file):
+        column, kind, plain = _column(path, file.schema_arrow, pyarrow, options.column)
+        row = 0
+        for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+            array = batch.column(0).cast(plain)
+            where = f"{path}: rows {row} to {row + len(array) - 1}"
+            if array.null_count:
+                raise damaged(where, f"{column} is null in one", "remove such rows")
+            if kind == "text":
+                yield from _ended(encode_all(options.tokenizer, array.to_pylist()), options)
+            else:
+                yield from _tokens(where, array, options.tokenizer)
+            row += len(array)
 
 
 def parquet_kind(path: Path, column: str | None) -> Kind:
     """The kind of the documents' column; `text` where it cannot be read, as `jsonl_kind`."""
-    pyarrow, parquet = _pyarrow(path)
     try:
-        return _column(path, parquet.read_schema(path), pyarrow, column)[1]
-    except Exception:  # noqa: BLE001 - pyarrow raises many types for a damaged file
+        with _parquet(path) as (pyarrow, file):
+            return _column(path, file.schema_arrow, pyarrow, column)[1]
+    except UserError:
         return "text"

@@ -21,8 +21,7 @@ from trainer.data.layout import Discovery, Stream, refuse_unheeded
 from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.metrics.logger import progress_bar
-from trainer.tools.corpus.documents import discover, refuse_empty
-from trainer.tools.corpus.survey import describe, guess, look, not_text
+from trainer.tools.survey import describe, discover, guess, look, not_text, refuse_empty
 from trainer.wording import counted, few, printable
 
 CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
@@ -115,7 +114,7 @@ def starter(
     refuse_empty(at.streams)
     given: dict[str, Any] = {"dtype": dtype, "eod": eod, "column": column}
     refuse_unheeded(at.streams, format, given)
-    kind = guess(at.streams, format=format, dtype=dtype, column=column)
+    kind, formats = guess(at.streams, format=format, dtype=dtype, column=column)
     chosen, share = sample_streams(at.streams)
     notes = []
     if share < 1.0:
@@ -123,8 +122,8 @@ def starter(
     if at.left_out:
         notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
     if tokenizer is None:
-        tokenizer, near = {"text": "bytes", "ids": "ids"}[kind.kind], _tokenizer_near(Path(paths[0]))
-        if near and kind.kind == "text":
+        tokenizer, near = {"text": "bytes", "ids": "ids"}[kind], _tokenizer_near(Path(paths[0]))
+        if near and kind == "text":
             tokenizer = near
             notes.append(f"tokenizer: {near}, found near the data; for bytes: --tokenizer bytes")
     with progress_bar() as report:
@@ -151,11 +150,11 @@ def starter(
         mark, _, rest = line.partition("|")
         if shown.get(mark, True):
             lines.append(rest if mark in shown else line)
-    head = [f"Found: {_found(at, lengths)} ({', '.join(kind.formats)}), tokenizer {tokenizer}"]
+    head = [f"Found: {_found(at, lengths)} ({', '.join(formats)}), tokenizer {tokenizer}"]
     head += [f"Note: {note}" for note in notes]
     if format != "auto":
         given["format"] = format
-    suggests_eod = eod is None and any(takes_option(name, "eod") for name in kind.formats)
+    suggests_eod = eod is None and any(takes_option(name, "eod") for name in formats)
     text = "".join(lines).format(
         **asdict(sizes) | {"passes": counted(round(sizes.passes, 2), "pass")},
         name=_toml(_run_name(paths[0])),

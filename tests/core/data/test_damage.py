@@ -16,7 +16,7 @@ from trainer.data.formats import load_documents
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
-from trainer.tools.corpus.survey import token_chunks, verify
+from trainer.tools.survey import token_chunks, verify
 
 SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes
 
@@ -32,8 +32,8 @@ def refusal(path, message=".", **kwargs):
         read_all(path, **kwargs)
     assert "\n" not in refused.value.message
     # `verify` comes to the same verdict.
-    verdict = verify([Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs))
-    assert [error.message for error in verdict.errors] == [refused.value.message]
+    *_, errors = verify([Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs))
+    assert [error.message for error in errors] == [refused.value.message]
     return refused.value.message
 
 
@@ -96,21 +96,18 @@ FILES = [  # a dict holds the columns of a Parquet file; a .bin is read as uint1
     ("a.txt", b"", "the file is empty"),
     ("a.xyz", b"abc", "no format is known"),
     ("a.jsonl", b"\n\n", "no documents"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8 text \(byte 10"),
-    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: is not JSON"),
-    ("a.jsonl", b'{"text": ["a"]}\n', "line 1: is not an object with either text"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not JSON in UTF-8 .* in position 10"),
+    ("a.jsonl", b'{"text": ["a"]}\n', "line 1: is not an object with either text or tokens"),
     ("a.jsonl", b'{"text": "\\ud800"}\n', "surrogate"),
-    ("a.jsonl", b'{"tokens": [true]}\n', "list of integers"),
+    ("a.jsonl", b'{"tokens": [true]}\n', "or a list of integers"),
     ("a.jsonl", b'{"tokens": [1, 99999999999999999999]}\n', "token id 99999999999999999999"),
     ("a.bin", b"abcde", "byte offset 4"),
     ("a.bin", LONG.tobytes() + b"\x01\x01\x00\x00", "id 257 at token 100"),
     ("a.npy", npy(LONG.astype(">u2")), "little-endian, got >u2"),
-    ("a.npy", npy(LONG)[:-5], "not a readable .npy array"),
     ("a.npy", npy(np.array([Bomb()], dtype=object), allow_pickle=True), "not a readable .npy"),
     ("a.npy", npy(np.array([1, -5])), "token id -5 at token 1"),
-    ("a.parquet", {"body": ["a"]}, r"\(its columns: body"),
-    ("a.parquet", {"text": [1]}, "a column text of strings"),
-    ("a.parquet", {"text": ["a", "b", None]}, "row 2: text is null"),
+    ("a.parquet", {"text": [1]}, r"needs a column text or tokens of strings or lists of integers \(its columns: text"),
+    ("a.parquet", {"text": ["a", "b", None]}, "rows 0 to 2: text is null in one"),
     ("a.parquet", {"tokens": [[1], [2, None]]}, "null token"),
     ("a.parquet", {"tokens": [[1], [], [2, 257]]}, "rows 0 to 2: token id 257 at token 2"),
     ("a.parquet", b"PAR1 and so on", "not a readable Parquet file"),
@@ -151,25 +148,6 @@ def test_what_is_no_file_is_refused(tmp_path):
         assert "is not a regular file" in refusal(tmp_path / name)
     for name in ("c.txt", "d.txt"):
         assert "cannot be read (No such file or directory)" in refusal(tmp_path / name)
-    write_megatron(tmp_path / "m", [[1]])
-    (tmp_path / "m.idx").unlink()
-    (tmp_path / "m.idx").mkdir()
-    assert "m.idx: is missing" in refusal(tmp_path / "m.bin")
-
-
-def test_a_file_that_may_not_be_read_is_refused():
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "a.npy")
-        path.write_bytes(b"abcd")
-        path.chmod(0)
-        os.chmod(folder, 0o755)
-        user = os.geteuid()
-        try:
-            if user == 0:
-                os.seteuid(65534)  # root may read anything: be nobody for a moment
-            assert "cannot be read (Permission denied)" in refusal(path)
-        finally:
-            os.seteuid(user)
 
 
 @pytest.mark.parametrize("kind", ["npy", "idx", "parquet", "jsonl"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -11,11 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.data.fingerprint import (
     BLOCK_BYTES,
-    FEWEST_BLOCKS,
-    MOST_BLOCKS,
-    TOTAL_BLOCKS,
     Fingerprint,
-    blocks_per_file,
     compare,
     mark_files,
 )
@@ -48,12 +43,6 @@ def test_a_changed_byte_is_seen_in_every_sampled_block(tmp_path, size, at, block
     assert marks(path, blocks=blocks) != before
 
 
-def test_the_bytes_read_are_bounded():
-    for number in (0, 1, 1000, 10**7):
-        assert FEWEST_BLOCKS <= (blocks := blocks_per_file(number)) <= MOST_BLOCKS
-        assert blocks == FEWEST_BLOCKS or blocks * number <= TOTAL_BLOCKS
-
-
 def test_the_index_beside_a_file_belongs_to_it_and_one_that_cannot_be_read_is_named(tmp_path):
     pair = [tmp_path / "a.bin", tmp_path / "a.idx"]
     for path in pair:
@@ -83,23 +72,11 @@ def test_hashes_of_contents_in_earlier_checkpoints_are_ignored():
     assert Fingerprint.from_state(state) == Fingerprint(2, "5:aa", {"s": {"a": "1:b+2:c", "d": "3:e"}})
 
 
-JSON = st.recursive(
-    st.none() | st.integers() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=5,
+@pytest.mark.parametrize(
+    "damage", [{"blocks": 0}, {"tokenizer": None}, {"sources": {"s": [1]}}, {"sources": {"s": {"a": 1}}}]
 )
-
-
-@settings(max_examples=60)
-@given(
-    state=JSON
-    | st.fixed_dictionaries({"blocks": JSON, "tokenizer": JSON, "sources": JSON})
-    | st.fixed_dictionaries({"blocks": st.integers(0, 20), "tokenizer": st.just(""), "sources": JSON})
-)
-def test_a_damaged_state_is_refused_and_a_good_one_comes_back(state):
-    try:
-        found = Fingerprint.from_state(state)
-    except ValueError:
-        return
-    assert Fingerprint.from_state(json.loads(json.dumps(found.to_state()))) == found
-    assert not compare(found, found)
+def test_a_damaged_state_is_refused_and_a_good_one_comes_back(damage):
+    good = {"blocks": 2, "tokenizer": "", "sources": {"s": {"a": "1:b"}}}
+    assert Fingerprint.from_state(good).to_state() == good
+    with pytest.raises(ValueError, match="is damaged"):
+        Fingerprint.from_state({**good, **damage})

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import struct
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +13,13 @@ import pytest
 from tests.core.data.megatron_writer import index_bytes, write_megatron
 from tests.support.in_process import program
 from tests.support.runs import ROOT
+from tests.support.spaced import spaced
 from tests.support.streams import mixing_dataset
 from trainer.data import formats as registry
-from trainer.data.documents import load_npy
-from trainer.data.formats import Format, file_kind, format_name, open_documents
+from trainer.data.documents import ReadOptions
+from trainer.data.formats import file_kind, format_name, load_documents, open_documents
 from trainer.data.layout import discover_direct, discover_nested
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.lab.tokenized import write_index
 
@@ -113,7 +112,7 @@ def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path, monkeypatch):
 # Megatron-LM's indexed files, written here byte by byte from the published layout.
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
 def test_every_integer_dtype_of_an_indexed_file_is_read_as_it_was_written(tmp_path, dtype):
     write_megatron(tmp_path / "a", TOKENS, dtype=dtype)
     assert tokens(tmp_path / "a.bin") == TOKENS
@@ -142,27 +141,6 @@ def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path):
         tokens(folder / "b.bin", format="megatron")
     with pytest.raises(UserError, match="eod and dtype do not apply"):
         tokens(folder / "a.bin", eod=0)
-
-
-def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(tmp_path):
-    """10 million cells of 1,024 tokens (20 GB, sparse), headerless and with an index of 300,000 documents."""
-    cells, seq_len, documents = 10_000_000, 1024, 300_000
-    for name in ("flat.bin", "indexed.bin"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(2 * cells * seq_len)
-    sizes = np.full(documents, cells * seq_len // documents, dtype="<i4")
-    sizes[-1] += cells * seq_len - int(sizes.sum(dtype=np.int64))
-    pointers = 2 * (np.cumsum(sizes, dtype="<i8") - sizes)
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
-    index = head + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.arange(documents + 1, dtype="<i8").tobytes()
-    (tmp_path / "indexed.idx").write_bytes(index)
-    for name, dtype in (("flat.bin", "uint16"), ("indexed.bin", None)):
-        streams, ids = discover_direct([tmp_path / name]), IdsTokenizer(32_000)
-        dataset = mixing_dataset(streams, tokenizer=ids, seq_len=seq_len, dtype=dtype)
-        begin = time.process_time()
-        batch = next(dataset)  # opens, cuts into groups, plans the whole slice, and reads one batch
-        assert batch["tokens"].shape == (8, seq_len)
-        assert time.process_time() - begin < 1.0, name
 
 
 # Token ids are below `data.vocab_size`, since the next id begins documents.
@@ -194,13 +172,6 @@ def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path, name)
     with pytest.raises(UserError, match=r"token id 500( at token 2)? is outside the vocabulary of 500 ids") as caught:
         tokens(path, IdsTokenizer(500), dtype=dtype)
     assert "set data.vocab_size" in caught.value.fix
-
-
-def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path):
-    np.save(tmp_path / "a.npy", np.array([3, 255], dtype=np.uint8))
-    assert tokens(tmp_path / "a.npy", IdsTokenizer(256)) == [[3, 255]]
-    with pytest.raises(UserError, match="token id 255 at token 1"):
-        tokens(tmp_path / "a.npy", IdsTokenizer(255))
 
 
 def test_large_files_are_checked_where_they_are_read(tmp_path, monkeypatch):
@@ -267,8 +238,8 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
     ("function", "message"),
     [
         ("alien_id", "token id 999 at token 2 is outside the vocabulary"),
-        ("too_long", r"document 1 is \[2, 4\) of 3 tokens"),
-        ("floats", r"lengths are float64 \[2\]"),
+        ("too_long", "a document does not lie within its 3 tokens"),
+        ("floats", "must be integers"),
         ("no_table", "returned a list"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
         ("nothing", "has no function nothing"),
@@ -279,40 +250,58 @@ def test_what_a_custom_format_must_not_give_is_refused(file, function, message):
         tokens(file, format=f"formats_of_mine:{function}")
 
 
-def test_a_row_of_the_table_is_all_that_a_new_format_needs(tmp_path, monkeypatch, capsys):
-    row = Format((".ids",), load_npy, kind="ids", options=("eod",))
-    monkeypatch.setattr(registry, "FORMATS", {**registry.FORMATS, "ids": row})
-    corpus = tmp_path / "corpus"
-    for number in range(4):
-        path = corpus / "ab"[number % 2] / f"s{number}.ids"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        ids = np.random.default_rng(number).integers(1, 200, 4000)
-        with path.open("wb") as opened:
-            np.save(opened, np.where(np.arange(4000) % 50, ids, 0).astype(np.uint8))
-    reading = ["--tokenizer", "ids", "--vocab-size", "200", "--eod", "0"]
-    assert "4 streams, 324 documents, 16,000 tokens" in program(["data", "verify", corpus, *reading], capsys).stdout
-    config = tmp_path / "x.toml"
-    program(["init", corpus, "--out", config, "--eod", "0"], capsys)
-    lines = {line.partition(" #")[0].strip() for line in config.read_text().split("\n")}
-    assert {'tokenizer = "ids"', "vocab_size = 200"} <= lines
-
-
 def test_every_format_has_a_row_in_the_docs():
     page = (ROOT / "docs" / "mixing.md").read_text(encoding="utf-8")
     assert [name for name in registry.FORMATS if f"\n| `{name}` | " not in page] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "kind"),
-    [
-        ("text", b"{}", "text"),
-        ("jsonl", b'\n{"text": "a"}\n{"tokens": [1]}\n', "text"),
-        ("jsonl", b'{"tokens": [1]}\n', "ids"),
-        ("jsonl", b"{not JSON", "text"),
-        ("npy", b"", "ids"),
-        ("my_package.formats:load", b"", "text"),
-    ],
-)
-def test_the_kind_of_a_file_is_its_formats_or_what_its_first_record_holds(tmp_path, name, content, kind):
-    (tmp_path / "file").write_bytes(content)
-    assert file_kind(tmp_path / "file", name) == kind
+# The id that ends documents.
+
+
+def dataset(*paths, **settings):
+    given = {"tokenizer": IdsTokenizer(500), "seq_len": 4, "repeat": False, **settings}
+    return mixing_dataset(discover_direct(paths), name="s", **given)
+
+
+@pytest.mark.parametrize("eod", [-1, 500])
+def test_an_eod_outside_the_vocabulary_is_refused(tmp_path, eod):
+    np.save(tmp_path / "a.npy", np.array([3, 4]))
+    with pytest.raises(UserError, match=rf"eod: {eod} is outside the vocabulary of 500 ids"):
+        open_documents(tmp_path / "a.npy", tokenizer=IdsTokenizer(500), eod=eod)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "json"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+def test_each_text_but_an_empty_one_gets_the_id_that_ends_documents(tmp_path, ending, tokenizer):
+    path, texts = tmp_path / f"a.{ending}", ["al", "beta beta", "", "beta\n\n"]
+    if ending == "txt":
+        texts = ["al\n\n", "beta beta\n\n", "beta"]
+        path.write_text("".join(texts))
+    elif ending == "jsonl":
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + '{"tokens": [1, 2]}\n')
+    else:
+        pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table({"text": texts}), path)
+    if tokenizer == "json":
+        spaced("plain").save(str(tmp_path / "tokenizer.json"))
+    words = load_tokenizer(tokenizer if tokenizer == "bytes" else str(tmp_path / "tokenizer.json"))
+    eod = words.bos_id  # may be any id of the vocabulary
+    found = load_documents(path, ReadOptions(words, text_split="blank_line", text_eod=eod))
+    documents = [found.read(i, 0, int(length)).tolist() for i, length in enumerate(found.lengths)]
+    ended = [[*words.encode(text).tolist(), eod] if text else [] for text in texts]
+    assert documents == ended + [[1, 2]] * (ending == "jsonl"), "ids have it, if they are to"
+
+
+def test_a_text_that_ends_with_the_id_gets_no_second_one_and_need_not_be_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\n")
+    options = ReadOptions(BytesTokenizer(), text_eod=10)
+    assert load_documents(tmp_path / "a.txt", options).tokens.tolist() == [255, 10]
+
+
+def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path):
+    held = {"split": "holdout", "holdout_fraction": 0.001}
+    np.save(tmp_path / "a.npy", np.array([1, 2, 3]))
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2]}\n' * 2)
+    one = "each file is one document, and documents are held out whole; set eod or text_split"
+    for name, eod, why in (("a.npy", None, one), ("a.npy", 9, one), ("a.jsonl", None, "change holdout_fraction")):
+        with pytest.raises(UserError, match=f"s: no document is left to read.*{why}"):
+            next(dataset(tmp_path / name, eod=eod, **held))

@@ -12,7 +12,7 @@ import pytest
 from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
 from trainer.data.layout import discover_direct, discover_nested, unread_parts
 from trainer.errors import UserError
-from trainer.tools.corpus.documents import discover
+from trainer.tools.survey import discover
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from trainer.data.groups import held_out
 from trainer.data.layout import Stream
-from trainer.tools.corpus import documents
-from trainer.tools.init import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes, sample_streams
+from trainer.tools import corpora
+from trainer.tools.init import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 
 
 @given(
@@ -32,18 +32,6 @@ def test_sizes_are_usable_whatever_the_lengths(lengths, share):
         assert 0 < tokens < sum(int(each.sum()) for each in arrays)
 
 
-def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
-    streams = []
-    for i in range(10):
-        path = tmp_path / f"{i}.txt"
-        path.write_bytes(bytes(100))
-        streams.append(Stream(i, str(path), path.name, "m"))
-    assert sample_streams(streams) == (streams, 1.0)
-    chosen, share = sample_streams(streams, max_bytes=300)
-    assert [stream.stream_id for stream in chosen] == [0, 4, 8]
-    assert share == pytest.approx(0.3)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     ("content", "why"),
@@ -55,5 +43,5 @@ def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
     ],
 )
 def test_the_first_byte_that_is_no_text_is_named_wherever_a_chunk_ends(monkeypatch, content, why, size):
-    monkeypatch.setattr(documents, "CHUNK_BYTES", size)
-    assert documents.why_not_text(content) == why
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", size)
+    assert corpora.why_not_text(content) == why

@@ -147,7 +147,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.lab.weights import check_fit, read_weights
     from trainer.model.families import with_sizes
     from trainer.model.protocol import output_layer
-    from trainer.tools.corpus.documents import refuse_empty
+    from trainer.tools.survey import refuse_empty
     from trainer.training.checkpointing import checkpoint
     from trainer.training.checkpointing.restore import check_config, refuse_gone
     from trainer.training.setup.plan import make_auxiliary

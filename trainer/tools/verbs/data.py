@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import time
+import math
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer import Argument, Option
 
-from trainer.cli.terminal import echo, uncollected
+from trainer.cli.parts import PARTS
+from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.errors import UserError, UserErrors
-from trainer.metrics.logger import get_logger, now_and_then, progress_bar
+from trainer.metrics.logger import get_logger, progress_bar
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import print_json, print_table, require_run, writing
 from trainer.wording import counted, few
-
-if TYPE_CHECKING:
-    from trainer.tools.corpus.writer import Manifest
 
 app = typer.Typer(help="Build, tokenize and verify data.", no_args_is_help=True)
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
@@ -48,10 +43,10 @@ DtypeOption = Annotated[str | None, Option(help="Of headerless .bin files.", met
 @build_app.command()
 def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
     """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
-    from trainer.tools.corpus.builders import build_pytext
+    from trainer.tools.corpora import build_pytext
 
-    with progress_bar() as progress, writing(out):
-        manifest = build_pytext(Path(out), force=force, progress=progress)
+    with progress_bar() as report, writing(out):
+        manifest = build_pytext(Path(out), force=force, report=report)
     _summarise(out, manifest)
 
 
@@ -61,8 +56,8 @@ def text(
     modality: Annotated[list[str], Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
     force: ForceOption = False,
 ) -> None:
-    """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
-    from trainer.tools.corpus.builders import build_text
+    """Build a corpus of your own text: one document per file."""
+    from trainer.tools.corpora import build_text
 
     globs: dict[str, list[str]] = {}
     for given in modality:
@@ -71,53 +66,47 @@ def text(
             fix = "write --modality 'prose=docs/**/*.md'"
             raise UserError(f"--modality {given}", "is not of the form NAME=GLOB", fix)
         globs.setdefault(name, []).append(pattern)
-    with progress_bar() as progress, writing(out):
-        manifest = build_text(Path(out), globs, force=force, progress=progress)
+    with progress_bar() as report, writing(out):
+        manifest = build_text(Path(out), globs, force=force, report=report)
     _summarise(out, manifest)
 
 
-def _summarise(out: str, manifest: Manifest) -> None:
+def _summarise(out: str, manifest: Mapping[str, Any]) -> None:
+    skipped = manifest["skipped"]
     by_reason = defaultdict[str, list[str]](list)
-    for each in manifest.skipped:
-        by_reason[re.sub(r":.*| as .*|^\d+ bytes, ", "", each.reason)].append(each.source)
-    if by_reason:
+    for source, reason in skipped.items():
+        by_reason[reason.partition(":")[0]].append(source)
+    if skipped:
         examples = "; ".join(f"{few(sources)} ({reason})" for reason, sources in by_reason.items())
-        echo(f"skipped {counted(len(manifest.skipped), 'file')}: {examples}; see manifest.json", err=True)
-    for modality in manifest.modalities:
-        totals = manifest.totals(modality)
-        documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
-        echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
+        echo(f"skipped {counted(len(skipped), 'file')}: {examples}; see manifest.json", err=True)
+    for modality, found in manifest["modalities"].items():
+        counts = f"{counted(found['documents'], 'document')}, {counted(found['streams'], 'stream')}"
+        echo(f"{modality}: {counts}, {found['text_bytes'] / 1e6:.1f} MB of text", err=True)
     echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
 
 
 @app.command()
-def tokenize(
-    paths: PathsArgument,
-    out: OutOption,
-    tokenizer: Annotated[str, Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
-    workers: Annotated[int, Option(min=0, help="Processes; 0: one per core.")] = 0,
-    format: shared.FormatOption = "auto",
-    text_split: TextSplitOption = "file",
-    column: shared.ColumnOption = None,
-) -> None:
-    """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
-    from trainer.tools.corpus.documents import discover, refuse_empty
-    from trainer.tools.corpus.tokens import tokenize as write_tokens
+def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
+    """Tokenize the text of a config ahead of its runs, into data.cache_dir. Run it again after an interruption."""
+    from trainer.config.load import load_config, located
+    from trainer.data.tokenizer import HuggingFaceTokenizer
+    from trainer.distributed.env import RankInfo
+    from trainer.lab.tokenized import tokenize_source
+    from trainer.training.setup.plan import make_plan
 
-    at = discover(paths, format=format)
-    refuse_empty(at.streams)
-    began, workers = time.perf_counter(), workers or len(os.sched_getaffinity(0))
-    given: dict[str, Any] = {"tokenizer": tokenizer, "format": format, "text_split": text_split, "column": column}
-    try:
-        with progress_bar(now_and_then(partial(echo, err=True))) as report, writing(out):
-            found = write_tokens(at.streams, Path(out), workers=workers, report=report, **given)
-    except KeyboardInterrupt:
-        echo("interrupted; run the same command again to continue", err=True)
-        raise
-    kept = f" ({found.kept_files:,} of them already there)" if found.kept_files else ""
-    counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"
-    echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
-    echo(f"wrote {out}; a config for it: train init {out} --tokenizer {tokenizer}", err=True)
+    path = require_config(config, "train data tokenize")
+    with located(path, settings or []):
+        plan = make_plan(load_config(path, settings or []), Path(path), 1, parts=PARTS)
+    if not isinstance(plan.tokenizer, HuggingFaceTokenizer):
+        problem = f"{plan.tokenizer.name!r} takes no time: runs read the files as they are"
+        raise UserError("data.tokenizer", problem, "name a tokenizer.json")
+    for source in (*plan.sources, *plan.eval_sources):
+        found = tokenize_source(plan, source, RankInfo())
+        if found:
+            what = f"tokens of {counted(len(found), 'file')} in {Path(next(iter(found.values()))).parent}"
+        else:
+            what = "too little text to tokenize ahead"
+        echo(f"source {source.name}: {what}", err=True)
 
 
 @synth_app.command("key-recall")
@@ -131,14 +120,14 @@ def key_recall(
     force: ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
-    from trainer.tools.corpus.builders import build_key_recall
+    from trainer.tools.corpora import NUM_SYMBOLS, build_key_recall
 
+    sizes = {"groups": groups, "cells": cells, "seq_len": seq_len, "streams": streams}
     with writing(out):
-        manifest = build_key_recall(
-            Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
-        )
-    for rule in manifest.rules.values():
-        echo(rule, err=True)
+        build_key_recall(Path(out), **sizes, seed=seed, force=force)
+    nats = math.log(NUM_SYMBOLS)
+    echo(f"answers, the digits: {nats:.4f} nats each without carried state, 0 with it", err=True)
+    echo(f"with it {2 * nats / (cells * seq_len):.4f} nats a byte: the two revealed symbols", err=True)
     echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
 
 
@@ -157,24 +146,22 @@ def verify(
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
-    from trainer.tools.corpus.documents import discover
-    from trainer.tools.corpus.survey import describe
-    from trainer.tools.corpus.survey import verify as read_everything
+    from trainer.tools.survey import describe, discover, not_text
+    from trainer.tools.survey import verify as read_everything
 
     at = discover(paths, format=format)
     given: dict[str, Any] = {"dtype": dtype, "eod": eod, "text_split": text_split, "column": column}
     refuse_unheeded(at.streams, format, given)  # options without an effect on these files
     words = load_tokenizer(tokenizer, vocab_size=vocab_size)
     options = ReadOptions(words, format=format, **given)
-    root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
-        found = read_everything(at.streams, options, root=root, report=report)
-    if found.not_text:
-        get_logger("data").warning("%s", describe(found.not_text, found.streams))
-    if found.errors:
-        raise UserErrors(found.errors)
-    hashes = ", hashes as in manifest.json" if found.is_hashed else ""
-    echo(f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens: no damage{hashes}")
+        documents, tokens, errors = read_everything(at.streams, options, report=report)
+    if errors:
+        raise UserErrors(errors)
+    strange = not_text(at.streams, format)
+    if strange:
+        get_logger("data").warning("%s", describe(strange, len(at.streams)))
+    echo(f"{len(at.streams):,} streams, {documents:,} documents, {tokens:,} tokens: no damage")
 
 
 @app.command("at")

@@ -1,10 +1,10 @@
-"""Reads data completely: what data that nobody has described are, and which files are damaged."""
+"""Looks at data that nobody has described: which files, of what kind, and which are damaged."""
 
 from __future__ import annotations
 
-import hashlib
+import glob
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -13,17 +13,23 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.data.documents import Kind, ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import file_kind, format_name, load_documents, takes_option
-from trainer.data.layout import Stream
+from trainer.data.layout import (
+    Discovery,
+    Stream,
+    discover_direct,
+    discover_nested,
+    loose_files,
+    refuse_empty_files,
+    sort_of,
+)
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.metrics.logger import Report, silent
-from trainer.tools.corpus.documents import why_not_text
-from trainer.tools.corpus.writer import MANIFEST_NAME, StreamEntry, read_manifest
+from trainer.tools.corpora import why_not_text
 from trainer.wording import counted, few
 
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary
-AGAIN = "build the corpus again, or remove manifest.json"
 
 
 def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
@@ -49,18 +55,10 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
         yield np.concatenate(waiting)
 
 
-@dataclass(frozen=True)
-class Guess:
-    """The content of the files in terms of `[data]` and a source."""
-
-    kind: Kind
-    formats: tuple[str, ...]  # names of those that occur, sorted
-
-
 def guess(
     streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
-) -> Guess:
-    """Distinguish text from token ids by the format and first record of each stream.
+) -> tuple[Kind, list[str]]:
+    """Whether the files hold text or token ids, by the format and first record of each; their formats.
     Raises UserError: text is mixed with ids, a headerless file has no dtype, or it cannot be read."""
     examples: dict[Kind, str] = {}
     formats = set()
@@ -75,7 +73,7 @@ def guess(
     if len(examples) > 1:
         problem = f"is text, and {examples['ids']} holds token ids: a run reads only one of the two"
         raise UserError(examples["text"], problem, "name the files of one kind, with a glob in quotes")
-    return Guess(next(iter(examples)), tuple(sorted(formats)))
+    return next(iter(examples)), sorted(formats)
 
 
 def look(
@@ -107,69 +105,25 @@ def look(
     return lengths, (largest, count)
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The result of reading everything."""
-
-    streams: int
-    documents: int
-    tokens: int
-    errors: list[UserError]  # one per damaged file
-    is_hashed: bool  # hashes of a manifest were compared
-    not_text: list[str]  # as of `not_text`
-
-
 def verify(
-    streams: Sequence[Stream], options: ReadOptions, *, root: Path | None = None, report: Report = silent
-) -> Verification:
-    """Read every stream completely.
-
-    Args:
-        streams: from `discover_nested` or `discover_direct`.
-        options: how files are read.
-        root: of a NESTED layout; if it has a corpus manifest, hashes are compared too.
-        report: see `each_stream`.
-
-    Raises:
-        UserError: the manifest itself is damaged. Damaged streams are in the result.
-    """
-    has_hashes = root is not None and (root / MANIFEST_NAME).exists()
-    entries = read_manifest(root).entries if root is not None and has_hashes else {}
+    streams: Sequence[Stream], options: ReadOptions, *, report: Report = silent
+) -> tuple[int, int, list[UserError]]:
+    """Read every stream completely: the documents, their tokens, and an error for each damaged file."""
     errors: list[UserError] = []
-    strange: list[str] = []
     num_documents = num_tokens = 0
     for stream in each_stream(streams, report):
         try:
-            if has_hashes:
-                _compare(Path(stream.path), entries.pop(stream.relative_path, None))
             documents = load_documents(stream.path, options)
             num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
             num_documents += documents.num_documents
-            strange += not_text([stream], options.format)
         except UserError as error:
             errors.append(error)
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror or error})"
-            errors.append(UserError(stream.path, problem, "check the file"))
-    problem = f"is in {MANIFEST_NAME}, but not here"
-    errors += [UserError(f"{root}/{path}", problem, AGAIN) for path in sorted(entries)]
-    return Verification(len(streams), num_documents, num_tokens, errors, has_hashes, strange)
-
-
-def _compare(path: Path, entry: StreamEntry | None) -> None:
-    """Raise UserError unless the file matches the manifest."""
-    if entry is None:
-        raise UserError(str(path), f"is not in {MANIFEST_NAME}", AGAIN)
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-            raise UserError(str(path), f"differs from what {MANIFEST_NAME} says", AGAIN)
+    return num_documents, num_tokens, errors
 
 
 def not_text(streams: Sequence[Stream], format: str) -> list[str]:
     """`FILE (why)` of each stream that is read as plain text and is not UTF-8 text, which the bytes
-    tokenizer would not notice.
-    `format`: as `data.source.format`.
-    Raises OSError: a file cannot be read."""
+    tokenizer would not notice. `format`: as `data.source.format`."""
     found = []
     for stream in streams:
         if format_name(Path(stream.path), format) == "text":
@@ -186,3 +140,26 @@ def describe(found: Sequence[str], num_files: int) -> str:
     what = f"{len(found):,} of {counted(num_files, 'file')} {verb} not UTF-8 text"
     fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
     return f"{what}: {few(found)}; a run would read the bytes as they are; {fix}"
+
+
+def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
+    """A single directory with one directory per modality is NESTED; anything else is DIRECT."""
+    directory = Path(paths[0])
+    if len(paths) > 1 or not directory.is_dir():
+        return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
+    try:
+        streams = discover_nested(directory, format=format)
+        loose = tuple(loose_files(directory, format))
+        return Discovery("nested", streams, root=paths[0], left_out=loose)
+    except UserError:
+        files = [Path(path.name) for path in directory.iterdir() if path.is_file()]
+        if not any(sort_of(name, format) == "data" for name in files):
+            raise
+        pattern = os.path.join(glob.escape(paths[0]), "*")
+        return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
+
+
+def refuse_empty(streams: Sequence[Stream]) -> None:
+    """Refuse streams of empty files, all of them at once."""
+    paths = [stream.path for stream in streams if os.path.isfile(stream.path)]
+    refuse_empty_files([path for path in paths if not os.path.getsize(path)], len(streams))

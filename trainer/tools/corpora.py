@@ -1,0 +1,426 @@
+"""Corpora in the NESTED layout, as JSON lines: of own text, of what every installation has, and key recall.
+
+Documents are found and checked first, with their text left on disk; then they are put into streams and
+written beside the corpus's place, which is renamed at the end.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.message import Message
+from mmap import mmap
+from pathlib import Path, PurePosixPath
+from pydoc_data import topics
+from typing import Any, cast
+
+from trainer.data.formats import FORMATS, index_suffixes, suffixes
+from trainer.data.layout import COMPRESSED, find_files, named_directory
+from trainer.errors import UserError
+from trainer.files import read_json, replacing, write_file
+from trainer.hashing import keyed_generator
+from trainer.metrics.logger import Report, silent
+from trainer.wording import counted, few, printable
+
+MANIFEST_NAME = "manifest.json"
+MIN_STREAM_BYTES = 65_536
+MAX_FILE_BYTES = 64 * 2**20
+MISC = "misc"
+CHUNK_BYTES = 1 << 20
+RECORDS = (".json", ".ndjson", ".csv", ".tsv")  # files of many documents, or of none, that no format reads
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+PYTEXT_BYTES: Mapping[str, int] = {"python": 18_000_000, "cpp": 10_000_000, "prose": 5_000_000}
+_PYTEXT_FILE_BYTES = 2_000_000
+# pydoc_data is the prose modality's.
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+_LICENCE_WORDS = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
+_OWN_DISTRIBUTION = "trainer"
+
+NUM_SYMBOLS = 8
+REVEALED = "ABCDEFGH"
+ANSWERS = "01234567"
+MIN_SEQ_LEN = 5
+
+Candidate = tuple[str, Path | str]
+"""Its origin below its package or root, of which the directory gives the stream; and a file, or a text."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A candidate that is text: size and digest of it as UTF-8."""
+
+    source: str
+    place: Path | str
+    num_bytes: int
+    digest: str
+
+    @classmethod
+    def of(cls, source: str, place: Path | str, text: str) -> Document:
+        """The document that a candidate with this text is."""
+        content = text.encode("utf-8")
+        return cls(source, place, len(content), hashlib.sha256(content).hexdigest())
+
+
+Streams = dict[str, list[Document]]
+
+
+def why_not_text(content: bytes | mmap) -> str:
+    """Why it is not UTF-8 text, by its first wrong byte; empty if it is."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(content), CHUNK_BYTES):
+        chunk = content[start : start + CHUNK_BYTES]
+        try:
+            text = decoder.decode(chunk, final=start + len(chunk) == len(content))
+        except UnicodeDecodeError as error:  # of the chunk, and the rest of a character before it
+            offset = start + len(chunk) - len(error.object) + error.start
+            return f"not UTF-8: byte {error.object[error.start]:#04x} at offset {offset}"
+        if "\0" in text:
+            return f"binary: a NUL byte at offset {start + chunk.index(0)}"
+    return ""
+
+
+def _content(place: Path | str) -> bytes:
+    return place.read_bytes() if isinstance(place, Path) else place.encode("utf-8", "surrogatepass")
+
+
+def _checked(source: str, place: Path | str, max_bytes: int, forbidden: Sequence[str]) -> Document | str:
+    """The document, or why it is none."""
+    try:
+        size = place.stat().st_size if isinstance(place, Path) else len(place)
+        if size > max_bytes:
+            return f"too large: {size} bytes, at most {max_bytes} are read"
+        content = _content(place)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    why = why_not_text(content)
+    if why:
+        return why
+    text = content.decode("utf-8-sig")
+    if not text.strip():
+        return "empty"
+    if any(word in text for word in forbidden):
+        return "holds an absolute path of this machine"
+    return Document.of(source, place, text)
+
+
+def check_all(
+    candidates: Iterable[Candidate],
+    *,
+    what: str,
+    max_bytes: int,
+    forbidden: Sequence[str] = (),
+    report: Report = silent,
+) -> tuple[list[Document], dict[str, str]]:
+    """The candidates of the modality `what` that are text, by source, each once; and why others are none.
+    `forbidden`: strings that must not enter the corpus, such as absolute paths of this machine."""
+    ordered = sorted(candidates, key=lambda candidate: candidate[0])
+    skipped: dict[str, str] = {}
+    documents: dict[str, Document] = {}
+    for done, (source, place) in enumerate(ordered):
+        if done % 100 == 0:
+            report(done, len(ordered), f"reading {what}")
+        found = _checked(source, place, max_bytes, forbidden)
+        if isinstance(found, Document) and found.digest in documents:
+            found = f"a copy: of {documents[found.digest].source}"
+        if isinstance(found, str):
+            skipped[f"{what}/{source}"] = found
+        else:
+            documents[found.digest] = found
+    return list(documents.values()), skipped
+
+
+def _size(documents: Sequence[Document]) -> int:
+    return sum(document.num_bytes for document in documents)
+
+
+def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
+    """One stream per directory; one with less than `min_bytes` joins its parent.
+
+    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins
+    the smallest other stream. Streams are named after the directory, with dots: `numpy.linalg`,
+    without `_` or `.` at its beginning, which hide a file from runs.
+    """
+    by_directory: dict[tuple[str, ...], list[Document]] = {}
+    for document in documents:
+        by_directory.setdefault(PurePosixPath(document.source).parts[:-1], []).append(document)
+    # The deepest first, so that small directories gather in a parent before that is judged.
+    deepest = max((len(parts) for parts in by_directory), default=0)
+    for depth in range(deepest, 0, -1):
+        for parts in sorted(key for key in by_directory if len(key) == depth):
+            if _size(by_directory[parts]) < min_bytes:
+                small = by_directory.pop(parts)
+                by_directory.setdefault(parts[:-1], []).extend(small)
+    streams: Streams = {}
+    for parts in sorted(key for key in by_directory if key):
+        streams.setdefault(".".join(parts).lstrip("._") or MISC, []).extend(by_directory[parts])
+    left_over = by_directory.get((), [])
+    if left_over and streams and _size(left_over) < min_bytes:
+        smallest = min(streams, key=lambda name: (_size(streams[name]), name))
+        streams[smallest] = streams[smallest] + left_over
+    elif left_over:
+        streams.setdefault(MISC, []).extend(left_over)
+    return {name: sorted(streams[name], key=lambda each: each.source) for name in sorted(streams)}
+
+
+def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
+    """At most `max_bytes` of text, in even shares; what small streams leave goes to the others.
+
+    Within a stream documents are considered in the order of the SHA-256 of their source, and those
+    that fit are taken. A stream that stays below `min_bytes` because its documents are larger than
+    its share takes its smallest ones too; if it still stays below (one small document and a huge
+    one), it is dropped.
+    """
+    chosen: Streams = {}
+    left = max_bytes
+    # The smallest first: what they leave is shared by those that come later.
+    by_size = sorted(streams, key=lambda name: (_size(streams[name]), name))
+    for position, name in enumerate(by_size):
+        room = left // (len(by_size) - position)
+        taken: list[Document] = []
+        rest: list[Document] = []
+        size = 0
+        for document in sorted(streams[name], key=lambda each: hashlib.sha256(each.source.encode()).digest()):
+            if size + document.num_bytes > room:
+                rest.append(document)
+                continue
+            taken.append(document)
+            size += document.num_bytes
+        for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
+            if size < min_bytes and size + document.num_bytes <= left:
+                taken.append(document)
+                size += document.num_bytes
+        if taken and size >= min(min_bytes, _size(streams[name])):
+            left -= size
+            chosen[name] = sorted(taken, key=lambda document: document.source)
+    return {name: chosen[name] for name in sorted(chosen)}
+
+
+def write_corpus(
+    out: Path, modalities: Mapping[str, Streams], skipped: Mapping[str, str], *, force: bool, report: Report = silent
+) -> dict[str, Any]:
+    """Write `out/<modality>/<stream>.jsonl`, one document per line, and a manifest, which is returned.
+
+    An equal corpus that is there is left untouched. Raises UserError: `out` holds another one and
+    `force` is not given, or it holds files that are no part of one.
+    """
+    out = out.absolute()
+    total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
+        new, old, done = Path(work, "new"), Path(work, "old"), 0
+        manifest: dict[str, Any] = {"modalities": {}, "streams": {}, "skipped": dict(skipped)}
+        for modality, streams in modalities.items():
+            (new / modality).mkdir(parents=True)
+            for stream, documents in streams.items():
+                name = f"{modality}/{stream}.jsonl"
+                report(done, total, f"writing {name}")
+                manifest["streams"][name] = _write_stream(new / name, documents)
+                done += len(documents)
+            counts = {"streams": len(streams), "documents": sum(map(len, streams.values()))}
+            manifest["modalities"][modality] = {**counts, "text_bytes": sum(map(_size, streams.values()))}
+        write_file(new / MANIFEST_NAME, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        if out.exists() and any(out.iterdir()):
+            if _written(out) == manifest:
+                return manifest
+            if not force:
+                raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
+        # Two renames: for a moment there is no corpus, but never half of one.
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    report(total, total, "done")
+    return manifest
+
+
+def _written(out: Path) -> dict[str, Any]:
+    """The manifest of a corpus. Raises UserError for a directory with files that would be lost with it."""
+    try:
+        manifest = read_json(out / MANIFEST_NAME)
+        modalities = [*manifest["modalities"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus") from None
+    files = [path.relative_to(out) for path in sorted(out.rglob("*")) if not path.is_dir()]
+    own = [path for path in files if path.parts[0] in modalities and path.suffix == ".jsonl"]
+    others = {path.as_posix() for path in files} - {MANIFEST_NAME, *(path.as_posix() for path in own)}
+    if others:
+        problem = f"holds {few(sorted(others))}, no part of the corpus"
+        raise UserError(str(out), problem, "move it away, or name another directory")
+    return manifest
+
+
+def _write_stream(path: Path, documents: Sequence[Document]) -> str:
+    """Write a stream; the digest of the file."""
+    digest = hashlib.sha256()
+    with replacing(path, sync=False) as file:  # the whole corpus is synced with its manifest, last
+        for document in documents:
+            row = {"text": _content(document.place).decode("utf-8-sig"), "source": document.source}
+            line = json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n"
+            file.write(line)
+            digest.update(line)
+    return digest.hexdigest()
+
+
+def build_text(
+    out: Path, modalities: Mapping[str, Sequence[str]], *, force: bool = False, report: Report = silent
+) -> dict[str, Any]:
+    """Build a corpus of text, a document per file, at `out/<modality>/<stream>.jsonl`.
+
+    `modalities`: modality -> globs (with `**` and `~`). Hidden files are skipped. Raises UserError: a
+    glob matches nothing usable, or `out` cannot be replaced; see `write_corpus`.
+    """
+    chosen: dict[str, Streams] = {}
+    skipped: dict[str, str] = {}
+    for name, patterns in modalities.items():
+        if not _NAME.fullmatch(name):
+            raise UserError("--modality", f"{name!r} is not a plain name", "use letters, digits, - and _")
+        refused = {}
+        candidates: list[Candidate] = []
+        others = {*COMPRESSED, *RECORDS, *suffixes(), *index_suffixes()}.difference(FORMATS["text"].suffixes)
+        for source, path in _files(name, patterns).items():
+            suffix = path.suffix.lower()
+            if suffix in others:
+                refused[f"{name}/{source}"] = f"no plain text: {suffix}"
+            else:
+                candidates.append((source, path))
+        documents, unusable = check_all(candidates, what=name, max_bytes=MAX_FILE_BYTES, report=report)
+        refused |= unusable
+        if not documents:
+            examples = few([f"{source}: {why}" for source, why in refused.items()])
+            problem = f"nothing in {counted(len(refused), 'file')} can be used: {examples}"
+            raise UserError(f"--modality {name}", problem, "name files of UTF-8 text; .jsonl needs no build")
+        chosen[name] = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
+        skipped |= refused
+    return write_corpus(out, chosen, skipped, force=force, report=report)
+
+
+def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
+    """All files that the globs match, by their path relative to the directory that is searched."""
+    files: set[Path] = set()
+    globs = [os.path.expanduser(pattern) for pattern in patterns]
+    for pattern in globs:
+        matched = [Path(path).absolute() for path in find_files(pattern)]
+        if not matched:
+            fix = f"write '{Path(pattern)}/**/*'" if Path(pattern).is_dir() else "check it with ls"
+            raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", fix)
+        files.update(matched)
+    # Not of the files: one that is added would rename the streams of others.
+    root = os.path.commonpath([os.path.abspath(named_directory(pattern)) for pattern in globs])
+    return {printable(os.path.relpath(path, root)): path for path in sorted(files)}
+
+
+def build_pytext(
+    out: Path, *, max_bytes: Mapping[str, int] = PYTEXT_BYTES, force: bool = False, report: Report = silent
+) -> dict[str, Any]:
+    """Build the corpus that needs no download: the same installation gives the same bytes.
+
+    `out/python`: `.py` files of the standard library and of numpy; `cpp`: the C++ and CUDA headers in
+    torch's package; `prose`: descriptions and licences of the installed distributions, and the
+    language reference behind `help()`. `max_bytes`: modality -> cap on its text; see `cap_evenly`.
+    """
+    stdlib, numpy = Path(sysconfig.get_paths()["stdlib"]), _package("numpy")
+    sources = {
+        "python": [*_walk(stdlib, (".py",), "stdlib/"), *_walk(numpy, (".py",), "numpy/")],
+        "cpp": [*_walk(_package("torch") / "include", (".h", ".hpp", ".cuh"))],
+        "prose": [*_prose()],
+    }
+    how: dict[str, Any] = {"forbidden": sorted({str(stdlib), str(numpy.parent)}), "report": report}
+    modalities: dict[str, Streams] = {}
+    skipped: dict[str, str] = {}
+    for name, candidates in sources.items():
+        documents, refused = check_all(candidates, what=name, max_bytes=_PYTEXT_FILE_BYTES, **how)
+        streams = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
+        modalities[name] = cap_evenly(streams, max_bytes[name], min_bytes=MIN_STREAM_BYTES)
+        skipped |= refused
+    return write_corpus(out, modalities, skipped, force=force, report=report)
+
+
+def _package(name: str) -> Path:
+    """The directory of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], prefix: str = "") -> Iterator[Candidate]:
+    for directory, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name not in _NOT_SOURCES)
+        for file in sorted(files):
+            if file.endswith(suffixes):
+                path = Path(directory, file)
+                yield prefix + path.relative_to(root).as_posix(), path
+
+
+def _prose() -> Iterator[Candidate]:
+    for topic, text in topics.topics.items():
+        yield f"python/topics/{topic}", text
+    seen = {_OWN_DISTRIBUTION}  # ours would change the corpus with every commit
+    for distribution in importlib.metadata.distributions():
+        metadata = cast(Message, distribution.metadata)
+        name = str(metadata["Name"]).lower()
+        if name in seen:  # of two installed versions, the one that imports find
+            continue
+        seen.add(name)
+        yield f"{name}/METADATA", str(metadata.get_payload() or metadata["Description"] or "")
+        for file in distribution.files or []:
+            is_text = file.suffix.lower() in ("", ".txt", ".md", ".rst")
+            if is_text and any(word in file.name.upper() for word in _LICENCE_WORDS):
+                # The name of this directory has the version in it.
+                _, _, inside = file.as_posix().rpartition(".dist-info/")
+                yield f"{name}/{inside}", Path(str(file.locate()))
+
+
+def build_key_recall(
+    out: Path,
+    *,
+    groups: int = 1024,
+    cells: int = 16,
+    seq_len: int = 6,
+    streams: int = 8,
+    seed: int = 0,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Write a corpus that can only be learned with carried state, as `out/recall/stream<k>.jsonl`.
+
+    A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first
+    cell reveals two of eight symbols, drawn independently; every later cell asks for both. With 6
+    bytes per cell:
+
+        <CF>.        the symbols are 2 (C) and 5 (F)
+        a2b5.        asked for the first symbol: 2; for the second: 5
+        a2b5.        ...
+
+    The answers alone are digits: the loss of the token type `digit` is theirs. The last byte of a
+    cell, which is the first input of the next one, is constant. So without carried state their loss
+    cannot fall below ln 8 = 2.079 nats; with it they are certain, and over all bytes a perfect
+    model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
+
+    `groups`: documents over all `streams`, which are files. `seq_len`: bytes per cell, at least 5; train
+    with this `data.seq_len`. Raises UserError: fewer groups than streams.
+    """
+    if groups < streams:
+        problem = f"{groups} groups do not fill {counted(streams, 'stream')}"
+        raise UserError("--groups", problem, "write more groups")
+    digits = len(str(streams - 1))
+    end = "." * (seq_len - MIN_SEQ_LEN) + "\n"
+    documents: Streams = {}
+    for stream in range(streams):
+        name = f"stream{stream:0{digits}}"
+        draw = keyed_generator("key-recall", seed, stream)
+        size = len(range(stream, groups, streams)), 2
+        documents[name] = []
+        for index, (first, second) in enumerate(draw.integers(NUM_SYMBOLS, size=size).tolist()):
+            text = f"<{REVEALED[first]}{REVEALED[second]}>{end}"
+            text += f"a{ANSWERS[first]}b{ANSWERS[second]}{end}" * (cells - 1)
+            documents[name].append(Document.of(f"{name}/{index}", text, text))
+    return write_corpus(out, {"recall": documents}, {}, force=force)

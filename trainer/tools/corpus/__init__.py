@@ -1,1 +1,0 @@
-"""Building corpora on disk: from the running installation, or from a user's own text files."""
