@@ -107,7 +107,7 @@ BASE ?= HEAD
 golden: setup
 	@$(BIN)/python -m tests.golden.same_bits $(BASE)
 
-# One module against its tests: make mutants MODULE=trainer/lab/spikes.py TESTS=tests/lab/training/test_spikes.py
+# One module against its tests: make mutants MODULE=trainer/lab/extensions.py TESTS=tests/lab/training/test_spikes.py
 mutants: setup
 	$(call install,-e '.[mutants]')
 	@$(BIN)/python scripts/mutate.py $(MODULE) $(TESTS)

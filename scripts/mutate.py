@@ -1,6 +1,6 @@
 """Mutates one module with cosmic-ray and prints the mutants that its tests do not notice.
 
-    make mutants MODULE=trainer/lab/spikes.py TESTS=tests/lab/training/test_spikes.py
+    make mutants MODULE=trainer/lab/extensions.py TESTS=tests/lab/training/test_spikes.py
 
 A mutant that survives is a hole in the tests, or changes nothing that matters. Works on a copy.
 """

@@ -32,10 +32,9 @@ from trainer.cli.parts import PARTS
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
 from trainer.distributed.strategy import compile_blocks
-from trainer.training.setup.parts import autocast_context
-from trainer.training.setup.plan import Plan, build_model, width_of
-from trainer.training.setup.sources import make_blend
-from trainer.training.step.optimizer import build_optimizer, lr_at
+from trainer.training.optimizer import build_optimizer, lr_at
+from trainer.training.plan import Plan, autocast_context, build_model, width_of
+from trainer.training.sources import make_blend
 
 GOALS = {"cpu": 0.97, "cuda": 0.99}
 MAX_MEMORY = 1.05

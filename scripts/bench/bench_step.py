@@ -23,8 +23,7 @@ from turns import Block, Turn, run_in_turns
 from trainer.cli.parts import PARTS
 from trainer.distributed.strategy import compile_blocks
 from trainer.metrics.device import compute_mfu, resolve_peak_tflops
-from trainer.training.setup.parts import autocast_context
-from trainer.training.setup.plan import Plan, build_model
+from trainer.training.plan import Plan, autocast_context, build_model
 
 VARIANTS: dict[str, Sequence[str]] = {
     "run": (),

@@ -16,10 +16,10 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.training.extension import Extension
 from trainer.training.main import run_loop
+from trainer.training.open_run import Launch, open_run
+from trainer.training.plan import Plan, make_plan
 from trainer.training.run import StepInFlight
-from trainer.training.setup.open_run import Launch, open_run
-from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.step.step import StepOutcome
+from trainer.training.step import StepOutcome
 
 LOG_INTERVAL = 10
 ALONE = RankInfo()

@@ -19,8 +19,8 @@ from tests.support.runs import FULL_ROWS, read_rows
 from trainer.distributed.strategy import Replicated
 from trainer.errors import UserError
 from trainer.lab.cuda_graph import MicroGraphs
-from trainer.training.setup import open_run
-from trainer.training.step.step import TrainStep
+from trainer.training import open_run
+from trainer.training.step import TrainStep
 
 pytestmark = pytest.mark.cuda
 STEPS = 14

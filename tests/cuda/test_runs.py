@@ -23,11 +23,10 @@ from tests.support.runs import FULL_ROWS, losses, read_rows
 from trainer.cli.parts import PARTS
 from trainer.config.schema import OptimizerTable
 from trainer.distributed.env import pick_backend
-from trainer.distributed.shards import Layout
-from trainer.distributed.strategy import Sharded
+from trainer.distributed.strategy import Layout, Sharded
 from trainer.on_device import scale_gradients, step_unless, supports_found_inf
-from trainer.training.setup import open_run
-from trainer.training.step.optimizer import build_optimizer
+from trainer.training import open_run
+from trainer.training.optimizer import build_optimizer
 
 pytestmark = pytest.mark.cuda
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false", "train.on_non_finite=skip")

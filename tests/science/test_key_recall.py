@@ -22,7 +22,7 @@ from trainer.data.batch import MicroBatch
 from trainer.tools.corpora import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
-from trainer.training.step.step import TrainStep
+from trainer.training.step import TrainStep
 
 CONFIG = ROOT / "train_configs" / "key_recall.toml"
 FALSE = "ledger/false_evictions/stale"

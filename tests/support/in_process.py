@@ -17,7 +17,7 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.ending import STOP_SIGNALS
 from trainer.training.main import train
-from trainer.training.setup.open_run import Launch
+from trainer.training.open_run import Launch
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.distributed.strategy import Strategy
 from trainer.objective.loss import Objective
-from trainer.training.step.step import TrainStep
+from trainer.training.step import TrainStep
 
 
 def make_step(model: nn.Module, strategy: Strategy, **changes: Any) -> TrainStep:

@@ -61,7 +61,7 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
         from trainer.training.main import train
-        from trainer.training.setup.open_run import Launch
+        from trainer.training.open_run import Launch
 
     # The user's code, which is imported from here on, may change the working directory.
     launch = Launch(

@@ -34,11 +34,11 @@ _TOOLS = {
 }
 _LAB = {
     # Extensions: checkpoints have their states under these names.
-    "per_layer": f"{LAB}.per_layer:LayerNumbers",
-    "spikes": f"{LAB}.spikes:LossSpikes",
-    "memory snapshot": f"{LAB}.profile:MemorySnapshot",
+    "per_layer": f"{LAB}.extensions:LayerNumbers",
+    "spikes": f"{LAB}.extensions:LossSpikes",
+    "memory snapshot": f"{LAB}.extensions:MemorySnapshot",
     "sample": f"{LAB}.samples:Samples",
-    "profile": f"{LAB}.profile:StepProfile",
+    "profile": f"{LAB}.extensions:StepProfile",
     # Families of models.
     "gated_delta": f"{LAB}.gated_delta:build",
     "transformer": f"{LAB}.transformer:build",
@@ -54,7 +54,7 @@ _LAB = {
     "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
     "muon": f"{LAB}.optimizers:build_muon",
     "nested states": f"{LAB}.nested_state:carry_flat",
-    "out of memory": f"{LAB}.profile:explain",
+    "out of memory": f"{LAB}.extensions:explain",
     "own batches": f"{LAB}.own_batches:make",
     "own evaluation": f"{LAB}.own_batches:OwnTask",
     "own optimizer": f"{LAB}.optimizers:build_custom",

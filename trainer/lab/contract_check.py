@@ -23,9 +23,8 @@ from trainer.import_path import NO_PARTS, Parts, users_code
 from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating, run_few_tokens
-from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
-from trainer.training.setup.plan import Plan, resolve_builder, weightless
-from trainer.training.setup.sources import evaluated_rows, runs_on
+from trainer.training.plan import AUTOCAST, Plan, make_model, model_and_loss, resolve_builder, weightless
+from trainer.training.sources import evaluated_rows, runs_on
 
 logger = get_logger(__name__)
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
     from trainer.objective.loss import Auxiliary, ObjectiveOutput
-    from trainer.training.setup.plan import Plan
-    from trainer.training.step.step import TrainStep
+    from trainer.training.plan import Plan
+    from trainer.training.step import TrainStep
 
 logger = get_logger(__name__)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import OptimizerTable
-from trainer.distributed.shards import gathered, layout_of, own_part, own_rows
+from trainer.distributed.strategy import gathered, layout_of, own_part, own_rows
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
-from trainer.training.step.optimizer import CombinedOptimizer, ParameterGroup, Skipping, keep_buffers
+from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, Skipping, keep_buffers
 from trainer.wording import counted, few
 
 

@@ -27,8 +27,8 @@ from trainer.training.evaluator import Evaluator
 from trainer.wording import counted
 
 if TYPE_CHECKING:
-    from trainer.training.setup.plan import Plan
-    from trainer.training.setup.sources import Source
+    from trainer.training.plan import Plan
+    from trainer.training.sources import Source
 
 IDS = ("tokens", "targets")
 

@@ -19,7 +19,7 @@ from trainer.data.tokenizer import BytesTokenizer, Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
 from trainer.training.extension import Extension
-from trainer.training.setup.parts import autocast_context
+from trainer.training.plan import autocast_context
 
 if TYPE_CHECKING:
     from trainer.training.run import Run

@@ -44,8 +44,8 @@ from trainer.metrics.logger import Report, get_logger, now_and_then, progress_ba
 if TYPE_CHECKING:  # what starts each of the processes imports little
     from trainer.config.data_tables import SourceTable
     from trainer.distributed.env import RankInfo
-    from trainer.training.setup.plan import Plan
-    from trainer.training.setup.sources import Source
+    from trainer.training.plan import Plan
+    from trainer.training.sources import Source
 
 logger = get_logger(__name__)
 LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it is read

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.shards import as_shard, own_rows
+from trainer.distributed.strategy import as_shard, own_rows
 from trainer.errors import UserError
 from trainer.files import parse_json
 from trainer.model.protocol import tied_names

@@ -18,8 +18,8 @@ from trainer.data.groups import file_bytes, nothing_left, open_stream
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
 from trainer.tools import limits
-from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source, reading
+from trainer.training.plan import Plan
+from trainer.training.sources import Source, reading
 from trainer.wording import counted, few, printable
 
 Doubt = tuple[str, str, str]

@@ -28,8 +28,8 @@ from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import Moments
 from trainer.objective.loss import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator
-from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source, make_held_out
+from trainer.training.plan import Plan
+from trainer.training.sources import Source, make_held_out
 from trainer.wording import counted
 
 COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted when a run starts, at most

@@ -28,9 +28,9 @@ from trainer.tools.trained.saved_model import config_of, config_path_of, refuse_
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import check_data
 from trainer.training.checkpointing.tensor_files import read_rank
+from trainer.training.plan import Plan, make_plan
 from trainer.training.run_dir import RunDir
-from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sources import make_blend, plan_lanes, recorded_sets
+from trainer.training.sources import make_blend, plan_lanes, recorded_sets
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch import nn
 
 from trainer.config.rules import reads_lanes, why_no_noise_scale
 from trainer.config.schema import RunConfig
-from trainer.distributed.shards import layout_of
-from trainer.distributed.strategy import num_parameters
+from trainer.distributed.strategy import layout_of, num_parameters
 from trainer.errors import UserError
 from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
@@ -23,9 +22,9 @@ from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.train_state import TrainState
+from trainer.training.plan import Plan
 from trainer.training.run_dir import FINISHED, RunDir
-from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import runs_on
+from trainer.training.sources import runs_on
 from trainer.wording import counted
 
 if TYPE_CHECKING:

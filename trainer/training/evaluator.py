@@ -27,10 +27,9 @@ from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
 from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
-from trainer.training.setup.parts import autocast_context, make_eval_ledger
-from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source, evaluated_rows, make_held_out, runs_on
-from trainer.training.step.core_extensions import StepDetails
+from trainer.training.core_extensions import StepDetails
+from trainer.training.plan import Plan, autocast_context, make_eval_ledger
+from trainer.training.sources import Source, evaluated_rows, make_held_out, runs_on
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 """The numbers that are logged of an `[[eval.source]]`."""

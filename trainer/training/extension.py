@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainer.metrics.aggregate import Reported
     from trainer.objective.loss import ObjectiveOutput
     from trainer.training.run import Run, StepInFlight
-    from trainer.training.step.step import StepOutcome
+    from trainer.training.step import StepOutcome
 
 
 class CorruptedError(Exception):

@@ -42,6 +42,8 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
 from trainer.training.checkpointing.train_state import SaveError
 from trainer.training.extension import CorruptedError
+from trainer.training.open_run import Launch, open_run
+from trainer.training.plan import Plan, make_plan
 from trainer.training.run import (
     NonFiniteError,
     Run,
@@ -57,8 +59,6 @@ from trainer.training.run import (
     stopped_by,
 )
 from trainer.training.run_dir import FINISHED, RunDir
-from trainer.training.setup.open_run import Launch, open_run
-from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.signals import StopNow, exits_as_errors
 from trainer.wording import error_text
 

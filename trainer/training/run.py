@@ -28,11 +28,11 @@ from trainer.options import MicroBatches
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import CorruptedError, Extensions
+from trainer.training.optimizer import Length, Schedule
+from trainer.training.plan import Plan
 from trainer.training.run_dir import RunDir
-from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopNow, StopRequest
-from trainer.training.step.optimizer import Length, Schedule
-from trainer.training.step.step import Launched, StepOutcome, TrainStep
+from trainer.training.step import Launched, StepOutcome, TrainStep
 from trainer.wording import few
 
 

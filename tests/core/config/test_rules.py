@@ -10,7 +10,7 @@ from tests.support.runs import TINY, make_corpus, write_tiny_config
 from trainer.config.load import load_config, to_toml
 from trainer.config.rules import check_rules
 from trainer.errors import UserError
-from trainer.training.setup.plan import make_plan
+from trainer.training.plan import make_plan
 
 
 def facts(tmp_path, *overrides: str, world_size: int = 1):

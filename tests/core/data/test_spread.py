@@ -35,9 +35,9 @@ from trainer.metrics.noise_scale.estimate import ROWS_BEFORE
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.options import MicroBatches
-from trainer.training.setup import sources
-from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sources import LANE_SETS, plan_lanes, recorded_sets
+from trainer.training import sources
+from trainer.training.plan import Plan, make_plan
+from trainer.training.sources import LANE_SETS, plan_lanes, recorded_sets
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ START_TIMEOUT_SEC = 5
 MOMENTS = {
     "before it opens the store": "trainer.distributed.env:rendezvous_store",
     "before the group begins": "torch.distributed:init_process_group",
-    "before the first collective": "trainer.training.setup.record:choose_run_dir",
+    "before the first collective": "trainer.training.record:choose_run_dir",
 }
 
 

@@ -18,8 +18,7 @@ from tests.support.ranks import checkpoint_differences
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.training.setup.parts import make_model
-from trainer.training.setup.plan import make_plan
+from trainer.training.plan import make_model, make_plan
 
 pytestmark = pytest.mark.distributed
 

@@ -21,7 +21,7 @@ import torch
 from pathlib import Path
 from trainer.model import build as build_ours
 from trainer.model.protocol import ModelOutput
-import trainer.training.step.core_extensions as step_details
+import trainer.training.core_extensions as step_details
 
 RANK = os.environ.get("RANK", "0")
 FOLDER = Path(__file__).parent

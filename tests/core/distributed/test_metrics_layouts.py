@@ -13,8 +13,8 @@ from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
+from trainer.training.core_extensions import StepDetails
 from trainer.training.extension import Extensions
-from trainer.training.step.core_extensions import StepDetails
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13
 LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.grouped import train
 from tests.support.ranks import status
 from tests.support.runs import write_tiny_config
-from trainer.training.step.core_extensions import bit_sum
+from trainer.training.core_extensions import bit_sum
 
 pytestmark = pytest.mark.distributed
 OWN = """

@@ -17,11 +17,10 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
-from trainer.distributed.shards import own_part
+from trainer.distributed.strategy import own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.training.setup.parts import autocast_context, make_state, make_strategy
-from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.step.optimizer import named_state
+from trainer.training.optimizer import named_state
+from trainer.training.plan import Plan, autocast_context, make_plan, make_state, make_strategy
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.training.step.step import StepOutcome
+from trainer.training.step import StepOutcome
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
 CPU = torch.device("cpu")

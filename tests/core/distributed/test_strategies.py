@@ -22,8 +22,7 @@ from trainer.lab.weights import read_weights
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import check_data, restore
 from trainer.training.checkpointing.train_state import model_part
-from trainer.training.setup.parts import make_state, make_strategy
-from trainer.training.setup.plan import make_plan
+from trainer.training.plan import make_plan, make_state, make_strategy
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

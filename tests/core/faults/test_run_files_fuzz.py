@@ -24,7 +24,7 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.training.main import train
-from trainer.training.setup.open_run import Launch
+from trainer.training.open_run import Launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 CASES, CPU_SEC, SEED = 300, 40.0, 56

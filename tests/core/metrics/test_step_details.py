@@ -10,7 +10,7 @@ import torch
 from trainer.data.batch import MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.objective.loss import Objective
-from trainer.training.step.core_extensions import StepDetails
+from trainer.training.core_extensions import StepDetails
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])
 LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torch.float64)

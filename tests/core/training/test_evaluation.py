@@ -31,8 +31,7 @@ from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
 from trainer.training.evaluator import Evaluator, eval_sets
-from trainer.training.setup.parts import make_model, model_and_loss
-from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.plan import Plan, make_model, make_plan, model_and_loss
 
 CPU, FRACTION = torch.device("cpu"), 0.5
 HOLDOUT = (f"eval.holdout_fraction={FRACTION}", "eval.every=1", "eval.depth=true", "ledger.capacity=4096")

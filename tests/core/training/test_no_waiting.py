@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.data.loader import Loader
 from trainer.distributed.strategy import Strategy
-from trainer.lab.per_layer import LayerNumbers
+from trainer.lab.extensions import LayerNumbers
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS
@@ -29,7 +29,7 @@ from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.on_device import HostCopy
 from trainer.training.extension import Extensions
-from trainer.training.step.step import HEAD, TrainStep
+from trainer.training.step import HEAD, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
 META = torch.device("meta")

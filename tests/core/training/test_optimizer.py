@@ -18,7 +18,7 @@ from trainer.config.schema import OptimizerTable, SchedulerTable
 from trainer.errors import UserError
 from trainer.model import build
 from trainer.on_device import step_unless, supports_found_inf
-from trainer.training.step.optimizer import (
+from trainer.training.optimizer import (
     Length,
     build_optimizer,
     load_named_state,

@@ -26,7 +26,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.lab import tokenized
 from trainer.lab.tokenized import How, tokenize_files, tokenize_source
-from trainer.training.setup.sources import Source
+from trainer.training.sources import Source
 
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
 TEXTS = [f"document {i}: " + "ünï " * (i % 7) + "word " * (i * 37 % 211) for i in range(300)]

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from tests.support.gloo import run_on_ranks
 from tests.support.steps import make_step
 from trainer.data.batch import MicroBatch
-from trainer.distributed.shards import Layout
-from trainer.distributed.strategy import Replicated, Sharded, Strategy, shard_units
+from trainer.distributed.strategy import Layout, Replicated, Sharded, Strategy, shard_units
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.training.step.step import StepOutcome
+from trainer.training.step import StepOutcome
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3

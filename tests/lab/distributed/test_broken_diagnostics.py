@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.in_process import train_here
 from tests.support.runs import losses, read_rows, train, write_tiny_config
-from trainer.training.step.step import TrainStep
+from trainer.training.step import TrainStep
 
 EXTRA = """
 per_source = true
@@ -35,8 +35,8 @@ CASES = {
     "trainer.ledger.ledger:Ledger.drain_metrics": ("ledger metrics", ("ledger/", "ledger_")),
     "trainer.metrics.noise_scale.hooks:GradientNoiseScale._measure": ("gns", ("gns/",)),
     "trainer.lab.per_layer:LayerNumbers.gradient_ready": ("per_layer", ("layer/",)),
-    "trainer.training.step.core_extensions:StepDetails._add_token_types": ("token_type", ("token_type/",)),
-    "trainer.training.step.core_extensions:StepDetails._add_labels": ("per_source", ("source/", "modality/")),
+    "trainer.training.core_extensions:StepDetails._add_token_types": ("token_type", ("token_type/",)),
+    "trainer.training.core_extensions:StepDetails._add_labels": ("per_source", ("source/", "modality/")),
     "trainer.lab.samples:Samples.at_boundary": ("sample", ()),
     "trainer.lab.spikes:LossSpikes.update": ("spikes", ("loss_spike",)),
     "trainer.lab.tensorboard:TensorboardSink.log": ("tensorboard", ()),

@@ -17,14 +17,14 @@ from tests.support.gloo import run_on_ranks
 from tests.support.grouped import train
 from tests.support.runs import read_rows, write_tiny_config
 from trainer.distributed.strategy import Strategy
-from trainer.lab import per_layer
+from trainer.lab import extensions
 
 pytestmark = pytest.mark.distributed
 
 
 def moved_by_rank(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """Squared norms of a change that differs by place, seen in a sample of a tensor in shards of unequal size."""
-    per_layer.MOST_PER_TENSOR = 500
+    extensions.MOST_PER_TENSOR = 500
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(2)
     weight, change = torch.randn(301, 30), torch.randn(301, 30) * torch.linspace(0.1, 3.0, 301)[:, None]
@@ -32,7 +32,7 @@ def moved_by_rank(rank: int, world_size: int) -> tuple[list[float], list[float]]
     for shard in (False, True):
         model = nn.ParameterDict({"weight": distribute_tensor(weight, mesh, [Shard(0)]) if shard else weight.clone()})
         run: Any = SimpleNamespace(model=model, strategy=Strategy())
-        layers = per_layer.LayerNumbers(run)
+        layers = extensions.LayerNumbers(run)
         layers.gradient_ready({})
         with torch.no_grad():
             model["weight"] += distribute_tensor(change, mesh, [Shard(0)]) if shard else change

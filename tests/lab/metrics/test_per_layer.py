@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.support.gns_windows import make_model
 from trainer.distributed.strategy import Strategy
-from trainer.lab import per_layer
-from trainer.lab.per_layer import LayerNumbers, layer_of
+from trainer.lab import extensions
+from trainer.lab.extensions import LayerNumbers, layer_of
 from trainer.metrics.catalog import is_known, lookup
 
 
@@ -68,7 +68,7 @@ def test_norms_and_updates_are_those_of_copies_of_the_weights(dtype: torch.dtype
 
 @pytest.mark.parametrize("limit", [256, 4096])
 def test_a_sample_of_a_large_tensor_stands_for_all_of_it_within_its_error(monkeypatch, limit) -> None:
-    monkeypatch.setattr(per_layer, "MOST_PER_TENSOR", limit)
+    monkeypatch.setattr(extensions, "MOST_PER_TENSOR", limit)
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(300, 200, generator=generator).t()  # transposed: not contiguous
     model = nn.ParameterDict({"weight": weight})

@@ -19,7 +19,7 @@ from trainer.lab import gated_delta
 from trainer.lab.contracts import check_model
 from trainer.lab.gated_delta import CHUNK
 from trainer.model.families import FAMILIES
-from trainer.training.setup.plan import build_model, family_of
+from trainer.training.plan import build_model, family_of
 
 VOCAB = 37
 OF_TRANSFORMERS = [name for name, family in FAMILIES.items() if "model_type" in family.args]
@@ -92,7 +92,7 @@ def test_transformers_prints_nothing_while_a_model_of_its_own_is_found_to_keep_t
     pretrained("mamba2", tmp_path, VOCAB)
     code = (
         "from trainer.config.schema import ModelTable\n"
-        "from trainer.training.setup.plan import build_model\n"
+        "from trainer.training.plan import build_model\n"
         "from trainer.lab.contracts import check_model\n"
         "from trainer.cli.parts import PARTS\n"
         f"table = ModelTable(family='mamba2', dim=64, num_layers=2, args={{'from': {str(tmp_path)!r}}})\n"

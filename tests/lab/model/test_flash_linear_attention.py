@@ -16,7 +16,7 @@ from tests.support.kernels import DEVICE, interpreted_fla
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
 from trainer.lab.gated_delta import DeltaMixer, build, gated_delta_rule, kernel_rule, refusal, refusal_here
-from trainer.training.setup.plan import build_model
+from trainer.training.plan import build_model
 
 ROWS, LENGTH, HEADS, WIDTH = 3, 100, 2, 32 if DEVICE == "cpu" else 128
 MANY = torch.zeros(ROWS, LENGTH, dtype=torch.bool)

@@ -22,7 +22,7 @@ from trainer.lab.samples import Draw, generate
 from trainer.model.families import FAMILIES
 from trainer.model.protocol import ModelOutput
 from trainer.objective.loss import Objective
-from trainer.training.setup.plan import build_model, make_auxiliary
+from trainer.training.plan import build_model, make_auxiliary
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")
 

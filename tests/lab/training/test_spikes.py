@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.lab.spikes import DECAY, WARMUP, LossSpikes, Spike
+from trainer.lab.extensions import DECAY, WARMUP, LossSpikes, Spike
 
 
 def make(threshold: float) -> LossSpikes:

@@ -16,7 +16,7 @@ from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.errors import UserError
 from trainer.tools.verbs.before_run import init
-from trainer.training.setup.plan import make_plan
+from trainer.training.plan import make_plan
 
 TEXT = "".join(
     (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("config.md", "training/METRICS_LOSSES.md")

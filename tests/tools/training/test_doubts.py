@@ -19,7 +19,7 @@ from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.tools import doubts
 from trainer.tools.doubts import contents, lane_doubts
-from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.plan import Plan, make_plan
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_built_in_families_are_compiled_on_cuda(config, monkeypatch):
     }
     for changes, decided in cases.items():
         assert plan(config, "train.device=auto", changes).config.train.compile is decided, changes
-    monkeypatch.setattr("trainer.training.setup.plan.HAS_TRITON", False)
+    monkeypatch.setattr("trainer.training.plan.HAS_TRITON", False)
     assert plan(config, "train.device=auto").config.train.compile is False
 
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed.shards import layout_and_group, layout_of, own_part, unsharded_parameters
+from trainer.distributed.strategy import layout_and_group, layout_of, own_part, unsharded_parameters
 from trainer.errors import UserError
 from trainer.metrics.catalog_rows import GNS_ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale

@@ -24,9 +24,8 @@ from trainer.tools.trained.saved_model import find_checkpoint, load_model, refus
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import check_data
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
-from trainer.training.setup.parts import model_and_loss
-from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
-from trainer.training.setup.sources import resolve_sources
+from trainer.training.plan import Plan, make_auxiliary, make_plan, model_and_loss
+from trainer.training.sources import resolve_sources
 
 logger = get_logger(__name__)
 

@@ -28,8 +28,8 @@ from trainer.model.families import DEFAULT
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles
 from trainer.training.checkpointing.train_state import open_model
+from trainer.training.plan import build_model
 from trainer.training.run_dir import RunDir
-from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
 TOKENIZER_CONFIG = "tokenizer_config.json"

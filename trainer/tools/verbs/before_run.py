@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.tools.doubts import Content
-    from trainer.training.setup.plan import Plan
-    from trainer.training.setup.sources import Source
+    from trainer.training.plan import Plan
+    from trainer.training.sources import Source
 
 WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, help="World size to assume.")]
 SCHEMA_NAME = "config.schema.json"
@@ -46,8 +46,8 @@ def check(
         from trainer.lab.contract_check import check_here, refuse_breaches, remarks
         from trainer.metrics.logger import get_logger
         from trainer.tools.doubts import contents, lane_doubts
-        from trainer.training.setup.plan import make_plan
-        from trainer.training.setup.sources import plan_lanes
+        from trainer.training.plan import make_plan
+        from trainer.training.sources import plan_lanes
 
     resolved, logger = load_config(config_path, overrides or []), get_logger("check")
     with located(config_path, overrides or []):
@@ -150,8 +150,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.tools.survey import refuse_empty
     from trainer.training.checkpointing import checkpoint
     from trainer.training.checkpointing.restore import check_config, refuse_gone
-    from trainer.training.setup.plan import make_auxiliary
-    from trainer.training.step.optimizer import parameter_groups
+    from trainer.training.optimizer import parameter_groups
+    from trainer.training.plan import make_auxiliary
 
     config, model = plan.config, plan.weightless_model()
     if config.model.weights is not None:
@@ -182,7 +182,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     from trainer.config.rules import why_no_noise_scale
     from trainer.tools.doubts import model_bytes
     from trainer.tools.summary import alignment
-    from trainer.training.setup.plan import state_bytes
+    from trainer.training.plan import state_bytes
 
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}

@@ -92,7 +92,7 @@ def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
     from trainer.data.tokenizer import HuggingFaceTokenizer
     from trainer.distributed.env import RankInfo
     from trainer.lab.tokenized import tokenize_source
-    from trainer.training.setup.plan import make_plan
+    from trainer.training.plan import make_plan
 
     path = require_config(config, "train data tokenize")
     with located(path, settings or []):

@@ -231,7 +231,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
     from trainer.import_path import resolve_target, users_code
     from trainer.lab.contracts.adapted import adapt
     from trainer.lab.contracts.subject import CallFailed
-    from trainer.training.setup.plan import build_model
+    from trainer.training.plan import build_model
 
     sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
     if ":" in name:

@@ -30,8 +30,8 @@ from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
-from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source
+from trainer.training.plan import Plan
+from trainer.training.sources import Source
 from trainer.wording import counted, few, printable
 
 logger = get_logger(__name__)

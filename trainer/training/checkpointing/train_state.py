@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer.config.schema import CheckpointTable
 from trainer.data.blend import BlendDataset
 from trainer.distributed.env import RankInfo, gather_from_ranks
-from trainer.distributed.shards import as_shard, layout_of, own_range, part_to_save, saving_ranks
+from trainer.distributed.strategy import as_shard, layout_of, own_range, part_to_save, saving_ranks
 from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder, Reporter
@@ -43,7 +43,7 @@ from trainer.training.checkpointing.tensor_files import (
     write_part,
 )
 from trainer.training.extension import Extensions
-from trainer.training.step.optimizer import load_named_state, named_state
+from trainer.training.optimizer import load_named_state, named_state
 from trainer.wording import few
 
 

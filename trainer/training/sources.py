@@ -41,7 +41,7 @@ from trainer.on_device import memory_of
 from trainer.wording import counted
 
 if TYPE_CHECKING:
-    from trainer.training.setup.plan import Plan
+    from trainer.training.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
 LANE_SETS = "lane_sets"  # in state.json: by the micro-batches of a step

@@ -24,8 +24,8 @@ from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import changed_settings, check_config, refuse_gone
 from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.plan import Plan, width_of
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
-from trainer.training.setup.plan import Plan, width_of
 from trainer.wording import printable
 
 logger = get_logger(__name__)

@@ -30,24 +30,26 @@ from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import check_data, restore
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import Position, Saver, TrainState
+from trainer.training.core_extensions import ModelMetrics, Replicas
 from trainer.training.evaluator import Evaluator, eval_sets, make_details
 from trainer.training.extension import Extension, Extensions
-from trainer.training.run import Run
-from trainer.training.run_dir import FINISHED, RunDir, environment
-from trainer.training.setup.parts import (
+from trainer.training.optimizer import Length, make_schedule
+from trainer.training.plan import (
+    Plan,
     autocast_context,
+    begin_from_weights,
+    make_auxiliary,
     make_state,
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
 )
-from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import begin_record, open_record, place_run
-from trainer.training.setup.sources import LANE_SETS, recorded_sets
+from trainer.training.record import begin_record, open_record, place_run
+from trainer.training.run import Run
+from trainer.training.run_dir import FINISHED, RunDir, environment
 from trainer.training.signals import StopRequest, say_stopping
-from trainer.training.step.core_extensions import ModelMetrics, Replicas
-from trainer.training.step.optimizer import Length, make_schedule
-from trainer.training.step.step import TrainStep
+from trainer.training.sources import LANE_SETS, recorded_sets
+from trainer.training.step import TrainStep
 from trainer.wording import error_text, short_repr
 
 logger = get_logger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED, Ints
 from trainer.data.batch import MicroBatch
-from trainer.distributed.shards import own_part
+from trainer.distributed.strategy import own_part
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums

@@ -42,7 +42,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, squa
 from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
-from trainer.training.step.optimizer import set_lr
+from trainer.training.optimizer import set_lr
 
 # Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXHAUSTED = range(6)

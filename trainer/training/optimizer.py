@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import OptimizerTable, RunConfig, SchedulerTable
-from trainer.distributed.shards import layout_of, own_part
+from trainer.distributed.strategy import layout_of, own_part
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
 from trainer.options import ONE, MicroBatches

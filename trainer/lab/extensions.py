@@ -1,0 +1,284 @@
+"""Extensions of a run: loss spikes, numbers by layer, a profile, a memory snapshot; and what is told when memory runs out.
+
+The sums by layer of a step are kept for each parameter until they have been added up over ranks. Layers are sums of
+those: the squares of their norms add up to that of the whole gradient. torch's profiler records N steady steps of rank
+0, as a trace in `RUN_DIR/profile`. All could go if metrics.jsonl and a program around the run were enough.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils._pytree import tree_leaves
+
+from trainer.config.schema import FIRST_PROFILED
+from trainer.distributed.strategy import own_part, own_range
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+from trainer.training.extension import Extension
+from trainer.training.plan import ledger_bytes, width_of
+from trainer.wording import counted
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run, StepInFlight
+    from trainer.training.step import StepOutcome
+
+logger = get_logger(__name__)
+
+DECAY = 0.98  # of the averages: they span about the last 50 steps
+WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and losses fall
+
+
+class Spike(NamedTuple):
+    """A loss far above the preceding ones, with their mean and standard deviation."""
+
+    loss: float
+    mean: float
+    sigma: float
+
+
+class LossSpikes(Extension):
+    """Compares each loss with the exponential average and variance of the preceding ones.
+
+    A loss more than `train.spike_sigma` sigma above the mean is a spike. It enters the averages
+    clipped to that, so that it does not mask the next one, while a loss that stays high becomes the
+    new baseline after some steps.
+    """
+
+    metric_keys = ("loss_spike",)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._threshold = run.config.train.spike_sigma
+        self._count, self._mean, self._variance = 0, 0.0, 0.0
+
+    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
+        """Report the step if its loss, which is the same on all ranks, is a spike."""
+        spike, step = None, taken.step
+        if outcome.is_finite and outcome.tokens:
+            spike = self.update(outcome.loss)
+        self.run.record("loss_spike", float(spike is not None))
+        if spike is not None:
+            text = "step %d: loss spike: %.4f, above its average of %.4f with standard deviation %.4f"
+            logger.warning(text, step, *spike)
+            event = {"event": "loss_spike", "global_step": step, **spike._asdict(), "grad_norm": outcome.grad_norm}
+            batches = [str(micro.located) for micro in taken.window]  # of rank 0; the command shows all
+            self.run.event({**event, "batches": batches, "see": self.run.run_dir.rows_command(step)})
+
+    def update(self, loss: float) -> Spike | None:
+        """Add a finite loss; returns the spike if it is one."""
+        sigma = math.sqrt(self._variance)
+        limit = self._mean + self._threshold * sigma
+        spike, counted = None, loss
+        if self._count >= WARMUP and loss > limit:
+            spike = Spike(loss, self._mean, sigma)
+            if sigma > 0:  # 0: all losses so far are equal
+                counted = limit
+        self._count += 1
+        # A plain mean at first, until it would weigh the newest loss less than the decay does.
+        share = max(1.0 / self._count, 1.0 - DECAY)
+        distance = counted - self._mean
+        self._mean += share * distance
+        self._variance = (1.0 - share) * (self._variance + share * distance * distance)
+        return spike
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self._count, "mean": self._mean, "variance": self._variance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._count = int(state["count"])
+        self._mean, self._variance = float(state["mean"]), float(state["variance"])
+
+
+# Entries of a tensor that are looked at. Where they are independent and normal, the relative
+# standard error of a tensor's norm is `1 / sqrt(2 n)` for a sample of n: 0.6 % at 16,384. With
+# kurtosis k it is `sqrt((k - 1) / (4 n))`, which is more for an embedding of which a step moves a
+# few rows.
+MOST_PER_TENSOR, FEWEST_PER_TENSOR = 16_384, 64
+MOST_IN_ALL = 2**20  # so that neither memory nor time grows with the model
+
+
+class LayerNumbers(Extension):
+    """The numbers of a measured step by layer; of large tensors by a sample of their weights."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        named = {name: each for name, each in run.model.named_parameters() if each.requires_grad}
+        self._parameters = list(named.values())
+        self._members: dict[str, list[int]] = {}  # numbers of a layer's parameters
+        for number, name in enumerate(named):
+            self._members.setdefault(f"layer/{layer_of(name)}", []).append(number)
+        self.metric_keys = [f"{key}/{what}" for key in self._members for what in ("grad_norm", "update_ratio")]
+        self.num_sums = 3 * len(named)
+        limit = min(MOST_PER_TENSOR, max(MOST_IN_ALL // len(named), FEWEST_PER_TENSOR))
+        self._places = [places_of(each, limit) for each in self._parameters]
+        scales = [max(each.numel() / limit, 1.0) for each in self._parameters]
+        # [P] entries per entry looked at
+        self._scales = torch.tensor(scales, dtype=torch.float64).to(self._parameters[0].device)
+        # While a step is under way: of each parameter's gradient, and entries before the update.
+        self._gradients: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._values: dict[str, float] = {}
+
+    def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
+        """Note the gradients' squared norms, and copy a sample of the weights."""
+        zero = torch.zeros_like(self._scales[0])
+        self._gradients = [squares.get(each, zero).to(zero.device) for each in self._parameters]
+        self._before = self._entries()
+
+    def updated(self) -> Tensor:
+        """This rank's share of the squared norms of gradients, changes and weights, in turn."""
+        moved = torch._foreach_sub(self._entries(), self._before)
+        squares = [torch.stack(self._gradients), self._squares(moved), self._squares(self._before)]
+        self._gradients, self._before = [], []
+        return torch.cat(squares) / self.run.strategy.copies  # ranks that hold the same part
+
+    def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
+        """Compute the step's numbers; a skipped step has none."""
+        self._values, length = {}, len(self._parameters)
+        if not is_taken:
+            return
+        columns = [sums[at : at + length] for at in range(0, self.num_sums, length)]
+        for key, members in self._members.items():
+            of_members = ([column[number] for number in members] for column in columns)
+            gradient, moved, weights = map(math.fsum, of_members)
+            self._values[f"{key}/grad_norm"] = math.sqrt(gradient) / grad_factor
+            if weights > 0.0:
+                self._values[f"{key}/update_ratio"] = math.sqrt(moved / weights)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """The last measured step's values; they are the same on all ranks."""
+        values, self._values = self._values, {}
+        return values
+
+    @torch.no_grad()
+    def _entries(self) -> list[Tensor]:
+        """Copies of the entries of each parameter that are looked at, [n]."""
+        found = []
+        for parameter, places in zip(self._parameters, self._places, strict=True):
+            own = own_part(parameter)
+            # Of a transposed tensor, `take` needs no copy of the whole, as flattening would.
+            entries = own.reshape(-1).clone() if places is None else torch.take(own, places)
+            found.append(entries.to(torch.promote_types(entries.dtype, torch.float32)))
+        return found
+
+    def _squares(self, parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+        return torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square() * self._scales
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its name up to the first number, `blocks.0` of
+    `blocks.0.mixer.weight`; without a number the module that owns it, `embedding` of
+    `embedding.weight`; of a parameter of the model itself its own name."""
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    kept = parts[:-1] or parts
+    if number is not None:
+        kept = parts[: number + 1]
+    return ".".join(kept).replace("/", "_")  # which separates the segments of a metric key
+
+
+def places_of(parameter: nn.Parameter, limit: int) -> Tensor | None:
+    """[n] the entries of this rank's part that are looked at, which depend on the whole tensor's
+    size alone; None: all."""
+    numel = parameter.numel()  # of the whole tensor
+    if numel <= limit:
+        return None
+    first, stop = (each * (numel // parameter.shape[0]) for each in own_range(parameter))
+    drawn = torch.randint(numel, (limit,), generator=torch.Generator().manual_seed(numel)).sort().values
+    return (drawn[(drawn >= first) & (drawn < stop)] - first).to(own_part(parameter).device)
+
+
+every_rank_logger = get_logger(f"{__name__}.memory", rank_zero_only=False)
+
+FOLDER: Final = "profile"  # of the run directory
+TRACE: Final = "trace.json.gz"
+WARM_UP = 2  # steps with the profiler on that are not recorded
+SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, caches are filled
+
+
+class StepProfile(Extension):
+    """Records steps on rank 0, in the place of an earlier profile of the run; then it is off."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._folder, self._first_step = run.run_dir.path / FOLDER, run.position.step + FIRST_PROFILED
+        self._num_steps = run.config.metrics.profile
+        self._is_done = False
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier process of the run
+        self._folder.mkdir(parents=True)
+        activities = [ProfilerActivity.CPU]
+        if run.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        plan = schedule(wait=SETTLING, warmup=WARM_UP, active=self._num_steps, repeat=1)
+        self._profiler: profile | None = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
+        self._profiler.start()
+
+    def step_launched(self, step: int) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+            if self._is_done:
+                self.closed()
+
+    def closed(self) -> None:
+        """Stop recording. Without effect once it has stopped."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        if not self._is_done:
+            text = "--profile: the run ended before steps %d to %d were recorded: there is no profile"
+            logger.warning(text, self._first_step, self._first_step + self._num_steps - 1)
+
+    def _write(self, recorded: profile) -> None:
+        if self._profiler is None:  # stopped before the last step
+            return
+        path = self._folder / TRACE
+        with self.run.tracker.outside():
+            recorded.export_chrome_trace(str(path))
+        self._is_done = True
+        steps = counted(self._num_steps, "step")
+        logger.info("profile of %s from step %d on: %s, for https://ui.perfetto.dev", steps, self._first_step, path)
+
+
+class MemorySnapshot(Extension):
+    """`train.memory_snapshot`: records CUDA's last allocations, and writes them at the end."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.device.type != "cuda":
+            problem = f"records CUDA's memory, not that of {run.device.type}"
+            raise UserError("train.memory_snapshot", problem, "remove it")
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+    def closed(self) -> None:
+        path = self.run.run_dir.path / f"memory_rank_{self.run.info.rank}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def explain(run: Run) -> None:
+    """Log what this rank's memory holds, by part."""
+    parameters = list(run.model.parameters())
+    sizes = {
+        "weights": _bytes(parameters),
+        "gradients": _bytes([parameter.grad for parameter in parameters]),
+        "optimizer": _bytes(tree_leaves([*run.state.optimizer.state.values()])),
+        "ledger": len(run.state.ledgers) * ledger_bytes(run.config.ledger, width_of(run.model)),
+    }
+    if run.device.type == "cuda":
+        sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.device)
+    found = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
+    text = "out of memory at step %d, rank %d: %s; docs/memory.md lists what takes less"
+    every_rank_logger.error(text, run.position.step + 1, run.info.rank, found)
+
+
+def _bytes(held: Iterable[object]) -> int:
+    """What this rank holds of the tensors among them."""
+    return sum(own_part(each).nbytes for each in held if isinstance(each, Tensor))
