@@ -24,7 +24,6 @@ from trainer.metrics.catalog import is_known, lookup
         ("layers.2.experts.7.weight", "layers.2"),
         ("embedding.weight", "embedding"),
         ("scale", "scale"),
-        ("_orig_mod.blocks.1.weight", "blocks.1"),
         ("a/b.weight", "a_b"),
     ],
 )
