@@ -200,7 +200,7 @@ class Lanes(NamedTuple):
                 text += f": the next row of a document comes {counted(number // m, 'step')} later"
             else:
                 text += f": the {m} micro-batches of a step continue each other's documents, "
-                text += "which biases its gradient, and the noise scale compares ranks alone"
+                text += "which biases its gradient; the noise scale can compare ranks alone"
             texts.append(f"with m = {m} {text}" if len(self.sets) > 1 else text)
         text = "; ".join(texts)
         return f"{text} ({self.reason})" if self.reason else text
