@@ -27,15 +27,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
-from trainer.data.batch import take_apart
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
-from trainer.data.lanes import LaneBlend
+from trainer.data.lanes import LaneBlend, count_documents, document_limits, num_sets
 from trainer.data.layout import discover_direct
+from trainer.data.loader import take_apart
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource
-from trainer.data.spread import count_documents, document_limits, num_sets
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.ledger import Ledger, LedgerOptions

@@ -29,8 +29,7 @@ from turns import Turn, run_in_turns
 
 from trainer.arrays import IGNORED, Ints
 from trainer.cli.parts import PARTS
-from trainer.data.batch import MicroBatch
-from trainer.data.loader import Loader
+from trainer.data.loader import Loader, MicroBatch
 from trainer.distributed.strategy import compile_blocks
 from trainer.training.optimizer import build_optimizer, lr_at
 from trainer.training.plan import Plan, autocast_context, build_model, width_of

@@ -18,7 +18,7 @@ import torch
 from tests.support.in_process import program, train_here
 from tests.support.runs import ROOT, read_rows
 from trainer.config.load import load_config
-from trainer.data.batch import MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.tools.corpora import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run

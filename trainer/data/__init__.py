@@ -16,8 +16,7 @@ from trainer.data.tokenizer import BytesTokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 
 if TYPE_CHECKING:
-    from trainer.data.batch import MicroBatch
-    from trainer.data.loader import Loader
+    from trainer.data.loader import Loader, MicroBatch
 
 __all__ = [
     "BlendDataset",

@@ -1,9 +1,19 @@
-"""The table of formats, of which each is one row, and custom formats, functions by import path."""
+"""The table of formats, of which each is one row, and custom formats, functions by import path.
+
+Those that hold text are read here: raw text files, JSON lines, and Parquet (extra `parquet`, pyarrow).
+JSON lines and Parquet hold one document per line or row, as `text` or as `tokens` (ids), or as
+either in a column that is named. Damaged files are a UserError with the path and the place.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,20 +21,220 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.data import documents
 from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
-from trainer.data.text_formats import (
-    is_mapped,
-    jsonl_kind,
-    jsonl_pieces,
-    load_text,
-    parquet_kind,
-    parquet_pieces,
-    text_pieces,
-)
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
+
+NO_SPACE = re.compile(rb"[^\s]")
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+BATCH = 1 << 20  # bytes of lines that are tokenized together
+BATCH_ROWS = 1024  # likewise
+COLUMNS = ("text", "tokens")
+
+
+def _bounds(data: TokenArray, text_split: str) -> Ints:
+    """Where documents begin, in bytes, and the end of the last; no byte-order mark is part of one."""
+    starts = [0]
+    if data[: len(BOM_UTF8)].tobytes() == BOM_UTF8:
+        starts = [len(BOM_UTF8)]
+    if text_split == "blank_line":
+        view = memoryview(data)  # type: ignore[arg-type]
+        first = NO_SPACE.search(view, starts[0])  # blank lines before it separate nothing
+        if first is not None:
+            ends = (match.end() for match in BLANK_LINES.finditer(view, first.start()))
+            starts += [end for end in ends if end < len(data)]
+    return np.array([*starts, len(data)], dtype=np.int64)
+
+
+def text_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read."""
+    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    for start, stop in itertools.pairwise(_bounds(data, options.text_split).tolist()):
+        ids: TokenArray = data[start:stop]
+        if not isinstance(options.tokenizer, BytesTokenizer):  # for which any bytes will do
+            try:
+                text = ids.tobytes().decode("utf-8")
+            except UnicodeDecodeError as error:
+                problem = f"is not UTF-8 text (byte offset {start + error.start})"
+                raise damaged(path, problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
+            ids = options.tokenizer.encode(text)
+        yield from _ended([ids], options)
+
+
+def _ended(texts: Sequence[TokenArray], options: ReadOptions) -> list[TokenArray]:
+    """The ids of texts, each but an empty one with the id that ends documents, if there is one."""
+    found, eod = list(texts), options.text_eod
+    if eod is not None:
+        for number, ids in enumerate(found):
+            if len(ids) and ids[-1] != eod:
+                found[number] = np.append(ids.astype(np.int64, copy=False), eod)
+    return found
+
+
+def is_mapped(options: ReadOptions) -> bool:
+    """Whether text files themselves are mapped: with the bytes tokenizer, and no id at the ends."""
+    return isinstance(options.tokenizer, BytesTokenizer) and options.text_eod is None
+
+
+def load_text(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a text file."""
+    if is_mapped(options):
+        mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        bounds = _bounds(mapped, options.text_split)
+        return TokenTable(mapped, bounds[:-1], np.diff(bounds))
+    return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+
+
+def document_of(line: bytes, where: str, column: str | None = None) -> str | list[int]:
+    """The text of a line, or its ids; see `ReadOptions`."""
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # also where it is not UTF-8
+        raise damaged(where, f"is not JSON in UTF-8 ({error})", "write one JSON object per line") from error
+    found = []
+    if isinstance(record, dict):
+        found = [(name, record[name]) for name in _columns(column) if name in record]
+    match found:
+        case [(name, str() as text)] if name in (column, "text"):
+            return text
+        case [(name, list() as ids)] if name in (column, "tokens") and all(type(id) is int for id in ids):
+            return ids
+    problem = f"is not an object with {column or 'either text or tokens'}, a string or a list of integers"
+    raise damaged(where, problem, "name the field of the documents: column")
+
+
+def _columns(column: str | None) -> tuple[str, ...]:
+    """Where documents may be."""
+    return COLUMNS if column is None else (column,)
+
+
+def jsonl_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read; blank lines are skipped."""
+    batch: list[tuple[str, str | TokenArray]] = []
+    size = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}: line {number}"
+                document: Any = document_of(line, where, options.column)
+                if isinstance(document, list):
+                    document = _checked(document, options.tokenizer, where)
+                batch.append((where, document))
+            size += len(line)
+            if size >= BATCH:
+                yield from _encoded(batch, options)
+                batch, size = [], 0
+    yield from _encoded(batch, options)
+
+
+def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
+    bounds = IdBounds.of(where, tokenizer)
+    for id in ids:  # as Python's integers: one may exceed 64 bits
+        if not 0 <= id < bounds.num_ids:
+            raise bounds.refusal(id)
+    return np.array(ids, dtype=np.int64)
+
+
+def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of documents: texts are tokenized together."""
+    texts = {where: document for where, document in batch if isinstance(document, str)}
+    try:
+        encoded = iter(_ended(encode_all(options.tokenizer, list(texts.values())), options))
+    except UnicodeEncodeError as error:
+        where = next(place for place, text in texts.items() if text == error.object)
+        raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
+    for _, document in batch:
+        if isinstance(document, str):
+            yield next(encoded)
+        else:
+            yield document
+
+
+def jsonl_kind(path: Path, column: str | None) -> Kind:
+    """The kind of the first record; `text` where it cannot be read, of which reading will tell."""
+    try:
+        with path.open("rb") as lines:
+            first = json.loads(next((line for line in lines if line.strip()), b"{}"))
+    except (OSError, ValueError, RecursionError):
+        return "text"
+    if not isinstance(first, dict):
+        return "text"
+    is_ids = "tokens" in first if column is None else isinstance(first.get(column), list)
+    return "ids" if is_ids else "text"
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[tuple[Any, Any]]:
+    """pyarrow and the opened file. Raises UserError: the package is missing, or the file is damaged."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise damaged(path, "needs the package pyarrow, which is not installed", "run: pip install pyarrow") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield pyarrow, file
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise damaged(path, f"is not a readable Parquet file ({error})") from error
+
+
+def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[str, Kind, Any]:
+    """The column of documents, its kind, and the one type of strings or lists to read it as."""
+    found = [name for name in _columns(column) if name in schema.names]
+    if len(found) == 1:
+        name, kind = found[0], schema.field(found[0]).type
+        values = getattr(kind, "value_type", None)
+        if pyarrow.types.is_dictionary(kind):  # of strings, each written once
+            kind, values = values, None
+        if str(kind) in ("string", "large_string", "string_view") and name in (column, "text"):
+            return name, "text", pyarrow.large_string()
+        if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
+            return name, "ids", pyarrow.large_list(values)
+    columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
+    problem = f"needs a column {column or 'text or tokens'} of strings or lists of integers (its columns: {columns})"
+    raise damaged(path, problem, "name the one of the documents: column")
+
+
+def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
+    values = array.flatten()
+    if values.null_count:
+        raise damaged(where, "have a null token", "write an id for every token")
+    ids = values.to_numpy(zero_copy_only=False)
+    IdBounds.of(where, tokenizer).check(ids, 0)
+    ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
+    pieces: list[TokenArray] = np.split(ids, ends[:-1])
+    return pieces
+
+
+def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while row groups are read."""
+    with _parquet(path) as (pyarrow, file):
+        column, kind, plain = _column(path, file.schema_arrow, pyarrow, options.column)
+        row = 0
+        for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+            array = batch.column(0).cast(plain)
+            where = f"{path}: rows {row} to {row + len(array) - 1}"
+            if array.null_count:
+                raise damaged(where, f"{column} is null in one", "remove such rows")
+            if kind == "text":
+                yield from _ended(encode_all(options.tokenizer, array.to_pylist()), options)
+            else:
+                yield from _tokens(where, array, options.tokenizer)
+            row += len(array)
+
+
+def parquet_kind(path: Path, column: str | None) -> Kind:
+    """The kind of the documents' column; `text` where it cannot be read, as `jsonl_kind`."""
+    try:
+        with _parquet(path) as (pyarrow, file):
+            return _column(path, file.schema_arrow, pyarrow, column)[1]
+    except UserError:
+        return "text"
 
 
 def is_import_path(format: str) -> bool:

@@ -111,7 +111,7 @@ class AuxiliaryLosses(Auxiliary):
         self._tokens_per_row = counts[0] / counts[1].clamp(min=1).double()
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
-        """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
+        """The loss of a micro-batch (`trainer.data.loader.MicroBatch`) with all its parts.
 
         Without gradient, losses by rows are only among the parts: rows have not been counted.
 

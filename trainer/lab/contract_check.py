@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer.arrays import IGNORED
 from trainer.config.schema import ModelTable
-from trainer.data.batch import accepted_inputs, check_inputs
+from trainer.data.loader import accepted_inputs, check_inputs
 from trainer.distributed.strategy import Strategy, bypassed
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, users_code

@@ -27,7 +27,7 @@ from trainer.metrics.logger import get_logger
 from trainer.wording import error_text
 
 if TYPE_CHECKING:
-    from trainer.data.batch import MicroBatch
+    from trainer.data.loader import MicroBatch
     from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
     from trainer.objective.loss import Auxiliary, ObjectiveOutput

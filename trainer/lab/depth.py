@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.arrays import IGNORED, Flags
-from trainer.data.batch import MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
 from trainer.objective.loss import ObjectiveOutput

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
-from trainer.data.batch import CARRY_KEYS
+from trainer.data.loader import CARRY_KEYS
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError

@@ -286,7 +286,7 @@ class Auxiliary:
         """Prepare the window's micro-batches of this rank. Every rank must call it."""
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
-        """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
+        """The loss of a micro-batch (`trainer.data.loader.MicroBatch`) with all its parts.
 
         Raises:
             UserError: the output has other losses than the model declares.

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.batch import MicroBatch
 from trainer.data.documents import TokenArray, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
+from trainer.data.loader import MicroBatch
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import Moments

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.batch import MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import own_part
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.data.batch import MicroBatch, accepted_inputs
 from trainer.data.blend import BlendSource
 from trainer.data.lanes import LaneBlend
-from trainer.data.loader import Loader
+from trainer.data.loader import Loader, MicroBatch, accepted_inputs
 from trainer.data.tokenizer import token_bytes
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo, gather_from_ranks

@@ -30,7 +30,7 @@ from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.on_device import HostCopy
 
 if TYPE_CHECKING:
-    from trainer.data.batch import MicroBatch
+    from trainer.data.loader import MicroBatch
     from trainer.metrics.aggregate import Reported
     from trainer.objective.loss import ObjectiveOutput
     from trainer.training.run import Run, StepInFlight

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
-from trainer.data.batch import MicroBatch
-from trainer.data.loader import Reading
+from trainer.data.loader import MicroBatch, Reading
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog

@@ -19,11 +19,8 @@ from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import IdBounds, ReadOptions
 from trainer.data.formats import is_import_path
 from trainer.data.groups import CutOptions
-from trainer.data.lanes import LaneBlend
-from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource, StreamSource
-from trainer.data.spread import (
+from trainer.data.lanes import (
+    LaneBlend,
     LaneLimit,
     count_documents,
     document_limits,
@@ -31,6 +28,9 @@ from trainer.data.spread import (
     num_sets,
     streams_open,
 )
+from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
+from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.distributed.env import RankInfo

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
-from trainer.data.batch import MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics

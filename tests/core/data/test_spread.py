@@ -18,8 +18,7 @@ from tests.support.steps import make_step
 from tests.support.streams import WideTokens, options_of
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.data.batch import take_apart
-from trainer.data.spread import (
+from trainer.data.lanes import (
     COUNTED_FILES,
     MOST_OPEN,
     LaneLimit,
@@ -29,6 +28,7 @@ from trainer.data.spread import (
     num_sets,
     streams_open,
 )
+from trainer.data.loader import take_apart
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.strategy import Strategy
 from trainer.metrics.noise_scale.estimate import ROWS_BEFORE

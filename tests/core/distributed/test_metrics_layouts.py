@@ -7,7 +7,7 @@ import torch
 
 from tests.support.gloo import run_on_ranks
 from tests.support.steps import make_step
-from trainer.data.batch import MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics

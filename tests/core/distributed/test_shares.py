@@ -15,7 +15,7 @@ from tests.support.runs import write_tiny_config
 from tests.support.steps import make_step
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.data.batch import MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale

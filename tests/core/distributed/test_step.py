@@ -8,7 +8,7 @@ import torch
 
 from tests.support.gloo import run_on_ranks
 from tests.support.steps import make_step
-from trainer.data.batch import Carry, MicroBatch
+from trainer.data.loader import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale

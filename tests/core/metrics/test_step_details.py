@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.data.batch import MicroBatch, take_apart
+from trainer.data.loader import MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.objective.loss import Objective
 from trainer.training.core_extensions import StepDetails

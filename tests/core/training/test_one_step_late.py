@@ -15,8 +15,7 @@ from tests.support.in_process import train_here
 from tests.support.late import events, run_differences
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import evaluating, read_rows, write_tiny_config
-from trainer.data.batch import take_apart
-from trainer.data.loader import Reading
+from trainer.data.loader import Reading, take_apart
 from trainer.distributed.env import RankInfo
 from trainer.training import run
 from trainer.training.checkpointing import train_state

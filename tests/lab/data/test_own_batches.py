@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.batch import BATCH_EXTRAS, accepted_inputs, take_apart
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.loader import Loader
+from trainer.data.loader import BATCH_EXTRAS, Loader, accepted_inputs, take_apart
 from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
 from trainer.lab.own_batches import OwnBatches

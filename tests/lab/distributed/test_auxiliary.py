@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.support.gloo import run_on_ranks
 from tests.support.steps import make_step
-from trainer.data.batch import MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Layout, Replicated, Sharded, Strategy, shard_units
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale

@@ -16,7 +16,7 @@ from tests.support.on_device import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, write_tiny_config
 from tests.support.steps import make_step
 from trainer.config.load import load_config
-from trainer.data.batch import Carry, MicroBatch
+from trainer.data.loader import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
