@@ -172,7 +172,7 @@ def test_carrying_is_worth_what_the_answers_are(
     a model that is used to knowing the answer is sure of a wrong one. To a model that ignores its state nothing."""
     (tmp_path / "ignores.py").write_text(IGNORES)
     monkeypatch.syspath_prepend(tmp_path)
-    steps, own = (250, ()) if carries else (100, ('model.target="ignores:build"', 'model.trust=["carry"]'))
+    steps, own = (250, ()) if carries else (100, ('model.target="ignores:build"', "model.contract=false"))
     sets = (source_override(corpus), f"eval.every={steps // 5}", "eval.depth=true", "eval.holdout_fraction=0.1")
     train_here(CONFIG, tmp_path / "run", *sets, f"train.steps={steps}", *own)
     row = read_rows(tmp_path / "run" / "metrics.jsonl")["eval", steps]

@@ -42,7 +42,7 @@ def test_check_refuses_hugging_face_s_mamba_in_one_sentence(family: str, tmp_pat
     if ended.returncode:
         line = next(line for line in ended.stderr.splitlines() if "model.target=wrapped:build: model.target: " in line)
         assert "breaks carry: cells of 6 tokens differ" in line
-        assert 'set model.trust = ["carry"]' in line
+        assert "set model.contract = false" in line
     sys.modules.pop("wrapped", None)
 
 

@@ -187,7 +187,7 @@ def _fail(seed: int, path: Path) -> Path:
 def _break_contract(seed: int, path: Path) -> Path:
     run = write_run(healthy_scenario(seed), path)
     verdict = {"check": "carry", "status": "broken", "text": "cells after the first start from zero"}
-    event = {"event": "contract", "global_step": 0, "trusted": ["carry"], "verdicts": [verdict]}
+    event = {"event": "contract", "global_step": 0, "verdicts": [verdict]}
     with (run / "events.jsonl").open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(event) + "\n")
     return run
@@ -214,7 +214,7 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("loss_rises_with_depth", "a gain of carrying below 0 from 512 tokens on", 0, 100): _rows(
         _by_depth(0.05, 0.06, -0.05)
     ),
-    ("model_contract", "a trusted model that drops its state", 0, 5): _break_contract,
+    ("model_contract", "a model that drops its state", 0, 5): _break_contract,
     ("stuck_reader", "a reader that is never picked", ONSET, 30): _scenario(
         **_BUSY, num_streams_mixed=4, documents=48, streams=12, on_dataset=_stick
     ),

@@ -36,7 +36,6 @@ _LAB = {
     # Extensions: checkpoints have their states under these names.
     "per_layer": f"{LAB}.extensions:LayerNumbers",
     "spikes": f"{LAB}.extensions:LossSpikes",
-    "memory snapshot": f"{LAB}.extensions:MemorySnapshot",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.extensions:StepProfile",
     # Families of models.

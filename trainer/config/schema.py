@@ -72,8 +72,6 @@ class TrainTable(Table):
     """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
     """Replay CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where possible."""
-    memory_snapshot: bool = False
-    """Write a snapshot of CUDA's allocations to the run directory at the end (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
@@ -85,9 +83,6 @@ class TrainTable(Table):
         """Refuse a run without a length."""
         if self.steps == 0 and self.tokens == 0:
             raise ValueError("how long is the run? set steps, or tokens")
-
-
-Contract = Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]
 
 
 class ModelTable(Table):
@@ -106,8 +101,6 @@ class ModelTable(Table):
     """Further keyword arguments of the family or the target."""
     weights: Text | None = None
     """Initial weights: a .safetensors file, or an export's directory. Ignored on resume."""
-    trust: list[Contract] = []
-    """Parts of its contract that the model may break (docs/contracts.md)."""
     contract: bool = True
     """Check your own model's contract before a run, by some hundred calls of copies."""
 

@@ -39,8 +39,8 @@ MAX_WORK = 20_000_000_000
 MAX_LOGITS = 100_000_000
 MAX_SECONDS = 60.0
 
-# Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in
-# silence. Causes first: states hidden in modules and mixed rows break carry too.
+# Breaches that a run refuses: each spoils what is trained, in silence. Causes first: states hidden
+# in modules and mixed rows break carry too.
 REFUSED = ("forward", "purity", "isolation", "causality", "carry", "resets", "soak")
 OFF = "model.contract is false"
 _FORWARD = (
@@ -119,9 +119,9 @@ def check_here(plan: Plan) -> Report | str:
 
 def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, *, step: int) -> dict[str, Any]:
     """Check the model of a run that begins, or resumes, at `step`; the event for its record. Raises
-    UserError: it breaks a part of the contract that `[model] trust` does not name."""
-    found, trust = check_contract(plan, device, model=model), list(plan.config.model.trust)
-    event: dict[str, Any] = {"event": "contract", "global_step": step, "trusted": trust}
+    UserError: see `refuse_breaches`."""
+    found = check_contract(plan, device, model=model)
+    event: dict[str, Any] = {"event": "contract", "global_step": step}
     if isinstance(found, str):
         if found != OFF:  # chosen; diagnosis says it
             logger.warning("the model was not checked against its contract: %s", found)
@@ -141,9 +141,8 @@ def remarks(report: Report) -> list[str]:
 
 
 def refuse_breaches(plan: Plan, report: Report) -> None:
-    """Refuse the first breach that spoils training and is not trusted. Raises UserError."""
-    trust = plan.config.model.trust
-    broken = {each.check: each for each in report.breaches if each.check not in trust}
+    """Refuse the first breach that spoils training. Raises UserError."""
+    broken = {each.check: each for each in report.breaches}
     if not runs_on(plan, None):  # each row is one document
         broken.pop("resets", None)
     refused = [broken[check] for check in REFUSED if check in broken]
@@ -151,12 +150,10 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
         return
     key, name, *_ = resolve_builder(plan.config.model, plan.parts)
     first, *others = refused
-    trusted = dict.fromkeys([*trust, *(each.check for each in refused)])
-    names = ", ".join(f'"{check}"' for check in trusted)
     problem = f"breaks {first.check}: {first.text}"
     if others:
         problem += f" (and breaks {' and '.join(verdict.check for verdict in others)})"
-    fix = f"fix the model (docs/contracts.md), or set model.trust = [{names}] to train it all the same"
+    fix = "fix the model (docs/contracts.md), or set model.contract = false to train it all the same"
     if first.check == "forward":
         problem, fix = first.text, _FORWARD
     raise UserError(key, f"{name}: {problem}", fix)

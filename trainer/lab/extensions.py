@@ -1,4 +1,4 @@
-"""Extensions of a run: loss spikes, numbers by layer, a profile, a memory snapshot; and what is told when memory runs out.
+"""Extensions of a run: loss spikes, numbers by layer, a profile; and what is told when memory runs out.
 
 The sums by layer of a step are kept for each parameter until they have been added up over ranks. Layers are sums of
 those: the squares of their norms add up to that of the whole gradient. torch's profiler records N steady steps of rank
@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config.schema import FIRST_PROFILED
 from trainer.distributed.strategy import own_part, own_range
-from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 from trainer.training.plan import ledger_bytes, width_of
@@ -245,22 +244,6 @@ class StepProfile(Extension):
         self._is_done = True
         steps = counted(self._num_steps, "step")
         logger.info("profile of %s from step %d on: %s, for https://ui.perfetto.dev", steps, self._first_step, path)
-
-
-class MemorySnapshot(Extension):
-    """`train.memory_snapshot`: records CUDA's last allocations, and writes them at the end."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        if run.device.type != "cuda":
-            problem = f"records CUDA's memory, not that of {run.device.type}"
-            raise UserError("train.memory_snapshot", problem, "remove it")
-        torch.cuda.memory._record_memory_history(max_entries=100_000)
-
-    def closed(self) -> None:
-        path = self.run.run_dir.path / f"memory_rank_{self.run.info.rank}.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def explain(run: Run) -> None:

@@ -292,7 +292,6 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
     asked = {  # those beyond the core: whether they are on, and the key that says so
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
-        "memory snapshot": (config.train.memory_snapshot, "train.memory_snapshot"),
         "sample": (config.sample.every, "sample.every"),
         "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
     }

@@ -237,7 +237,7 @@ def test_a_failure_is_told_once_with_its_place_and_recorded(tmp_path):
     (tmp_path / "own_parts.py").write_text(MODULE + BROKEN)
     config = write_tiny_config(tmp_path, '\nwandb = { mode = "offline" }\n')
     arguments = ["--config", config, "--run-dir", tmp_path / "run", "--set", "model.target=own_parts:broken"]
-    arguments += ["--set", 'model.trust=["forward"]']  # or the run would not begin
+    arguments += ["--set", "model.contract=false"]  # or the run would not begin
     env = environment({"PYTHONPATH": str(tmp_path)})
     result = subprocess.run(
         command(arguments), env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False

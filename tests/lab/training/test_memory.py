@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.in_process import train_here
 from tests.support.runs import ROOT, write_tiny_config
-from trainer.errors import UserError
 
 FREED = """
 import ctypes
@@ -55,21 +54,14 @@ def build(vocab_size, dim, num_layers):
 def test_a_run_out_of_memory_says_what_took_it(tmp_path, device, monkeypatch, caplog):
     (tmp_path / "full_model.py").write_text(FULL)
     monkeypatch.syspath_prepend(str(tmp_path))
-    is_cuda = str(device.type == "cuda").lower()
     own = [f"train.device={device.type}", "model.target=full_model:build", "model.dim=128", "model.contract=false"]
-    own += [f"train.memory_snapshot={is_cuda}", "train.compile=false", "train.cuda_graph=false"]
+    own += ["train.compile=false", "train.cuda_graph=false"]
     train_here(write_tiny_config(tmp_path), tmp_path / "run", *own, "train.precision=fp32", code=1)
     said = re.search(r"out of memory at step \d+, rank 0: (.*); docs/memory.md", caplog.text)
     assert said is not None, caplog.text
     sizes = {name: float(size.replace(",", "")) for name, size in re.findall(r"([a-z ]+) ([\d,.]+) MB", said[1])}
     assert 0 < sizes["weights"] == sizes[" gradients"]
     assert sizes[" optimizer"] == pytest.approx(2 * sizes["weights"], rel=0.02)
-    assert (tmp_path / "run" / "memory_rank_0.pickle").exists() == (device.type == "cuda")
-
-
-def test_a_snapshot_of_a_cpu_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"train.memory_snapshot: records CUDA's memory, not that of cpu; remove it"):
-        train_here(write_tiny_config(tmp_path), tmp_path / "run", "train.memory_snapshot=true")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

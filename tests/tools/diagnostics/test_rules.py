@@ -81,7 +81,7 @@ def noisy(level: float, count: int, relative: float = 0.02) -> list[float]:
 
 def contract_event(status: str, *, step: int = 0, check: str = "carry") -> dict[str, Any]:
     verdict = {"check": check, "status": status, "text": "cells after the first start from zero"}
-    return {"event": "contract", "global_step": step, "trusted": ["carry"], "verdicts": [verdict]}
+    return {"event": "contract", "global_step": step, "verdicts": [verdict]}
 
 
 FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}

@@ -123,8 +123,8 @@ def _restore_ledgers(
 # the data set itself refuses what changes its cells.
 BREAKING: tuple[str, ...] = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len")
 BREAKING += ("run.seed", "optimizer.name", "optimizer.target", "optimizer.group")
-# The checkpoint has its own weights; trust and contract only refuse models.
-HARMLESS = ("model.weights", "model.trust", "model.contract")
+# The checkpoint has its own weights; the contract only refuses models.
+HARMLESS = ("model.weights", "model.contract")
 # These say where and how a run is executed, not what it computes.
 SILENT: tuple[str, ...] = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device")
 SILENT += ("data.cache_", *HARMLESS)
