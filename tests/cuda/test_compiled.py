@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.late import events
+from tests.support.fault_runs import events
 from tests.support.on_device import differences, train_here
 from tests.support.runs import FULL_ROWS
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.late import events
+from tests.support.fault_runs import events
 from tests.support.on_device import OF_DEVICE, train_here, use_recorded_graphs
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import FULL_ROWS, read_rows

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.support.late import events
+from tests.support.fault_runs import events
 from tests.support.on_device import around_steps, synchronization_forbidden, train_here
 from tests.support.runs import FULL_ROWS
 from trainer.data.loader import Loader

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.gns_windows import loss_sum, make_model, rows
+from tests.support.gns_cases import loss_sum, make_model, rows
 from tests.support.on_device import synchronization_forbidden
 from trainer.distributed.strategy import compile_blocks
 from trainer.lab import gated_delta, transformer

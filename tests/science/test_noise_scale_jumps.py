@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.support.noise_processes import Process, constant, covers, histories
+from tests.support.noise_windows import Process, constant, covers, histories
 from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage, outlook
 
 AT = 200  # the step of the jump

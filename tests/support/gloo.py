@@ -1,4 +1,4 @@
-"""Runs a function on several real processes joined by gloo."""
+"""Runs a function on several real processes joined by gloo; and a training step for tests that lay rows over ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.support.runs import run
+from trainer.distributed.strategy import Strategy
+from trainer.objective.loss import Objective
+from trainer.training.step import TrainStep
 
 
 def run_on_ranks(
@@ -51,3 +57,20 @@ def work() -> None:
     while any("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm")):
         assert time.monotonic() < deadline, f"{function.__name__} leaves the process group alive"
         time.sleep(0.01)
+
+
+def make_step(model: nn.Module, strategy: Strategy, **changes: Any) -> TrainStep:
+    """By plain SGD, in which the change of a weight is its gradient; `changes` replace the settings here."""
+    settings = {
+        "ledgers": (),
+        "objective": Objective(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1.0),
+        "gns": None,
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        "max_tokens_per_micro": 50,
+        "clip_grad_norm": 0.0,
+        "world_size": 1,
+        "autocast": nullcontext,
+    }
+    given = {**settings, **changes}
+    return TrainStep(model=strategy.wrap(model, model), strategy=strategy, device=torch.device("cpu"), **given)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.gns_windows import norms_of_cuda
 from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale import hooks
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -105,7 +105,7 @@ def micro_batch(case: Case, world_size: int, m: int, rank: int, k: int) -> tuple
     return tokens, weights
 
 
-def loss_sum(case: Case, model: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
+def case_loss(case: Case, model: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum over rows of the row's mean loss."""
     with torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext():
         logits = model(tokens[:, :-1])
@@ -133,7 +133,7 @@ def separate_backwards(case: Case, world_size: int, m: int) -> Norms:
         for k in range(m):
             tokens, weights = micro_batch(case, world_size, m, rank, k)
             model = make_net(case)
-            loss_sum(case, model, tokens, weights).backward()
+            case_loss(case, model, tokens, weights).backward()
             total = float(weights.sum())
             flat = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
             gradients.append(torch.cat(flat) / max(total, 1.0))
@@ -226,7 +226,7 @@ def run_window(
         kappa = KAPPA0 * weights.sum() if case.is_weighted else 1.0 / m
         last = k == m - 1
         with contextlib.nullcontext() if last else no_sync(model):
-            loss = loss_sum(case, model, tokens, weights) * (KAPPA0 if case.is_weighted else 1.0 / m / len(weights))
+            loss = case_loss(case, model, tokens, weights) * (KAPPA0 if case.is_weighted else 1.0 / m / len(weights))
             if gns is not None:
                 gns.begin_micro(last)
             scaler.scale(loss).backward()
@@ -249,3 +249,40 @@ def measured(gns: GradientNoiseScale, factor_left: float, *, is_sharded: bool = 
     values = (own / kappa**2, small / kappa**2, small_noise / kappa, *(each / kappa**2 for each in others))
     assert float(sums[noise_scale.FAULTS]) == 0.0
     return Norms((*values, grad_sq / factor**2)), gns.finish(sums.tolist(), grad_sq, grad_factor=factor)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 900), nn.Tanh(), nn.Linear(900, 3))
+
+
+def rows(seed: int, count: int = 4) -> Tensor:
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_sum(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+    return (weights * model(x).square().sum(1)).sum()
+
+
+def micro(gns: GradientNoiseScale, model: nn.Module, x: Tensor, weights: Tensor, *, last: bool = False) -> None:
+    gns.begin_micro(last)
+    (0.1 * loss_sum(model, x, weights)).backward()
+    gns.end_micro(0.1 * float(weights.sum()), weights)
+
+
+def window(gns: GradientNoiseScale, model: nn.Module, num_micros: int, first_seed: int = 0) -> None:
+    model.zero_grad()
+    gns.begin_window(num_micros)
+    for k in range(num_micros):
+        x = rows(first_seed + k)
+        micro(gns, model, x, torch.tensor([1.0, 2.0, 0.0, 5.0 + k]), last=k == num_micros - 1)
+
+
+@contextlib.contextmanager
+def norms_of_cuda() -> Iterator[None]:
+    """The CPU takes norms as CUDA does: of many gradients at once."""
+    hooks.MULTI_TENSOR.add("cpu")
+    try:
+        yield
+    finally:
+        hooks.MULTI_TENSOR.remove("cpu")

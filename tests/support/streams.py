@@ -1,8 +1,9 @@
-"""Streams and data sets of streams for tests."""
+"""Streams and data sets of streams for tests, the files they come from, and small tokenizers."""
 
 from __future__ import annotations
 
 import json
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,3 +79,65 @@ def streams_of(
     with tempfile.TemporaryDirectory() as folder:
         named = {f"{modalities[i % len(modalities)]}/s{i}": lengths for i, lengths in enumerate(layout)}
         yield write_tokens(Path(folder), named, is_unique=is_unique)
+
+
+def spaced(kind):
+    """A tokenizer whose words carry their space, or get it from what stands before them; or with a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    if kind == "byte_level":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        found = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+        found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        return found
+    words, mark = ["al", "beta", "gamma", "delta"], "" if kind in ("pieces", "plain") else "\u2581"
+    vocabulary = {"<unk>": 0, **{mark + word: number for number, word in enumerate(words, 1)}, "##pha": 5}
+    model = models.WordPiece if kind == "pieces" else models.WordLevel
+    found = Tokenizer(model(vocabulary, unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    if kind == "pieces":
+        found.decoder = decoders.WordPiece()
+    elif kind == "metaspace":
+        found.pre_tokenizer, found.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    elif kind == "llama":
+        found.normalizer = normalizers.Sequence([normalizers.Prepend(mark), normalizers.Replace(" ", mark)])
+        found.pre_tokenizer = pre_tokenizers.Split(mark, "merged_with_next")
+        found.decoder = decoders.Sequence([decoders.Replace(mark, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return found
+
+
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+LETTERS = {"uint8": "B", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint16": "H"}
+
+
+def index_bytes(
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    documents: Sequence[int],
+    *,
+    code: int,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+) -> bytes:
+    """The bytes of an index."""
+    head = magic + struct.pack("<Q", version) + struct.pack("<B", code)
+    head += struct.pack("<Q", len(sizes)) + struct.pack("<Q", len(documents))
+    tables = struct.pack(f"<{len(sizes)}i", *sizes) + struct.pack(f"<{len(pointers)}q", *pointers)
+    return head + tables + struct.pack(f"<{len(documents)}q", *documents)
+
+
+def write_megatron(
+    path: Path, sequences: Sequence[Sequence[int]], *, dtype: str = "uint16", documents: Sequence[int] | None = None
+) -> None:
+    """`path`.bin and `path`.idx; `documents` are the document indices, one sequence a document unless given."""
+    letter = LETTERS[dtype]
+    size = struct.calcsize(f"<{letter}")
+    pointers, at = [], 0
+    with path.with_suffix(".bin").open("wb") as file:
+        for sequence in sequences:
+            pointers.append(at)
+            at += file.write(struct.pack(f"<{len(sequence)}{letter}", *sequence))
+    assert at == size * sum(map(len, sequences))
+    indices = range(len(sequences) + 1) if documents is None else documents
+    index = index_bytes([len(s) for s in sequences], pointers, list(indices), code=CODES[dtype])
+    path.with_suffix(".idx").write_bytes(index)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
-from trainer.data.pool import EXHAUST_EVENTS
+from trainer.data.pool import EXHAUST_EVENTS, pool_metric_keys
 from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights
 from trainer.errors import UserError
 
@@ -258,3 +259,51 @@ def test_weights_multiply_down_a_nested_blend():
         product = compose_weights(*pair, path_a="a", path_b="b")
         assert product.unit == "step"
         assert [product.evaluate(x) for x in (0, 5, 10)] == [6, 9, 12]
+
+
+A = "stream_mixing/active/"
+KEYS = (*pool_metric_keys(["a", "b"]), EXHAUST_EVENTS)
+SUMS = {A + "modalities/a", A + "modalities/b", EXHAUST_EVENTS}
+
+
+def plain_reduction(key, values):
+    """The operation that a key's name promises."""
+    if key in SUMS:
+        return sum(values)
+    return min(values) if key.endswith("_min") else max(values)
+
+
+class Reporting:
+    """A source that reports what a test puts into `metrics`."""
+
+    metric_keys = KEYS
+
+    def __init__(self):
+        self.metrics: dict[str, float] = {}
+
+    def __iter__(self):
+        while True:
+            yield {"tokens": np.zeros((1, 1))}
+
+    def drain_step_metrics(self):
+        drained = dict(self.metrics)
+        if drained:
+            self.metrics[EXHAUST_EVENTS] = 0.0
+        return drained
+
+
+def test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once():
+    generator = random.Random(0)
+    sources = [Reporting() for _ in range(3)]
+    blend = BlendDataset([BlendSource(f"s{i}", s, ConstantWeight(1.0)) for i, s in enumerate(sources)], seed=0)
+    said: dict[int, dict[str, float]] = {}
+    for _ in range(200):
+        index = int(next(blend)["dataset_labels"][0][1:])
+        events = sources[index].metrics.get(EXHAUST_EVENTS, 0.0) + generator.randrange(2)
+        sources[index].metrics = {**{key: float(generator.randrange(5)) for key in KEYS}, EXHAUST_EVENTS: events}
+        said[index] = dict(sources[index].metrics)
+        if generator.random() < 0.6:
+            expected = {key: plain_reduction(key, [each[key] for each in said.values()]) for key in KEYS}
+            assert {key: value for key, value in blend.drain_step_metrics().items() if key in KEYS} == expected
+            for each in said.values():
+                each[EXHAUST_EVENTS] = 0.0

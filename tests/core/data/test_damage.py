@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.core.data.megatron_writer import index_bytes, write_megatron
+from tests.support.streams import index_bytes, write_megatron
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import load_documents
 from trainer.data.layout import Stream

@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.core.data.megatron_writer import index_bytes, write_megatron
 from tests.support.in_process import program
 from tests.support.runs import ROOT
-from tests.support.spaced import spaced
-from tests.support.streams import mixing_dataset
+from tests.support.streams import index_bytes, mixing_dataset, spaced, write_megatron
 from trainer.data import formats as registry
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import file_kind, format_name, load_documents, open_documents

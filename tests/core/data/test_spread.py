@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.core.properties.test_full_rows import Follower, blend, corpus
+from tests.support.gloo import make_step
 from tests.support.runs import write_tiny_config
-from tests.support.steps import make_step
 from tests.support.streams import WideTokens, options_of
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config

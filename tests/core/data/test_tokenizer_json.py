@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.streams import spaced
 from trainer.data import documents
 from trainer.data.documents import table_from_pieces
 from trainer.data.formats import open_documents
@@ -19,9 +20,11 @@ from trainer.data.tokenizer import (
     IdsTokenizer,
     encode_all,
     load_tokenizer,
+    prompt_ids,
     token_bytes,
 )
 from trainer.errors import UserError
+from trainer.lab.samples import TextStream
 
 tokenizers = pytest.importorskip("tokenizers")
 WORDS = {"a": 0, "b": 1, "[UNK]": 2, "[CLS]": 3, "[SEP]": 4}
@@ -213,3 +216,48 @@ def test_bytes_are_one_each_and_ids_without_a_tokenizer_have_none():
     assert sizes is not None
     assert sizes.tolist() == [1] * 256 + [0]
     assert token_bytes(IdsTokenizer(10)) == (None, "ids without a tokenizer stand for no text")
+
+
+def pieces_of(tokenizer, ids, prompt=()):
+    stream = TextStream(tokenizer, prompt)
+    return [*map(stream.push, ids), stream.flush()]
+
+
+@given(st.binary(max_size=60))
+def test_bytes_come_out_as_the_whole_would(data):
+    pieces = pieces_of(BytesTokenizer(), data)
+    assert "".join(pieces) == data.decode("utf-8", errors="replace")
+    assert pieces_of(BytesTokenizer(), "aé€".encode()) == ["a", "", "é", "", "", "€", ""]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return EXACT["gpt2"](tmp_path_factory.mktemp("gpt2") / "tokenizer.json")
+
+
+@given(text=st.text(alphabet="the and\n €é😀dog", max_size=40), cut=st.integers(0, 2))
+def test_a_tokenizer_json_streams_what_it_decodes_also_half_a_character_at_the_end(gpt2, text, cut):
+    ids = gpt2.encode(text)
+    assert gpt2.decode(ids) == text
+    ids = ids[: max(len(ids) - cut, 0)]
+    assert "".join(pieces_of(gpt2, ids.tolist())) == gpt2.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama", "pieces", "plain"])
+def test_no_space_is_lost_after_the_prompt_or_between_tokens(kind, tmp_path):
+    spaced(kind).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    text = "alpha beta gamma delta" if kind == "pieces" else "al beta gamma delta"
+    ids = tokenizer.encode(text).tolist()
+    for cut in range(len(ids)):
+        prompt = ids[:cut]
+        assert tokenizer.decode(prompt) + "".join(pieces_of(tokenizer, ids[cut:], [tokenizer.bos_id, *prompt])) == text
+
+
+def test_ids_are_written_as_numbers_and_prompts_of_ids_are_read():
+    assert "".join(pieces_of(IdsTokenizer(50), [3, 4], [50, 7, 49])) == " 3 4"
+    assert prompt_ids(IdsTokenizer(50), "7 49", "--prompt") == [50, 7, 49]
+    assert prompt_ids(BytesTokenizer(), "ab", "--prompt") == [256, 97, 98]
+    for prompt in ("7 50", "seven"):
+        with pytest.raises(UserError, match="--prompt: "):
+            prompt_ids(IdsTokenizer(50), prompt, "--prompt")

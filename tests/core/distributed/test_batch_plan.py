@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import sign
-from tests.support.fault_runs import rows_of
+from tests.support.fault_runs import events, rows_of
 from tests.support.grouped import train
-from tests.support.late import events
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import write_tiny_config
 from trainer.training.checkpointing.checkpoint import STATE_FILE

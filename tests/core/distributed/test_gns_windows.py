@@ -18,11 +18,11 @@ from tests.support.gns_cases import (
     Windows,
     make_net,
     measured,
+    norms_of_cuda,
     run_window,
     separate_backwards,
     wrong_windows,
 )
-from tests.support.gns_windows import norms_of_cuda
 from trainer.errors import UserError
 from trainer.metrics.noise_scale.estimate import Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.gloo import run_on_ranks
-from tests.support.steps import make_step
+from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.aggregate import reduce_over_ranks

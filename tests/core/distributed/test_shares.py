@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.gloo import run_on_ranks
+from tests.support.gloo import make_step, run_on_ranks
 from tests.support.runs import write_tiny_config
-from tests.support.steps import make_step
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.loader import MicroBatch

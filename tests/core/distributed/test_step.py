@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.gloo import run_on_ranks
-from tests.support.steps import make_step
+from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger import Ledger, LedgerOptions

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from tests.support.gns_windows import make_model
+from tests.support.gns_cases import make_model
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 

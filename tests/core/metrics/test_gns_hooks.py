@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.gns_windows import loss_sum, micro, norms_of_cuda, rows, window
+from tests.support.gns_cases import loss_sum, micro, norms_of_cuda, rows, window
 from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, Window

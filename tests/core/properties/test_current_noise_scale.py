@@ -11,8 +11,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.support.noise_processes import Process, constant, continued, covers, histories
-from tests.support.noise_windows import constant_window
+from tests.support.noise_windows import Process, constant, constant_window, continued, covers, histories
 from trainer.metrics.noise_scale.estimate import BLOCKS, Current, History, NoiseScaleAverage, Stretches
 
 RUNS = 100

@@ -1,4 +1,4 @@
-"""Properties of weight schedules: exact values, the search for all zeros, and the shares that a blend realises."""
+"""Properties of schedules: of weights, and the shares that a blend realises; of micro-batches against a loop that counts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.config.data_tables import BatchScheduleTable, plan_of
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero, positions
 from trainer.options import MicroBatches
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True)
@@ -115,3 +116,40 @@ def test_shares_of_20000_picks_follow_the_weights_all_along(kind):
     # Wilson and Hilferty (1931): the cube root is close to normal; 3.09 standard deviations are p = 0.001.
     bound = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
     assert statistic < bound
+
+
+PLANS = st.dictionaries(st.integers(0, 40), st.integers(1, 5), min_size=1, max_size=5)
+QUICK = settings(max_examples=80, deadline=None, derandomize=True)
+
+
+def planned(points):
+    return plan_of(BatchScheduleTable(schedule="step", points=points))
+
+
+def by_hand(points, x):
+    reached = [at for at in points if at <= x]
+    return points[max(reached) if reached else min(points)]
+
+
+@QUICK
+@given(points=PLANS)
+def test_batches_and_steps_of_a_plan_are_those_of_a_loop_that_counts(points):
+    plan = planned(points)
+    steps = [step for step in range(1, 60) for _ in range(by_hand(points, step))]
+    assert [plan.at(step) for step in range(1, 60)] == [by_hand(points, step) for step in range(1, 60)]
+    assert [plan.step_of(batch) for batch in range(len(steps))] == steps
+    assert positions("step", np.arange(len(steps)), plan).tolist() == steps
+    assert [plan.batches_before(step) for step in range(1, 60)] == [steps.index(step) for step in range(1, 60)]
+    assert (plan.least, plan.most) == (min(points.values()), max(points.values()))
+
+
+@QUICK
+@given(points=PLANS, zero=st.dictionaries(st.integers(0, 30), st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
+def test_a_weight_by_steps_is_zero_in_the_batches_of_its_steps(points, zero):
+    plan, weight = planned(points), ScheduledWeight("step", zero, unit="step")
+    batches = range(plan.batches_before(60))
+    expected = [batch for batch in batches if weight.evaluate(plan.step_of(batch)) == 0]
+    start, end = first_all_zero([weight], micro_batches=plan) or (0, -1)
+    last = len(batches) - 1 if end is None else end
+    assert list(range(start, last + 1)) == expected[: last + 1 - start]
+    assert expected[last + 1 - start :][:1] != [last + 1]

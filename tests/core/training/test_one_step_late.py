@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fault_runs import events, run_differences
 from tests.support.grouped import train
 from tests.support.in_process import train_here
-from tests.support.late import events, run_differences
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import evaluating, read_rows, write_tiny_config
 from trainer.data.loader import Reading, take_apart

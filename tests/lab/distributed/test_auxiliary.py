@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.gloo import run_on_ranks
-from tests.support.steps import make_step
+from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Layout, Replicated, Sharded, Strategy, shard_units
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses

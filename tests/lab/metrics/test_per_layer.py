@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.gns_windows import make_model
+from tests.support.gns_cases import make_model
 from trainer.distributed.strategy import Strategy
 from trainer.lab import extensions
 from trainer.lab.extensions import LayerNumbers, layer_of

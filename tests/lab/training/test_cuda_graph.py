@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.gloo import make_step
 from tests.support.models import StatefulDropout
 from tests.support.on_device import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, write_tiny_config
-from tests.support.steps import make_step
 from trainer.config.load import load_config
 from trainer.data.loader import Carry, MicroBatch
 from trainer.distributed.env import RankInfo

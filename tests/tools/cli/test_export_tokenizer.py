@@ -11,7 +11,7 @@ from tests.support import models
 from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import FULL_ROWS, write_tiny_config
-from tests.support.spaced import spaced
+from tests.support.streams import spaced
 from trainer.config.load import load_config
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")

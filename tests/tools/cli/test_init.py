@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.core.data.megatron_writer import write_megatron
 from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus
+from tests.support.streams import write_megatron
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.errors import UserError
