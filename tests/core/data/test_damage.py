@@ -131,7 +131,7 @@ def test_a_damaged_file_is_refused(tmp_path, name, content, message):
         ({}, "needs an integer dtype"),
         ({"dtype": "u17"}, "integer dtype"),
         ({"format": "xml"}, "must be one of auto, text"),
-        ({"text_split": "page"}, "must be one of file, blank_line"),
+        ({"text_split": "page"}, "should be 'file' or 'blank_line'"),
     ],
 )
 def test_what_cannot_be_read_as_asked_is_refused(tmp_path, options, message):
