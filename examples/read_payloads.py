@@ -7,19 +7,16 @@ torchrun ... train ... | python examples/read_payloads.py -
 
 import sys
 
-from trainer.metrics.payload_contract import Restart, parse_line, strip_launcher_prefix
+from trainer.metrics.payload_contract import parse_payload, strip_launcher_prefix
 
 if len(sys.argv) != 2:
     sys.exit(__doc__)
 with sys.stdin if sys.argv[1] == "-" else open(sys.argv[1], encoding="utf-8") as lines:
     losses: dict[int, float] = {}
     for line in lines:
-        row = parse_line(strip_launcher_prefix(line))  # raises PayloadError, which names the invalid key
-        restart = row if isinstance(row, Restart) else row.restart  # of an earlier version a line of its own
-        if restart is not None:  # rows after the checkpoint are superseded
-            losses = {step: loss for step, loss in losses.items() if step <= restart.global_step}
-        if isinstance(row, Restart):
-            continue
+        row = parse_payload(strip_launcher_prefix(line))  # raises PayloadError, which names the invalid key
+        if row.restart is not None:  # rows after the checkpoint are superseded
+            losses = {step: loss for step, loss in losses.items() if step <= row.restart.global_step}
         if row.mode == "train" and "loss" in row.metrics:
             losses[row.global_step] = row.metrics["loss"]
         elif row.non_finite:

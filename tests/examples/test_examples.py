@@ -61,8 +61,7 @@ def test_the_blend_follows_its_schedule():
 PAYLOADS = """\
 {"schema_version": 1, "mode": "train", "global_step": 1, "metrics": {"loss": 3.0}}
 [default0]: {"schema_version": 1, "mode": "train", "global_step": 2, "metrics": {"loss": 0.5}}
-{"schema_version": 1, "event": "restart", "global_step": 0}
-{"schema_version": 1, "mode": "train", "global_step": 1, "metrics": {"loss": 3.0}}
+{"schema_version": 1, "mode": "train", "global_step": 1, "metrics": {"loss": 3.0}, "restart": {"from_step": 0}}
 {"schema_version": 1, "mode": "train", "global_step": 2, "metrics": {"loss": 0.6}}
 {"schema_version": 1, "mode": "train", "global_step": 2, "metrics": {"loss": 2.0}, "restart": {"from_step": 1}}
 {"schema_version": 1, "mode": "eval", "global_step": 2, "metrics": {"eval_loss": 0.1}}

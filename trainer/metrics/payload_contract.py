@@ -4,8 +4,7 @@ A payload is one line of strict JSON, `{"schema_version": 1, "mode": "train" | "
 "global_step": int, "metrics": {key: number}}`, plus optional sections that no consumer needs. JSON
 has no NaN or infinity, so such a metric appears in the section `non_finite` as a word. The first
 payload after a resume has the section `restart`, `{"from_step": int}`, and may repeat an earlier
-step. Streams of earlier versions have a separate line instead, `{"schema_version": 1, "event":
-"restart", "global_step": int}`.
+step.
 
 Only the standard library is used, so that a dashboard can import this module without torch.
 """
@@ -100,12 +99,9 @@ def build_payload(
     global_step: int,
     metrics: Mapping[str, float],
     *,
-    context: Mapping[str, Any] | None = None,
-    batch_extras: Mapping[str, Any] | None = None,
-    token_summary: Mapping[str, Any] | None = None,
     restart: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A payload of these metrics and optional sections; NaN and infinities move to `non_finite`.
+    """A payload of these metrics; NaN and infinities move to `non_finite`.
 
     Raises:
         PayloadError: a mode, step or value is invalid, or there are no metrics at all.
@@ -124,17 +120,16 @@ def build_payload(
             words[key] = non_finite_word(number)
     payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode}
     payload |= {"global_step": global_step, "metrics": finite}
-    sections = {"non_finite": words or None, "context": context, "batch_extras": batch_extras}
-    sections |= {"token_summary": token_summary, RESTART: restart}
-    for name, section in sections.items():
-        if section is not None:
-            payload[name] = dict(section)
+    if words:
+        payload["non_finite"] = words
+    if restart is not None:
+        payload[RESTART] = dict(restart)
     validate_payload(payload)
     return payload
 
 
 def encode_payload(payload: Mapping[str, Any]) -> str:
-    """A payload or event as one line of strict JSON, without the newline.
+    """A payload as one line of strict JSON, without the newline.
 
     Raises:
         PayloadError: a section has a value that JSON cannot represent (NaN, an object).
@@ -151,27 +146,7 @@ def parse_payload(line: str | bytes) -> Payload:
     Raises:
         PayloadError: the line violates the contract.
     """
-    return _payload_of(_decode(line))
-
-
-def parse_line(line: str | bytes) -> Payload | Restart:
-    """Parse one line of a stream: a payload, or the restart event of an earlier version.
-
-    Raises:
-        PayloadError: it is neither.
-    """
     obj = _decode(line)
-    if not isinstance(obj, dict) or "event" not in obj:
-        return _payload_of(obj)
-    _check_version(obj)
-    if obj["event"] != RESTART:
-        raise PayloadError("event", f"must be {RESTART}, got {obj['event']!r:.80}")
-    _check_step(obj.get("global_step"))
-    details = {name: obj[name] for name in obj if name not in ("schema_version", "event", "global_step")}
-    return Restart(obj["global_step"], details)
-
-
-def _payload_of(obj: Any) -> Payload:
     validate_payload(obj)
     sections = {name: obj[name] for name in obj if name not in (*_REQUIRED, "non_finite")}
     return Payload(obj["mode"], obj["global_step"], obj["metrics"], obj.get("non_finite", {}), sections)
@@ -278,7 +253,7 @@ def strip_launcher_prefix(line: str) -> str:
 
 
 def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
-    """Check a stream of lines, see `parse_line`; yields every violation in order.
+    """Check a stream of lines, see `parse_payload`; yields every violation in order.
 
     Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one
     step) but must not decrease, except to a restart's.
@@ -286,13 +261,13 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
     last_step = 0
     for number, raw in enumerate(lines, start=1):
         try:
-            found = parse_line(strip_launcher_prefix(_text(raw).rstrip("\r\n")))
+            found = parse_payload(strip_launcher_prefix(_text(raw).rstrip("\r\n")))
         except PayloadError as error:
             yield Violation(number, error.key, error.reason)
             continue
-        if isinstance(found, Payload) and found.restart is not None:
+        if found.restart is not None:
             last_step = found.restart.global_step
-        if isinstance(found, Payload) and found.global_step < last_step:
+        if found.global_step < last_step:
             problem = f"falls from {last_step} to {found.global_step} without a restart"
             yield Violation(number, "global_step", problem)
         last_step = found.global_step

@@ -70,14 +70,15 @@ Lines = list[tuple[int, dict[str, tuple[float, float]] | None]]
 def record(directory: Path, lines: Lines, lr: float, last_step: int) -> Path:
     """A run of these rows (step, None) and restarts (step, {key: (before, after)}), with the config of its last launch."""
     directory.mkdir()
-    texts: list[dict[str, object]] = []
+    texts, events = list[dict[str, object]](), list[dict[str, object]]()
     for step, changed in lines:
         if changed is None:
             texts.append({"schema_version": 1, "mode": "train", "global_step": step, "metrics": {"loss": 1.0}})
         else:
             pairs = {key: {"before": one, "after": other} for key, (one, other) in changed.items()}
-            texts.append({"schema_version": 1, "event": "restart", "global_step": step, "changed": pairs})
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+            events.append({"event": "restart", "global_step": step, "changed": pairs})
+    for name, found in (("metrics", texts), ("events", events)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
     (directory / "config.resolved.toml").write_text(f"[optimizer]\nlr = {lr}\n")
     (directory / "status.json").write_text(json.dumps({"state": "stopped", "last_step": last_step}))
     return directory

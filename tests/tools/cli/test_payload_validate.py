@@ -63,19 +63,19 @@ def text(**changes: Any) -> bytes:
 
 
 GOOD = text()
-RESTART = b'{"schema_version":1,"event":"restart","global_step":3}'
+RESUMED = text(global_step=4, restart={"from_step": 3})
 
 
 def test_the_first_bad_line_is_named_with_key_and_reason(tmp_path, capsys):
     file = tmp_path / "stream.jsonl"
-    file.write_bytes(b"\n".join([GOOD, RESTART, text(global_step=2), GOOD, b"{}", b""]))
+    file.write_bytes(b"\n".join([GOOD, RESUMED, text(global_step=2), GOOD, b"{}", b""]))
     found = program(["payload", "validate", file], capsys)
     assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.startswith(f"{file}:3: global_step: falls from 3 to 2 without a restart")
+    assert found.stderr.startswith(f"{file}:3: global_step: falls from 4 to 2 without a restart")
 
 
 def test_a_stream_is_read_from_stdin_with_prefixes_line_ends_and_restarts(monkeypatch, capsys):
-    good = [b"[default0]:" + GOOD, b"[default0]: " + GOOD + b"\r", RESTART, text(global_step=4), text(mode="eval")]
+    good = [b"[default0]:" + GOOD, b"[default0]: " + GOOD + b"\r", RESUMED, text(mode="eval")]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(good)), encoding="utf-8"))
     found = program(["payload", "validate", "-"], capsys)
     assert (found.returncode, found.stderr) == (0, "-: every line is a valid payload\n")

@@ -26,10 +26,6 @@ def train(step: int, mode: str = "train", **metrics: float) -> str:
 evaluation = partial(train, mode="eval")
 
 
-def restart(step: int) -> str:
-    return f'{{"schema_version":1,"event":"restart","global_step":{step}}}'
-
-
 def write(path: Path, *lines: str, end: str = "\n") -> Path:
     path.write_text("\n".join(lines) + end, encoding="utf-8")
     return path
@@ -51,12 +47,9 @@ def test_columns_of_an_intact_file(tmp_path: Path) -> None:
     assert run.notes == []
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one(tmp_path: Path, is_old: bool) -> None:
+def test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one(tmp_path: Path) -> None:
     first = [train(5, loss=5.0, grad_norm=1.0), train(10, loss=4.0, grad_norm=1.0), train(15, loss=3.0)]
     second = [encode_payload(build_payload("train", 10, {"loss": 40.0}, restart={"from_step": 5}))]
-    if is_old:
-        second = [restart(5), train(10, loss=40.0)]
     run = load_run(write(tmp_path / "metrics.jsonl", *first, *second))
     assert column(run, "loss") == {5: 5.0, 10: 40.0, 15: 3.0}
     assert column(run, "grad_norm") == {5: 1.0}, "keys of the replaced row must be gone"
@@ -78,7 +71,8 @@ def test_evaluations_of_one_step_are_merged_but_not_across_a_restart(tmp_path: P
     rows = [evaluation(5, eval_loss=1.0), evaluation(5, eval_accuracy=0.5)]
     run = load_run(write(tmp_path / "a.jsonl", *rows))
     assert (column(run, "eval_loss"), column(run, "eval_accuracy")) == ({5: 1.0}, {5: 0.5})
-    run = load_run(write(tmp_path / "b.jsonl", *rows, restart(0), evaluation(5, eval_loss=2.0)))
+    again = encode_payload(build_payload("eval", 5, {"eval_loss": 2.0}, restart={"from_step": 0}))
+    run = load_run(write(tmp_path / "b.jsonl", *rows, again))
     assert (column(run, "eval_loss"), column(run, "eval_accuracy")) == ({5: 2.0}, {})
 
 
