@@ -102,9 +102,7 @@ NETRC = "machine api.wandb.ai login user password KEY\nmachine own.example login
     ("environ", "netrc", "mode", "why"),
     [
         ({"WANDB_MODE": "online"}, "", "online", "WANDB_MODE=online"),
-        ({"WANDB_MODE": "offline"}, NETRC, "offline", "WANDB_MODE=offline"),
         ({"WANDB_MODE": "on", "WANDB_API_KEY": "x"}, "", "disabled", "WANDB_MODE=on is none of online, offline"),
-        ({"WANDB_API_KEY": "x"}, "", "online", "there is a login"),
         ({}, NETRC, "online", "there is a login"),
         ({"WANDB_BASE_URL": "https://own.example:8080/x"}, NETRC, "online", "there is a login"),
         ({"WANDB_BASE_URL": "https://other.example"}, NETRC, "offline", "there is no login"),

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.support.records import record_of
-from tests.support.runs import ROOT
 from trainer.metrics.payload_contract import Restart
-from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import RULES, Ruling, diagnose
 from trainer.tools.diagnostics.rule import Outcome, batches_through, micro_batches
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
@@ -176,13 +171,6 @@ def test_healthy_rows_are_healthy_and_a_fault_is_reported_with_evidence_and_a_kn
     assert name in ("ending", "straggling_rank", "model_contract") or outcome.knob is not None
     without = check(name, replace(FAULTY[name], config={}, environment={}))
     assert without.verdict == "finding", without.sentence
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_single_row_raises_no_exception(name: str) -> None:
-    for source in (HEALTHY[name], FAULTY[name]):
-        row = {key: {7: column[1][0]} for key in source.train.keys if (column := source.train.column(key))[1]}
-        check(name, make_run(row))
 
 
 def of_ranks(columns: Mapping[str, Any], world_size: int | None) -> RunRecord:
@@ -350,24 +338,6 @@ def test_a_spike_or_a_divergence_right_after_the_mix_changed_is_blamed_on_it(lev
         assert str(outcome.knob) == (mix if is_blamed else "optimizer.lr = 0.0005 (now 0.001)")
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_no_fix_is_what_the_run_has_already(name: str) -> None:
-    """Follow the advice of a rule until it has none left: it never suggests the value that is already set."""
-    run = FAULTY[name]
-    for _ in range(12):
-        knob = check(name, run).knob
-        if knob is None or knob.current is None:
-            break
-        assert knob.suggested != knob.current
-        config = copy.deepcopy(dict(run.config))
-        *path, last = knob.key.split(".")
-        table = config
-        for part in path:
-            table = table.setdefault(part, {})
-        table[last] = knob.suggested
-        run = replace(run, config=config)
-
-
 @pytest.mark.parametrize(("value", "error"), [(3.58, 0.31), (3.58, 0.6), (1.4, 0.01)])
 def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: float, error: float) -> None:
     rows = {**GNS, **same_data(value, error)}
@@ -492,43 +462,3 @@ def test_a_run_that_ends_above_its_first_loss_diverged(rows: list[float], end: s
     assert {1, len(rows)} <= set(outcome.evidence[0].steps)
     assert check("loss_spikes", losses(*rows[:4])).is_early, "fewer than five rows"
     assert check("loss_spikes", losses(-1.0, *[1.0] * 30)).severity != "error", "0 or less has no multiples"
-
-
-CURVES: dict[str, Callable[[float, random.Random], float]] = {
-    "pretraining": lambda x, _: 1.5 + 4.0 * (1 + 40 * x) ** -0.9,
-    "a bump in the warm-up": lambda x, _: (2.5 + 3 * math.exp(-4 * x)) * (1 + 0.2 * math.exp(-((20 * x - 2) ** 2))),
-    "a mix with a schedule": lambda x, _: 1.5 * (1 + 0.12 * x),
-    "a blend of micro-batches": lambda _, rng: sum(1.0 if rng.random() < 0.5 else 2.5 for _ in range(8)) / 8,
-}
-
-
-@pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("count", [5, 17, 300])
-def test_noise_bumps_of_some_percent_and_drifts_are_healthy(curve: str, count: int) -> None:
-    """40 runs each; the deviation of a row is 2 to 10 %, with tails heavier than a normal distribution's."""
-    for seed in range(40):
-        rng = random.Random(f"{curve} {count} {seed}")
-        spread, rows = rng.choice((0.02, 0.05, 0.1)), []
-        for row in range(count):
-            level = CURVES[curve](row / count, rng)
-            rows.append(level * math.exp(spread * rng.gauss(0, 1) * rng.choice((1, 1, 1, 1.5))))
-        outcome = check("loss_spikes", losses(*rows))
-        assert outcome.verdict != "finding", (seed, outcome.sentence)
-
-
-TOOLS = ROOT / "trainer" / "tools"
-TEXT = (TOOLS / "limits.py").read_text(encoding="utf-8")
-DEFINED = re.findall(r"(?m)^([A-Z_0-9]+): Final", TEXT)
-
-
-def test_every_threshold_has_a_unit_and_a_reason_and_is_read() -> None:
-    assert len(DEFINED) > 40
-    read = "".join(path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py"))
-    for name in DEFINED:
-        assert re.search(rf"(?m)^# [^:]+: .*[\w)]\.\n{name}: ", TEXT), name
-        assert f"limits.{name}" in read or TEXT.count(name) > 1, name
-
-
-@pytest.mark.parametrize(("picks", "nats"), [(200, 12.2), (1_000_000, 20.7), (0, 7.6)])
-def test_the_bound_on_a_surprise_grows_with_the_logarithm_of_the_picks(picks: int, nats: float) -> None:
-    assert limits.surprise_bound(picks) == pytest.approx(nats, abs=0.1)

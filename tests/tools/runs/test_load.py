@@ -35,18 +35,6 @@ def column(run: Any, key: str) -> dict[int, float]:
     return dict(zip(*run.column(key), strict=True))
 
 
-def test_columns_of_an_intact_file(tmp_path: Path) -> None:
-    lines = [train(1, loss=3.0, lr=0.1), evaluation(1, eval_loss=4.0), train(10, loss=2.0, lr=0.2), train(20, loss=1.0)]
-    run = load_run(write(tmp_path / "metrics.jsonl", *lines))
-    assert list(run.steps) == [1, 10, 20]
-    assert column(run, "loss") == {1: 3.0, 10: 2.0, 20: 1.0}
-    assert column(run, "lr") == {1: 0.1, 10: 0.2}
-    assert column(run, "eval_loss") == {1: 4.0}
-    assert column(run, "absent") == {}
-    assert run.keys == ["loss", "lr", "eval_loss"]
-    assert run.notes == []
-
-
 def test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one(tmp_path: Path) -> None:
     first = [train(5, loss=5.0, grad_norm=1.0), train(10, loss=4.0, grad_norm=1.0), train(15, loss=3.0)]
     second = [encode_payload(build_payload("train", 10, {"loss": 40.0}, restart={"from_step": 5}))]
