@@ -54,18 +54,12 @@ class Moments(NamedTuple):
     that of an ordinary mean.
     """
 
-    num: Scalar
-    """Number of units, n."""
-    total: Scalar
-    """Sum of y."""
-    weight: Scalar
-    """Sum of w."""
-    total_sq: Scalar
-    """Sum of y^2."""
-    cross: Scalar
-    """Sum of y w."""
-    weight_sq: Scalar
-    """Sum of w^2."""
+    num: Scalar  # of units, n
+    total: Scalar  # sum of y
+    weight: Scalar  # sum of w
+    total_sq: Scalar  # sum of y^2
+    cross: Scalar  # sum of y w
+    weight_sq: Scalar  # sum of w^2
 
     @classmethod
     def of(cls, totals: torch.Tensor, weights: torch.Tensor) -> Moments:
@@ -138,8 +132,7 @@ def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
 @dataclass(slots=True)
 class _Entry:
     how: WindowReduction
-    total: Scalar | None
-    """None: see `Reported`."""
+    total: Scalar | None  # None: see `Reported`
     count: Scalar
 
 

@@ -62,12 +62,9 @@ class UnknownMetric(KeyError):
 
 
 class _Found(NamedTuple):
-    spec: MetricSpec
-    """The row, as it applies to the key."""
-    row: str
-    """Name of the catalog's row."""
-    part: str
-    """The part of the key in place of the row's angle brackets."""
+    spec: MetricSpec  # the row, as it applies to the key
+    row: str  # name of the catalog's row
+    part: str  # of the key, in place of the row's angle brackets
 
 
 def _direct(key: str) -> _Found | None:

@@ -72,19 +72,6 @@ _SpeedRow = partial(row_of, group="Speed", ranks="max")
 _TimeRow = partial(row_of, group="Time in a step", ranks="max")
 _MemoryRow = partial(row_of, group="Device memory", unit="GB", window="max", ranks="max")
 
-_PARTS: tuple[tuple[str, str, RankReduction, str, str, str], ...] = (
-    (
-        "data",
-        "waiting for data",
-        "max",
-        " (the rank that waits longest)",
-        "Far below the compute time.",
-        "Close to the compute time: data is too slow.",
-    ),
-    ("forward_backward", "forward and backward", "mean", "", "Most of the step.", "Uneven: batches or a slow rank."),
-    ("optimizer", "clipping and the optimizer", "mean", "", "A few percent.", "Large: tiny batch, unfused optimizer."),
-)
-_RANK_TIMES: tuple[tuple[str, RankReduction], ...] = (("slowest", "max"), ("fastest", "min"))
 
 _AtDepth = partial(row_of, unit="nats/token", has_error=True, group="Evaluation")
 _DEPTH = (
@@ -215,11 +202,20 @@ ROWS: tuple[MetricSpec, ...] = (
     _SpeedRow("step_time_sec", "Step time", unit="s")(
         "Mean step time since the last payload, without evaluation and saves.", "Flat.", "Grows: see time/*."
     ),
-    *(
-        _TimeRow(f"time/{part}_sec", f"Time: {words}", unit="s", ranks=ranks)(
-            f"Host time of a step in {words}{whose}, mean since the last payload.", healthy, pathological
-        )
-        for part, words, ranks, whose, healthy, pathological in _PARTS
+    _TimeRow("time/data_sec", "Time: waiting for data", unit="s")(
+        "Host time of a step in waiting for data (the rank that waits longest), mean since the last payload.",
+        "Far below the compute time.",
+        "Close to the compute time: data is too slow.",
+    ),
+    _TimeRow("time/forward_backward_sec", "Time: forward and backward", unit="s", ranks="mean")(
+        "Host time of a step in forward and backward, mean since the last payload.",
+        "Most of the step.",
+        "Uneven: batches or a slow rank.",
+    ),
+    _TimeRow("time/optimizer_sec", "Time: clipping and the optimizer", unit="s", ranks="mean")(
+        "Host time of a step in clipping and the optimizer, mean since the last payload.",
+        "A few percent.",
+        "Large: tiny batch, unfused optimizer.",
     ),
     *(
         _TimeRow(f"time/{stage}/<source>", f"Reading: {words}", unit="s", kind="counter", window="sum")(
@@ -245,35 +241,22 @@ ROWS: tuple[MetricSpec, ...] = (
         _TimeRow(f"time/{rank}_rank_sec", f"Time of the {rank} rank", unit="s", window="last", ranks=ranks)(
             "Host time before the gradient reduction.", "Slowest and fastest are close.", "Far apart in most steps."
         )
-        for rank, ranks in _RANK_TIMES
+        for rank, ranks in (("slowest", "max"), ("fastest", "min"))
     ),
-    *(
-        _MemoryRow(f"gpu/{name}", title)(description, healthy, pathological)
-        for name, title, description, healthy, pathological in (
-            (
-                "allocated_gb",
-                "Allocated",
-                "Memory of tensors when the step is logged (1 GB = 1e9 bytes).",
-                "Flat.",
-                "Grows: something keeps tensors alive.",
-            ),
-            (
-                "peak_gb",
-                "Peak",
-                "Largest allocated memory since the process started.",
-                "Reached within the first steps.",
-                "Grows late: longer batches.",
-            ),
-            (
-                "reserved_gb",
-                "Reserved",
-                "Memory reserved by the caching allocator.",
-                "Slightly above the peak.",
-                "Far above the peak: fragmentation.",
-            ),
-            ("total_gb", "Total", "Memory of the device.", "Constant.", "Less than the card has: it is shared."),
-        )
+    _MemoryRow("gpu/allocated_gb", "Allocated")(
+        "Memory of tensors when the step is logged (1 GB = 1e9 bytes).",
+        "Flat.",
+        "Grows: something keeps tensors alive.",
     ),
+    _MemoryRow("gpu/peak_gb", "Peak")(
+        "Largest allocated memory since the process started.",
+        "Reached within the first steps.",
+        "Grows late: longer batches.",
+    ),
+    _MemoryRow("gpu/reserved_gb", "Reserved")(
+        "Memory reserved by the caching allocator.", "Slightly above the peak.", "Far above the peak: fragmentation."
+    ),
+    _MemoryRow("gpu/total_gb", "Total")("Memory of the device.", "Constant.", "Less than the card has: it is shared."),
     _MemoryRow("gpu/mem_utilization", "Peak share", unit="fraction", band=(0.6, 0.95))(
         "gpu/peak_gb divided by gpu/total_gb.", "0.6 to 0.95.", "Above 0.97: the next long batch may not fit."
     ),

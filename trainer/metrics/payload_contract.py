@@ -195,7 +195,7 @@ def validate_payload(obj: Any) -> None:
     """
     if not isinstance(obj, Mapping):
         raise PayloadError("line", f"must be an object, got {type(obj).__name__}")
-    _check_version(obj)
+    _check_version(obj.get("schema_version"))
     for name in _REQUIRED:
         if name not in obj:
             raise PayloadError(name, "missing")
@@ -230,16 +230,9 @@ def _section(obj: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _check_version(obj: Mapping[str, Any]) -> None:
-    version = obj.get("schema_version")
-    problem = f"version {version} is not supported"
-    if type(version) is int and version == SCHEMA_VERSION:
-        return
-    if "schema_version" not in obj:
-        problem = "missing"
-    elif type(version) is not int:
-        problem = f"must be an integer, got {version!r}"
-    raise PayloadError("schema_version", f"{problem}; this reader supports version {SCHEMA_VERSION}")
+def _check_version(version: Any) -> None:
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise PayloadError("schema_version", f"must be {SCHEMA_VERSION}, got {version!r:.80}")
 
 
 def _check_step(step: Any, key: str = "global_step") -> None:

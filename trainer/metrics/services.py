@@ -30,8 +30,8 @@ WandbMode = Literal["offline", "online", "disabled"]
 SERVER = "https://api.wandb.ai"
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
-FINISH_TIMEOUT_SEC = 60.0
-CLOSE_SEC = FINISH_TIMEOUT_SEC + 2 * _GRACE_SEC
+TIMEOUT_SEC = 60.0  # for an unreachable server, at the start and at the end
+CLOSE_SEC = TIMEOUT_SEC + 2 * _GRACE_SEC
 """Longest `close` if the service does not answer: timeout, grace period and teardown."""
 
 
@@ -103,8 +103,6 @@ class WandbSink:
         run_dir: Path,
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
-        init_timeout_sec: float = 60.0,
-        finish_timeout_sec: float = FINISH_TIMEOUT_SEC,
         on_event: EventCallback | None = None,
     ) -> None:
         """Open the run.
@@ -113,10 +111,8 @@ class WandbSink:
             mode: explicit, because wandb would prompt on the terminal.
             run_dir: holds wandb's files, and names the run; WANDB_DIR and WANDB_NAME win.
             run_id: continue this run; None starts a new one.
-            init_timeout_sec, finish_timeout_sec: longest delays by an unreachable server.
         """
         self.run_id: str | None = None
-        self._finish_timeout_sec = finish_timeout_sec
         self._guard = BestEffort("wandb", on_event=on_event)
         self._run: Any = None
         self._is_online = False
@@ -125,8 +121,8 @@ class WandbSink:
         self._row_step = self._next_own_step = 0
         self._messages = _Messages(on_event)
         # silent: wandb's own lines repeat every metric, partly on stdout.
-        settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": init_timeout_sec}
-        settings |= {"login_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
+        settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": TIMEOUT_SEC}
+        settings |= {"login_timeout": TIMEOUT_SEC, "finish_timeout": TIMEOUT_SEC}
         options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
         options["name"] = os.environ.get("WANDB_NAME") or run_dir.name
         options["config"] = dict(config or {})
@@ -201,7 +197,7 @@ class WandbSink:
             self._guard.run(self._send)
         warnings = self._messages.count
         # wandb enforces the timeout itself; the grace period is for a dead service.
-        is_done = within(self._finish_timeout_sec + _GRACE_SEC, partial(self._guard.run, self._run.finish))
+        is_done = within(TIMEOUT_SEC + _GRACE_SEC, partial(self._guard.run, self._run.finish))
         if not is_done or not self._guard.enabled:
             self.abandon()
         elif self._messages.count > warnings:  # a failed upload is reported only by a warning

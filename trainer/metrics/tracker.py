@@ -105,10 +105,8 @@ class _OpenStep:
     """A step that was started and has not ended, by the tracker's clock."""
 
     start: float
-    stop: float | None = None
-    """Start of the next step, if it has started."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Section -> seconds."""
+    stop: float | None = None  # start of the next step, if it has started
+    parts: dict[str, float] = field(default_factory=dict)  # section -> seconds
 
 
 @dataclass
@@ -116,8 +114,7 @@ class _Since:
     steps: int = 0
     seconds: float = 0.0
     tokens: Scalar = 0
-    parts: Counter[str] = field(default_factory=Counter)
-    """Section -> seconds."""
+    parts: Counter[str] = field(default_factory=Counter)  # section -> seconds
 
 
 class MetricsTracker:

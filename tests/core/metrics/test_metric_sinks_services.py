@@ -83,7 +83,7 @@ def test_wandb_that_cannot_begin_online_costs_one_warning_and_writes_offline(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     events: list[dict[str, Any]] = []
-    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, init_timeout_sec=30, on_event=events.append)
+    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, on_event=events.append)
     sink.log(train(1))
     sink.log(train(2))
     sink.close()

@@ -71,7 +71,11 @@ OTHER = json.dumps({"schema_version": 2, "mode": "train", "global_step": 1, "met
     ("lines", "end", "words"),
     [
         ([train(2, loss=1.0), train(3, loss=2.0)[:30]], "", "cut off"),
-        ([OTHER, train(2, loss=2.0), OTHER], "\n", "2 damaged lines, the first at line 1: schema_version: version 2"),
+        (
+            [OTHER, train(2, loss=2.0), OTHER],
+            "\n",
+            "2 damaged lines, the first at line 1: schema_version: must be 1, got 2",
+        ),
         ([train(2, loss=2.0), train(2**63, loss=2.0)], "\n", "line 2: global_step: must be below 2^63"),
         (
             [train(2, loss=1.0), train(1, loss=3.0)],

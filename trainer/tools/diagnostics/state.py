@@ -30,11 +30,11 @@ REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 
 
-def _twice(run: RunRecord, key: str) -> Knob:
+def _twice(run: RunRecord, key: str, words: str = "twice as many") -> Knob:
     current = run.setting(key)
     if not isinstance(current, int) or not current:
-        return Knob(key, None, "twice as many")
-    return Knob(key, current, max(2 * current, 2))
+        return Knob(key, None, words)
+    return Knob(key, current, 2 * current)
 
 
 def _false_evictions(run: RunRecord, mode: str, key: str) -> Outcome:
@@ -147,10 +147,7 @@ def context_unused(run: RunRecord) -> Outcome:
 
 def _longer_rows(run: RunRecord) -> Knob:
     """The gradient flows through a row: longer ones teach the model what to keep."""
-    tokens = run.setting("data.seq_len")
-    if not isinstance(tokens, int):
-        return Knob("data.seq_len", None, "twice as long")
-    return Knob("data.seq_len", tokens, 2 * tokens)
+    return _twice(run, "data.seq_len", "twice as long")
 
 
 def _is_negative(gain: Number) -> bool:
