@@ -54,7 +54,7 @@ def test_nothing_else_writes_files() -> None:
         "trainer/lab/tokenized.py",
         "trainer/tools/corpora.py",
         "trainer/training/checkpointing/checkpoint.py",
-        "trainer/tools/trained/saved_model.py",
+        "trainer/tools/saved_model.py",
     )
     paths = [path for path in sorted((ROOT / "trainer").rglob("*.py")) if path != ROOT / HELPER]
     found = [write for path in paths for write in writes(path)]

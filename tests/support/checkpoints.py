@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.tools.trained.saved_model import whole_weights
+from trainer.tools.saved_model import whole_weights
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, TensorPart, pack, unpack, write_part
 from trainer.training.checkpointing.train_state import open_model

@@ -11,13 +11,13 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from trainer.arrays import BLOCK, KeyedUniforms
 from trainer.data.collate import Batch
 from trainer.data.groups import EpochCount
 from trainer.data.pool import STAGES
 from trainer.data.shard_source import StreamSource
 from trainer.data.weights import WeightSpec, positions
 from trainer.errors import UserError
-from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog_rows import EPOCHS, RankReduction

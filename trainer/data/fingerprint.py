@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from trainer.arrays import stable_hash
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import files_of
 from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream
 from trainer.errors import UserError
-from trainer.hashing import stable_hash
 from trainer.wording import few
 
 FINGERPRINT_KEY = "data"  # in a checkpoint's state.json

@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from trainer.arrays import Flags, Ints
+from trainer.arrays import Flags, Ints, splitmix64, stable_hash
 from trainer.data.documents import ReadOptions, TokenTable
 from trainer.data.formats import load_documents
 from trainer.data.layout import Stream
 from trainer.errors import UserError
-from trainer.hashing import splitmix64, stable_hash
 from trainer.options import Options, part_options
 
 Split: TypeAlias = Literal["train", "holdout", "all"]

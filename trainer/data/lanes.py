@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import IGNORED
+from trainer.arrays import IGNORED, keyed_generator
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.documents import ReadOptions
@@ -44,7 +44,6 @@ from trainer.data.layout import Stream
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
-from trainer.hashing import keyed_generator
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted
 

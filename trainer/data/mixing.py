@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.arrays import Flags, Ints
+from trainer.arrays import Flags, Ints, keyed_generator
 from trainer.data.collate import Batch, Collator, Lane
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, Handed, OpenStream
 from trainer.data.layout import Stream
 from trainer.data.shard_source import StreamSource
 from trainer.errors import UserError
-from trainer.hashing import keyed_generator
 from trainer.metrics.logger import get_logger
 from trainer.options import MixingOptions, part_options
 

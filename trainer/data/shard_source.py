@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from trainer.arrays import Flags, Ints
+from trainer.arrays import Flags, Ints, KeyedUniforms, keyed_generator
 from trainer.data.documents import ReadOptions
 from trainer.data.fingerprint import check_states, fingerprint
 from trainer.data.formats import format_name, is_import_path, takes_option
@@ -38,7 +38,6 @@ from trainer.data.groups import (
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
 from trainer.errors import UserError
-from trainer.hashing import KeyedUniforms, keyed_generator
 from trainer.metrics.best_effort import BestEffort
 from trainer.options import DEFAULT_STREAMS
 from trainer.wording import printable

@@ -23,11 +23,11 @@ from pathlib import Path, PurePosixPath
 from pydoc_data import topics
 from typing import Any, cast
 
+from trainer.arrays import keyed_generator
 from trainer.data.formats import FORMATS, index_suffixes, suffixes
 from trainer.data.layout import COMPRESSED, find_files, named_directory
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file
-from trainer.hashing import keyed_generator
 from trainer.metrics.logger import Report, silent
 from trainer.wording import counted, few, printable
 

@@ -24,7 +24,7 @@ from trainer.errors import UserError
 from trainer.files import parse_json
 from trainer.metrics.run_status import usable
 from trainer.tools.runs.load import load_run
-from trainer.tools.trained.saved_model import config_of, config_path_of, refuse_code
+from trainer.tools.saved_model import config_of, config_path_of, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import check_data
 from trainer.training.checkpointing.tensor_files import read_rank

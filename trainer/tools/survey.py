@@ -1,18 +1,27 @@
-"""Looks at data that nobody has described: which files, of what kind, and which are damaged."""
+"""Looks at data that nobody has described: which files, of what kind, and which are damaged; and writes a commented
+config that fits it."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import resources
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.documents import Kind, ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import file_kind, format_name, load_documents, takes_option
+from trainer.data.groups import held_out
 from trainer.data.layout import (
     Discovery,
     Stream,
@@ -20,13 +29,14 @@ from trainer.data.layout import (
     discover_nested,
     loose_files,
     refuse_empty_files,
+    refuse_unheeded,
     sort_of,
 )
-from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
+from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.metrics.logger import Report, silent
+from trainer.metrics.logger import Report, progress_bar, silent
 from trainer.tools.corpora import why_not_text
-from trainer.wording import counted, few
+from trainer.wording import counted, few, printable
 
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary
@@ -163,3 +173,212 @@ def refuse_empty(streams: Sequence[Stream]) -> None:
     """Refuse streams of empty files, all of them at once."""
     paths = [stream.path for stream in streams if os.path.isfile(stream.path)]
     refuse_empty_files([path for path in paths if not os.path.getsize(path)], len(streams))
+
+
+CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
+SEQ_LEN_RANGE = (16, 256)
+SHORT_SEQ_LEN = 128  # of documents that are shorter, several of which a row holds
+LARGEST_BATCH = 8
+TOKENS_PER_STEP, MOST_MICRO_BATCHES = 4096, 8
+STEPS_RANGE = (100, 2000)
+HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
+MOST_HELD_OUT = 0.3
+MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
+# Names of the mark that ends a text.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+WIDTH = 120  # of notes
+TIE_FROM_VOCABULARY = 8192  # from here on, tied embeddings save most of a small model
+# A string, number, boolean or list of them, as TOML writes it.
+_toml = partial(json.dumps, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Initial values of `[data]`, `[train]` and `[eval]`. `holdout_fraction` 0: too few documents
+    to hold any out. `passes`: over the documents that are not held out."""
+
+    seq_len: int
+    batch_size: int
+    micro_batches: int
+    steps: int
+    passes: float
+    holdout_fraction: float
+
+
+def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
+    """Sizes with which rows are full, and a run is about one epoch within `STEPS_RANGE`.
+    `lengths`: tokens of each document, by stream; at least one document has a token. `share`: of
+    all data that these streams are."""
+    total, holdout = sum(int(each.sum()) for each in lengths), 0.0
+    kept = np.concatenate(lengths)
+    for fraction in HOLDOUT_FRACTIONS:
+        left = [
+            each[~held_out(stream.relative_path, len(each), fraction)]
+            for stream, each in zip(streams, lengths, strict=True)
+        ]
+        held = total - sum(int(each.sum()) for each in left)
+        # Whole documents are held out: a fraction of few may hold out none, or most of the text.
+        if total * fraction / 4 <= held <= total * MOST_HELD_OUT:
+            kept, holdout = np.concatenate(left), fraction
+            break
+    trained = int(kept.sum()) / share
+    seq_len = _seq_len(kept, int(kept.sum()))
+    # A row reads documents in turn; an epoch has to last longer than its longest document.
+    longest = max(int(kept.max()), 32 * seq_len)
+    fitting = min(np.count_nonzero(kept) / share, trained / longest)
+    batch = _power_of_two(int(fitting), 1, LARGEST_BATCH)
+    micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
+    tokens_a_step = batch * seq_len * micro
+    steps = int(np.clip(round(trained / tokens_a_step), *STEPS_RANGE))
+    return Sizes(seq_len, batch, micro, steps, steps * tokens_a_step / trained, holdout)
+
+
+def _seq_len(lengths: Ints, total: int) -> int:
+    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells, unless most are short."""
+    ordered = np.sort(lengths)
+    typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
+    roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
+    # Most documents fit into a row or two: rows need not be short for the state to matter.
+    if typical < 2 * CELLS_PER_DOCUMENT * SEQ_LEN_RANGE[0] and len(lengths) > 1:
+        return min(SHORT_SEQ_LEN, roomy)
+    return min(_power_of_two(typical // CELLS_PER_DOCUMENT, *SEQ_LEN_RANGE), roomy)
+
+
+def _power_of_two(value: int, lowest: int, highest: int) -> int:
+    """The largest power of two up to `value`, clipped to bounds that are powers of two."""
+    return int(np.clip(1 << max(value, 1).bit_length() - 1, lowest, highest))
+
+
+def starter(
+    paths: Sequence[str],
+    *,
+    format: str = "auto",
+    dtype: str | None = None,
+    eod: int | None = None,
+    column: str | None = None,
+    tokenizer: str | None = None,
+) -> tuple[str, list[str]]:
+    """A config for the data at `paths`, and what the user should check in it; the other arguments
+    are the verb's options. Raises UserError: there is nothing to train on."""
+    paths = [str(Path(path).expanduser()) for path in paths]
+    at = discover(paths, format=format)
+    refuse_empty(at.streams)
+    given: dict[str, Any] = {"dtype": dtype, "eod": eod, "column": column}
+    refuse_unheeded(at.streams, format, given)
+    kind, formats = guess(at.streams, format=format, dtype=dtype, column=column)
+    chosen, share = sample_streams(at.streams)
+    notes = []
+    if share < 1.0:
+        notes.append(f"only {share:.0%} of the bytes were inspected; the rest may differ")
+    if at.left_out:
+        notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
+    if tokenizer is None:
+        tokenizer, near = {"text": "bytes", "ids": "ids"}[kind], _tokenizer_near(Path(paths[0]))
+        if near and kind == "text":
+            tokenizer = near
+            notes.append(f"tokenizer: {near}, found near the data; for bytes: --tokenizer bytes")
+    with progress_bar() as report:
+        lengths, largest = look(chosen, tokenizer=tokenizer, format=format, report=report, **given)
+    if not any(each.any() for each in lengths):
+        raise UserError(paths[0], "holds no token at all", "name files with text or ids")
+    strange = not_text(chosen, format)
+    if strange:
+        notes.append(describe(strange, len(chosen)))
+    vocab_size = largest[0] + 1 if tokenizer == "ids" else 0
+    ids = load_tokenizer(tokenizer, vocab_size=vocab_size)
+    sizes, end = choose_sizes(chosen, lengths, share=share), _end_mark(ids)
+    # Lines of the template that begin with one of these and a bar are optional.
+    shown = {
+        "ids": bool(vocab_size),
+        "end": end is not None,
+        "large": ids.vocab_size >= TIE_FROM_VOCABULARY,
+        "bytes": tokenizer == "bytes",
+        "held out": sizes.holdout_fraction > 0,
+        "few": sizes.holdout_fraction == 0,
+    }
+    lines, template = [], resources.files("trainer.tools") / "reference" / "starter.toml.in"
+    for line in template.read_text(encoding="utf-8").splitlines(keepends=True):
+        mark, _, rest = line.partition("|")
+        if shown.get(mark, True):
+            lines.append(rest if mark in shown else line)
+    head = [f"Found: {_found(at, lengths)} ({', '.join(formats)}), tokenizer {tokenizer}"]
+    head += [f"Note: {note}" for note in notes]
+    if format != "auto":
+        given["format"] = format
+    suggests_eod = eod is None and any(takes_option(name, "eod") for name in formats)
+    text = "".join(lines).format(
+        **asdict(sizes) | {"passes": counted(round(sizes.passes, 2), "pass")},
+        name=_toml(_run_name(paths[0])),
+        tokenizer=_toml(tokenizer),
+        head="\n".join(map(_comment, head)),
+        largest=largest[0],
+        times=largest[1],
+        vocab_size=vocab_size,
+        end=end or ("", 0),
+        source=_source(at, given, largest if suggests_eod else None),
+        every=max(sizes.steps // 10, 10),
+        warmup=sizes.steps // 20,
+        save=max(sizes.steps // 5, 1),
+    )
+    return text, notes
+
+
+def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:
+    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share)."""
+    sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
+    total = float(sizes.sum())
+    if total <= max_bytes:
+        return list(streams), 1.0
+    chosen = range(0, len(streams), int(np.ceil(total / max_bytes)))
+    return [streams[i] for i in chosen], float(sizes[list(chosen)].sum()) / total
+
+
+def _tokenizer_near(path: Path) -> str | None:
+    """A tokenizer.json in the folder of the data, or in the one above."""
+    folder = next(each for each in (path, *path.parents) if each.is_dir())
+    found = (each / "tokenizer.json" for each in (folder, folder.parent))
+    return next((str(each) for each in found if each.is_file()), None)
+
+
+def _end_mark(tokenizer: Tokenizer) -> tuple[str, int] | None:
+    """The mark of the end of a text and its id, by its usual names."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    special = {each["content"]: int(each["id"]) for each in tokenizer.spec["added_tokens"]}
+    marks = [mark for mark in ENDS if mark in special]
+    return (printable(marks[0]), special[marks[0]]) if marks else None
+
+
+def _run_name(path: str) -> str:
+    """A run's name from the data's path: the last part that has a plain character."""
+    named = [part for part in Path(path).resolve().parts if re.search(r"[A-Za-z0-9]", part)]
+    stem = ["run", *named][-1]
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(stem).stem).strip("-_")
+    return plain[:40] or "run"
+
+
+def _found(at: Discovery, lengths: Sequence[Ints]) -> str:
+    """The data in words, for the head of the file."""
+    documents = counted(sum(map(len, lengths)), "document")
+    tokens = sum(int(each.sum()) for each in lengths)
+    streams = f"{len(lengths):,} of {counted(len(at.streams), 'stream')}"
+    return f"{streams}, {documents}, {tokens:,} tokens, in layout {at.layout}"
+
+
+def _comment(text: str) -> str:
+    keep: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", **keep)
+
+
+def _source(at: Discovery, keys: dict[str, Any], largest: tuple[int, int] | None) -> str:
+    """The table of the source. `largest`: the largest id and its count, to suggest `eod`."""
+    where: dict[str, Any] = {"root": at.root}
+    if at.root is None:
+        where = {"paths": list(at.paths)}
+    lines = ["[[data.source]]", f"name = {_toml(_run_name(at.root or at.paths[0]))}"]
+    where |= {key: value for key, value in keys.items() if value is not None}
+    lines += [f"{key} = {_toml(value)}" for key, value in where.items()]
+    if largest is not None:
+        eod = str(largest[0]) if largest[1] > 1 else "..."  # an id that ends documents occurs often
+        lines.append(f"# eod = {eod}   # id that ends a document; without it a file is one")
+    return "\n".join(lines)

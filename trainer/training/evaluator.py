@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.arrays import keyed_generator
 from trainer.data.blend import BlendSource
 from trainer.data.lanes import LaneBlend
 from trainer.data.loader import Loader, MicroBatch, accepted_inputs
@@ -17,7 +18,6 @@ from trainer.data.tokenizer import token_bytes
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy
-from trainer.hashing import keyed_generator
 from trainer.import_path import resolve_target
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks

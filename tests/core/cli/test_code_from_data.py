@@ -14,7 +14,7 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, environment, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.tools.trained.saved_model import read_checkpoint, refuse_code
+from trainer.tools.saved_model import read_checkpoint, refuse_code
 
 MODEL = """\
 from pathlib import Path

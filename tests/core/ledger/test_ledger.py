@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.core.training.test_no_waiting import META, NoBlockingCopies
 from tests.support.ranks import differences
+from trainer.arrays import splitmix64
 from trainer.errors import UserError
-from trainer.hashing import splitmix64
 from trainer.lab.nested_state import NestLayout
 from trainer.ledger import Ledger, LedgerOptions, index
 from trainer.options import WipeMode

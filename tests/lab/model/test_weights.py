@@ -8,7 +8,7 @@ import torch
 from trainer.errors import UserError
 from trainer.lab.weights import load_weights, read_weights
 from trainer.model import build
-from trainer.tools.trained.saved_model import save_weights
+from trainer.tools.saved_model import save_weights
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

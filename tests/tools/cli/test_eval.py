@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, write_tiny_config
-from trainer.tools.trained.saved_model import load_model
+from trainer.tools.saved_model import load_model
 
 SETS = """
 [[eval.source]]

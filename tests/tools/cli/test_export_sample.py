@@ -15,7 +15,7 @@ from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
-from trainer.tools.trained.saved_model import load_model
+from trainer.tools.saved_model import load_model
 from trainer.tools.verbs.models import sample
 
 CPU = torch.device("cpu")

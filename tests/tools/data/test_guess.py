@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainer.data.groups import held_out
 from trainer.data.layout import Stream
 from trainer.tools import corpora
-from trainer.tools.init import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
+from trainer.tools.survey import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 
 
 @given(

@@ -225,8 +225,8 @@ def init(
     column: shared.ColumnOption = None,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
-    from trainer.tools.init import starter
     from trainer.tools.reference_docs import render_config_schema
+    from trainer.tools.survey import starter
 
     if out is not None:
         shared.refuse_existing(out, force=force)

@@ -52,7 +52,7 @@ def sample(
         from trainer.data.tokenizer import prompt_ids
         from trainer.distributed.env import pick_device
         from trainer.lab.samples import Draw, GenerationError, TextStream, generate
-        from trainer.tools.trained.saved_model import load_model
+        from trainer.tools.saved_model import load_model
 
     on = pick_device(device)
     saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer, trust_code=trust_code)
@@ -116,8 +116,8 @@ def evaluate(
     sources = [_parse_source(text) for text in source or []]
     with uncollected():
         from trainer.distributed.env import pick_device
+        from trainer.tools.offline import evaluate_checkpoint
         from trainer.tools.runs.readings import curves_of, in_words, is_by_depth
-        from trainer.tools.trained.offline import evaluate_checkpoint
 
     at, metrics = evaluate_checkpoint(
         run_dir,
@@ -169,7 +169,7 @@ def export(
     """Write a run's weights: safetensors with its config, or as Hugging Face's."""
     target = Path(out)
     refuse_existing(out, force=force)
-    from trainer.tools.trained.saved_model import export_model, is_export
+    from trainer.tools.saved_model import export_model, is_export
 
     if target.is_dir() and any(target.iterdir()) and not is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
@@ -209,9 +209,9 @@ def doctor(
     on, name = pick_device(device), str(hf or model)
     built: nn.Module
     if hf is not None:
-        from trainer.tools.doctor import load
+        from trainer.tools.saved_model import load_pretrained
 
-        built, vocab_size, what = load(hf)
+        built, vocab_size, what = load_pretrained(hf)
         name = f"{name} ({what})"
     else:
         built = _build(name, given, vocab_size, dim, num_layers, seq_len)

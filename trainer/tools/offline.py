@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import trained_on
-from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
+from trainer.tools.saved_model import find_checkpoint, load_model, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import check_data
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
