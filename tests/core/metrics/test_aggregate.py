@@ -127,13 +127,6 @@ def test_ranks_reduce_means_weighted_means_and_totals(on_ranks: list[dict[str, A
         assert reduced == expected
 
 
-def test_the_plan_is_the_same_however_the_keys_are_collected() -> None:
-    # The order too: it is the order of the numbers in the collective.
-    assert list(rank_operations(reversed(list(PLAN))).items()) == list(PLAN.items())
-    assert list(rank_operations([*PLAN, "loss"]).items()) == list(PLAN.items())
-    assert rank_operations(["my/thing"]) == {"my/thing": "mean"}, "a key outside the catalog is a gauge"
-
-
 class Odd:
     def __float__(self) -> float:
         raise ZeroDivisionError

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.runs import ROOT
 from trainer.files import read_json
-from trainer.metrics.aggregate import Recorder, Value, _combine, _pack, rank_operations
-from trainer.metrics.catalog import CATALOG, lookup
+from trainer.metrics.aggregate import Recorder, _combine, _pack, rank_operations
 from trainer.metrics.payload_contract import (
     PayloadError,
     build_payload,
@@ -33,7 +32,6 @@ settings.register_profile("metrics", derandomize=True, max_examples=150, deadlin
 profile = settings.get_profile("metrics")
 
 numbers = st.one_of(st.floats(), st.integers(-(2**70), 2**70))
-finite = st.floats(-1e6, 1e6)
 keys = st.text(min_size=1, max_size=8)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
@@ -114,43 +112,6 @@ def test_a_stream_is_refused_exactly_where_a_step_falls(rows: list[tuple[bool, i
             expected.append(number)
         last = step
     assert [violation.line for violation in validate_stream(lines)] == expected
-
-
-PLAN = rank_operations(spec.name for spec in CATALOG if not spec.is_pattern)
-rank_values = st.lists(
-    st.dictionaries(st.sampled_from(sorted(PLAN)), finite, max_size=12), min_size=1, max_size=5
-)  # fmt: skip
-
-
-def combine(ranks: list[dict[str, Value]]) -> dict[str, float]:
-    return _combine(np.stack([_pack(local, PLAN, "cpu").numpy() for local in ranks]), PLAN)
-
-
-def near(values: dict[str, float]) -> dict[str, Any]:
-    """Up to rounding."""
-    return {key: pytest.approx(value, rel=1e-9, abs=1e-6) for key, value in values.items()}
-
-
-@profile
-@given(rank_values, st.randoms(use_true_random=False))
-def test_a_reduction_equals_its_definition_in_any_order_of_ranks(ranks: list[dict[str, float]], random: Any) -> None:
-    reduced = combine(list(ranks))  # type: ignore[arg-type]
-    expected: dict[str, float] = {}
-    for key, operation in PLAN.items():
-        values = [local[key] for local in ranks if key in local]
-        if not values:
-            continue
-        if operation == "sum_and_worst":
-            expected[f"{key}_max"] = max(values)
-        expected[key] = {"min": min, "max": max}.get(operation, sum)(values)
-        if "mean" in operation:
-            expected[key] /= len(values)
-    assert reduced == near(expected)
-    shuffled = list(ranks)
-    random.shuffle(shuffled)
-    assert combine(shuffled) == near(reduced)  # type: ignore[arg-type]
-    assert combine([*ranks, {}]) == reduced, "a rank with nothing changes nothing"  # type: ignore[list-item]
-    assert all(lookup(key) for key in reduced), "whatever comes out is in the catalog"
 
 
 GAUGE, LEAST, SUMMED = "eval/score", "stream_mixing/active/remaining_min", "stream_mixing/active/modalities/python"

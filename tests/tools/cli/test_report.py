@@ -15,7 +15,6 @@ from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.records import write_record
 from tests.support.runs import read_rows, write_tiny_config
-from tests.tools.report.test_charts import numbers
 from trainer.errors import UserError
 from trainer.tools.verbs.records import report
 
@@ -156,15 +155,6 @@ def test_several_runs_are_overlaid_by_a_script_next_to_the_page_and_a_switch_hid
         assert drawn_points(page, "Gradient norm") == [norms["first"]]
         assert seen.complaints == []
         assert seen.requests == [path.as_uri() for path in tmp_path.glob("plotly-*.js")] != []
-
-
-def test_the_loss_against_depth_is_drawn(tmp_path):
-    values = {"loss": [2.0, 1.0]} | {key: [0.0, value] for key, value in numbers().items()}
-    with opened(make_report(tmp_path / "depth.html", write_record(tmp_path / "run", values))) as seen:
-        plot = plot_of(seen.page, "held out")
-        plot.locator(".errorbar").first.wait_for(state="attached")
-        assert [plot.locator(css).count() for css in (".trace", ".point", ".errorbar")] == [3, 7 + 3 + 3, 3]
-        assert seen.complaints == []
 
 
 def test_an_existing_page_is_replaced_only_with_force(tmp_path):

@@ -84,15 +84,13 @@ dim = 8
 num_layers = 1
 [metrics]
 log_interval = 1
-per_source = {per_source}
+per_source = true
 """
 FILES = 'paths = ["tortoise/*.jsonl"]'
 FORMAT = FILES + f'\nformat = "{__name__}:load_slowly"'
 
 
-def judged(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, stage: str, tortoise: str = FILES, *, per_source: bool = True
-) -> Outcome:
+def judged(directory: Path, monkeypatch: pytest.MonkeyPatch, stage: str, tortoise: str) -> Outcome:
     """What `data_bound` says of a run whose source `tortoise` is slow in a stage."""
     for name, word in (("hare", "fast"), ("tortoise", "slow")):
         (directory / name).mkdir()
@@ -100,7 +98,7 @@ def judged(
             (directory / name / f"{number}.jsonl").write_text(json.dumps({"text": word[:1] * 6}) + "\n")
     config = directory / "config.toml"
     settings = {"module": __name__, "seconds": 0.1 if stage == "none" else 0.02}  # a busy machine makes gaps of 0.03 s
-    config.write_text(CONFIG.format(tortoise=tortoise, per_source=str(per_source).lower(), **settings))
+    config.write_text(CONFIG.format(tortoise=tortoise, **settings))
     monkeypatch.chdir(directory)
     slow_down(monkeypatch, stage)
     train_here(config, directory / "run", "train.steps=14")
@@ -131,11 +129,3 @@ def test_the_slow_source_and_stage_are_named(tmp_path, monkeypatch, stage, torto
     slow = seconds.pop(f"time/{stage}/tortoise")
     assert 0.6 < slow < 6.0  # at 0.05 s for each of the 28 batches that are of this source, of five about four
     assert sum(seconds.values()) < slow / 4, "no other source or stage has it"
-
-
-def test_no_key_names_a_source_unless_asked_for(tmp_path, monkeypatch):
-    found = judged(tmp_path, monkeypatch, "open", per_source=False)
-    assert "went into opening or tokenizing files (metrics.per_source = true names the source)" in found.sentence
-    keys = {key for row in read_rows(tmp_path / "run" / "metrics.jsonl").values() for key in row}
-    assert {"time/open/all", "time/read/all"} <= keys
-    assert not any(map(SECONDS.fullmatch, keys))
