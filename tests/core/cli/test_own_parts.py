@@ -163,12 +163,6 @@ def test_a_parameter_that_is_not_used_is_named_on_several_ranks_and_searched_for
     train_own(tmp_path, *own, "distributed.find_unused_parameters=true", nproc=2)
 
 
-def test_the_run_ends_when_the_data_do(tmp_path):
-    said = train_own(tmp_path, BIGRAM, own_source("counting", "length=7"))
-    assert "done at step 4 of 20: data exhausted" in said
-    assert [row["tokens_in_step"] for row in rows_of(tmp_path).values()] == [32, 32, 32, 16]
-
-
 @pytest.mark.distributed
 def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path):
     """A prompt that fills a window, for example. The step counts, has no loss, and changes nothing."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import ROOT, command, environment, losses, overrides, write_tiny_config
+from tests.support.runs import ROOT, environment, losses, overrides, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 
@@ -150,18 +150,6 @@ def test_a_record_of_another_program_is_not_continued_but_a_run_without_its_stat
     found = run("--config", config, "--run-dir", own, "--resume", "auto", "--steps", 4)
     assert found.returncode == 0, found.stderr
     assert "done at step 4 of 4" in found.stderr
-
-
-@pytest.mark.slow
-def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):
-    (tmp_path / "empty").mkdir()
-    root = f"data.source.first.root={tmp_path / 'empty'}"
-    found = call(command(["--nproc", "2", "--config", write_tiny_config(tmp_path), "--set", root]), tmp_path)
-    assert found.returncode == 2
-    said, refused = found.stderr.splitlines()
-    assert said == "starting 2 ranks"
-    assert "source first: root: " in refused
-    assert "has no modality 'a'" in refused
 
 
 def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_command_that_is_offered(

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.on_device import train_here
 from tests.support.runs import evaluating, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.metrics.payload_contract import validate_stream
@@ -84,15 +79,3 @@ def test_a_resumed_run_goes_on_under_the_same_id_in_wandb(finished):
     assert ids == {json.loads((run_dir / "status.json").read_text())["wandb_run_id"]}
     assert [row["global_step"] for row in read_history(second)] == [9, 10]
     assert "WARNING" not in again.stderr
-
-
-def test_a_run_without_wandb_installed_names_no_upload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ModuleNotFoundError
-    monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
-    with caplog.at_level(logging.INFO):
-        train_here(tmp_path, torch.device("cpu"), "train.steps=9", 'metrics.wandb.mode="offline"')
-    assert "wandb failed and is off from now on" in caplog.text
-    assert "the run is in" in caplog.text
-    assert "wandb sync" not in caplog.text

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import tomllib
-from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tests.support.runs import TINY
 from trainer import options
 from trainer.config import data_tables, schema
-from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml, without_removed
-from trainer.config.schema import RunConfig
+from trainer.config.load import line_of, load_config, to_toml, without_removed
 from trainer.errors import UserError
 
-jsonschema = pytest.importorskip("jsonschema")
 BASE = TINY.format(runs="runs", corpus="corpus")
 
 
@@ -127,23 +120,6 @@ def test_kind_is_another_name_for_the_schedule_of_a_weight(tmp_path):
     assert load(tmp_path, to_toml(by_kind)) == by_kind
 
 
-@pytest.mark.parametrize(
-    ("weight", "is_valid"),
-    [
-        ({"kind": "step", "points": {"0": 1.0}}, True),
-        ({"schedule": "step", "points": {"0": 1.0}}, True),
-        ({"kind": "step", "schedule": "step", "points": {"0": 1.0}}, False),
-        ({"points": {"0": 1.0}}, False),
-    ],
-)
-def test_the_schema_accepts_kind_as_the_loader_does(weight, is_valid):
-    raw = tomllib.loads(BASE)
-    raw["data"]["source"][0]["weight"] = weight
-    with nullcontext() if is_valid else pytest.raises(ValidationError):
-        RunConfig.model_validate(raw)
-    assert jsonschema.Draft202012Validator(RunConfig.model_json_schema()).is_valid(raw) is is_valid
-
-
 def test_a_mistake_names_the_line_of_its_key_or_of_the_table_around_it(tmp_path):
     text = BASE.replace("steps = 6", "steps = 6.5").replace("[data.mixing]", "[data.mixing]\nnum_active = 3")
     text = text.replace('name = "second"', 'name = "sec ond"')
@@ -160,20 +136,6 @@ def test_a_key_that_is_written_in_another_form_is_found_too():
     keys = [("a",), ("a", "b", "c"), ("a", "d e", "f"), ("a", "g", 1), ("a", "g", 1, "h"), ("a", "g", 1, "i", "j")]
     assert [line_of(text, key) for key in keys] == [1, 2, 3, 5, 6, 8]
     assert line_of(text, ("k",)) is None
-
-
-@settings(
-    max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.text(max_size=30), st.text(max_size=30))
-def test_no_override_ends_in_anything_but_a_config_or_a_user_error(tmp_path, key, value):
-    with suppress(UserError):
-        apply_override(tomllib.loads(BASE), f"{key}={value}")
-    parse_value(value)
-    path = tmp_path / "x.toml"
-    path.write_text(BASE)
-    with suppress(UserError):
-        load_config(path, [f"train.{key}={value}"])
 
 
 def test_recorded_configs_may_set_what_always_applies(tmp_path):

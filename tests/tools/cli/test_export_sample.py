@@ -92,16 +92,6 @@ def test_absent_checkpoints_are_refused(folder):
         generate(folder / "no_config")
 
 
-def test_exported_weights_give_the_scores_of_the_checkpoint(folder):
-    tokens = torch.arange(200)[None]
-    scores = []
-    for name in ("run", "exported"):
-        saved = load_model(folder / name, step=None, device=CPU)
-        assert saved.step == 6
-        scores.append(saved.model(tokens=tokens, state=None).logits)
-    assert torch.equal(*scores)
-
-
 def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tmp_path):
     place, slow = (folder / "tiny.toml", tmp_path / "run"), ("optimizer.lr=1e-12", "scheduler.warmup_steps=1")
     weights = f"model.weights={folder / 'exported'}"

@@ -85,10 +85,3 @@ def test_the_folder_generates_what_sample_does(kind, eod, tmp_path, capsys):
     else:
         assert (decoded.split(), ids[0, -1]) == (text.split(), eod)
         assert model.config.eos_token_id == model.generation_config.eos_token_id == eod
-
-
-def test_a_pretrained_folder_is_not_replaced(pretrained, tmp_path, capsys):
-    """It may have the same files as an export."""
-    ended = program(["export", tmp_path / "run", "--format", "hf", "--out", pretrained, "--force"], capsys)
-    assert ended.returncode == 2
-    assert "with other files than an export" in ended.stderr
