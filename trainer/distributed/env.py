@@ -45,19 +45,15 @@ class RankInfo:
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """The identity by torchrun's variables, which a UserError refuses; without: a single process."""
-    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+    """The identity by torchrun's variables; without them a single process."""
+    if "RANK" not in environ:
         return RankInfo()
-    values = {}
-    for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", environ.get("RANK"))):
-        text = environ.get(name, default)
-        if text is None or not text.isascii() or not text.isdigit():
-            raise UserError(name, f"must be an integer in the environment, got {text!r}", "launch with torchrun")
-        values[name] = int(text)
-    if values["RANK"] >= values["WORLD_SIZE"]:
-        problem = f"must be below WORLD_SIZE {values['WORLD_SIZE']}, got {values['RANK']}"
-        raise UserError("RANK", problem, "launch with torchrun")
-    return RankInfo(values["RANK"], values["LOCAL_RANK"], values["WORLD_SIZE"])
+    try:
+        rank = int(environ["RANK"])
+        return RankInfo(rank, int(environ.get("LOCAL_RANK", rank)), int(environ["WORLD_SIZE"]))
+    except (KeyError, ValueError) as error:
+        problem = f"and WORLD_SIZE in the environment are not as torchrun sets them: {error}"
+        raise UserError("RANK", problem, "launch with torchrun") from None
 
 
 def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
@@ -123,10 +119,7 @@ def process_group(
     """The process group of the run, from rendezvous to teardown; a no-op for a single process.
 
     References to the group outside of cycles are the caller's to drop. `is_stopped`: whether to
-    give up while the ranks start.
-
-    Raises:
-        GroupError: another rank has ended while they start, or does not answer in time.
+    give up while the ranks start. A GroupError if another rank has ended then, or does not answer.
     """
     if info.world_size == 1:
         yield
@@ -209,13 +202,10 @@ def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
         yield
     except UserError as error:
         found, own = error, (error.key, error.problem, error.fix, error.where)
-    summaries = gather_from_ranks(own, world_size=world_size)
-    reported = [(rank, each) for rank, each in enumerate(summaries) if each]
-    if not reported:
-        return
-    speaker, first = reported[0]
-    if found is None or own != first:
-        key, problem, fix, where = first
-        found = UserError(key, problem, fix, where=where)
-    found.speaker = speaker
-    raise found from None
+    for speaker, first in enumerate(gather_from_ranks(own, world_size=world_size)):
+        if first:
+            if found is None or own != first:
+                key, problem, fix, where = first
+                found = UserError(key, problem, fix, where=where)
+            found.speaker = speaker
+            raise found from None

@@ -344,10 +344,8 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time.
 
     They are what `model.shard_units()` returns, or `blocks_of` it, or else its children, without
-    those that share a parameter with another part of the model: FSDP would break the tie.
-
-    Raises:
-        UserError: a parameter has no rows; or `shard_units` does not give such modules.
+    those that share a parameter with another part of the model: FSDP would break the tie. A
+    UserError if a parameter has no rows, or `shard_units` does not give such modules.
     """
     # Shards are rows, which a scalar has none of.
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]

@@ -21,7 +21,7 @@ from trainer.config.schema import FIRST_PROFILED
 from trainer.distributed.strategy import own_part, own_range
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
-from trainer.training.plan import ledger_bytes, width_of
+from trainer.training.plan import state_bytes, width_of
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -248,12 +248,12 @@ class StepProfile(Extension):
 
 def explain(run: Run) -> None:
     """Log what this rank's memory holds, by part."""
-    parameters = list(run.model.parameters())
+    parameters, ledger = list(run.model.parameters()), run.config.ledger
     sizes = {
         "weights": _bytes(parameters),
         "gradients": _bytes([parameter.grad for parameter in parameters]),
         "optimizer": _bytes(tree_leaves([*run.state.optimizer.state.values()])),
-        "ledger": len(run.state.ledgers) * ledger_bytes(run.config.ledger, width_of(run.model)),
+        "ledger": len(run.state.ledgers) * ledger.slots * state_bytes(ledger, width_of(run.model)),
     }
     if run.device.type == "cuda":
         sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.device)

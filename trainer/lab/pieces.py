@@ -33,9 +33,6 @@ def recompute_blocks(model: nn.Module) -> None:
 
     A block must be a function of its inputs: one that writes into them, or into itself, would get
     another gradient when it is called again (the contract's checks would show it).
-
-    Raises:
-        UserError: the model has no `nn.ModuleList` of that name.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
@@ -55,13 +52,9 @@ def _recomputed(block: Any, *args: Any, **kwargs: Any) -> Any:
 def in_chunks(
     model: nn.Module, objective: Objective, chunk_tokens: int, *, device: torch.device, seq_len: int
 ) -> tuple[Headless, ChunkedObjective]:
-    """The model without its output layer, and the loss that computes the logits.
+    """The model, which is on `device`, without its output layer, and the loss that computes the logits.
 
-    Args:
-        device: where the model is.
-
-    Raises:
-        UserError: the output layer is unknown, or is not the last thing that the model computes.
+    A UserError if the output layer is unknown, or is not the last thing that the model computes.
     """
     head = output_layer(model)
     refuse_more_than_a_head(model, head, device, seq_len=seq_len)
@@ -97,11 +90,7 @@ def _identity(hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.device, *, seq_len: int) -> None:
-    """Refuse a model that changes its logits after the output layer.
-
-    Raises:
-        UserError: its logits for a few tokens are not those of its output layer.
-    """
+    """Refuse a model whose logits, for a few tokens, are not those of its output layer."""
     try:
         inspect.signature(model.forward).bind(tokens=None, state=None)
     except TypeError:
@@ -139,11 +128,7 @@ class ChunkedObjective:
         self._objective, self._head, self._chunk_tokens = objective, head, chunk_tokens
 
     def __call__(self, hidden: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
-        """As `Objective`, of hidden [B, T, D] and targets int64 [B, T].
-
-        Raises:
-            ObjectiveError: an enabled component cannot be computed.
-        """
+        """As `Objective`, of hidden [B, T, D] and targets int64 [B, T]."""
         if hidden.shape[:-1] != targets.shape:
             shapes = f"outputs {tuple(hidden.shape)} do not fit targets {tuple(targets.shape)}"
             raise ObjectiveError("token_ce", shapes, meta)

@@ -29,8 +29,7 @@ logger = get_logger(__name__, rank_zero_only=False)
 def as_number(value: Any) -> float:
     """A float of a number, also of numpy's, or of a tensor with one element, for which it waits.
 
-    Raises:
-        TypeError: it is none, or beyond the range of a float.
+    A TypeError if it is none, or beyond the range of a float.
     """
     if type(value) is float:
         return value
@@ -45,11 +44,7 @@ def as_number(value: Any) -> float:
 def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], R]) -> dict[str, R | None]:
     """The values by name; None for one that is no number: a total without it would be wrong.
 
-    Args:
-        take: makes a value of what was given, or raises `TypeError`: `as_number` for example.
-
-    Raises:
-        TypeError: they are not a mapping.
+    `take`, such as `as_number`, makes a value of what was given, or raises a TypeError.
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")

@@ -44,16 +44,12 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
     code other than 0 is `failed`. A killed process leaves `running`, which readers take for `died`,
-    since the directory's lock is free.
+    since the directory's lock is free. A UserError if another process writes its run there.
 
     Args:
         directory: of the run; it is made.
         rank: other ranks than 0 do nothing.
         world_size: number of ranks, which the diagnosis needs; None: torchrun's, otherwise unknown.
-
-    Raises:
-        UserError: another process writes its run there.
-        OSError: the file cannot be written.
     """
     if rank != 0:
         yield
@@ -87,9 +83,7 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
 def take_lock(directory: Path) -> BinaryIO:
     """The lock of a run's directory, held until the file is closed or the process ends.
 
-    Raises:
-        UserError: another process holds it: two runs would spoil one record.
-        OSError: the file cannot be written.
+    A UserError if another process holds it: two runs would spoil one record.
     """
     file = open_plain(directory / LOCK_NAME, "ab")
     try:
@@ -129,11 +123,7 @@ def _is_usable(key: str, value: Any) -> bool:
 
 
 def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:
-    """Write the state of the run, `running`, `done`, `stopped` or `failed`, and why.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the state of the run, `running`, `done`, `stopped` or `failed`, and why."""
     known = {"state": state, "reason": reason[:_LONGEST_REASON], "last_step": step, **more}
     known |= {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
     # In its place and always of one size, so that it needs no room on a full disk. Not synced: it

@@ -54,17 +54,13 @@ class EvalRider:
 class EvalSet(NamedTuple):
     """The documents of an evaluation."""
 
-    name: str
-    """The name of an `[[eval.source]]`; empty: the held-out documents."""
+    name: str  # the name of an `[[eval.source]]`; empty: the held-out documents
     batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
     """Makes an iterator of this rank's micro-batches for a model that takes such inputs (None:
     any), always the same ones. Another rank may have more."""
-    filler: MicroBatch
-    """A masked micro-batch, which a rank runs while others still have some."""
-    read: str = "all documents"
-    """How much of the set is read, in words."""
-    sample: Any = None
-    """The drawn documents, if only a part is read."""
+    filler: MicroBatch  # a masked micro-batch, which a rank runs while others still have some
+    read: str = "all documents"  # how much of the set is read, in words
+    sample: Any = None  # the drawn documents, if only a part is read
     riders: Sequence[EvalRider] = ()
 
 

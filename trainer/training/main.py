@@ -74,12 +74,8 @@ class RunFailed(Exception):
 def train(config: RunConfig, launch: Launch) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
-    Returns:
-        0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped before a step.
-
-    Raises:
-        UserError: a mistake that a user can fix, on every rank alike.
-        UnexpectedExit: user code called `sys.exit` before the first step.
+    Returns 0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped before a step.
+    A UserError comes on every rank alike.
     """
     stop = launch.stop
     # `last` waits for uploads, when no rank waits for this one any more.

@@ -59,8 +59,7 @@ class Launch:
     """How a run is started, in addition to its config."""
 
     stop: StopRequest = field(default_factory=partial(StopRequest, say_stopping))
-    config_path: Path | None = None
-    """None: the config is not recorded."""
+    config_path: Path | None = None  # None: the config is not recorded
     run_dir: str | None = None
     parts: Parts = NO_PARTS
     stdout: Output | None = None  # for payloads

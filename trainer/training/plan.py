@@ -55,12 +55,10 @@ class Plan:
     sources: list[Source]
     tokenizer: Tokenizer
     facts: Facts
-    eval_sources: Sequence[Source] = ()
-    """The validation sets of `[[eval.source]]`."""
+    eval_sources: Sequence[Source] = ()  # the validation sets of `[[eval.source]]`
     here: Path = field(default_factory=Path.cwd)
     """The working directory before any user code was imported, which may leave it."""
-    parts: Parts = NO_PARTS
-    """The parts that a run may have beyond the core."""
+    parts: Parts = NO_PARTS  # the parts that a run may have beyond the core
     lane_sets: Mapping[int, int] = field(default_factory=dict)
     """Those of the checkpoint that is resumed; see `recorded_sets`."""
 
@@ -101,11 +99,6 @@ class Plan:
         return Length.of(self.config, self.facts.tokens_per_micro)
 
     @property
-    def num_batches(self) -> int:
-        """Micro-batches of a rank in the run."""
-        return self.config.micro_batches.batches_before(self.config.train.steps + 1)
-
-    @property
     def has_built_in_model(self) -> bool:
         """Whether the model is a family of this package, covered by its tests."""
         return self.config.model.target is None and family_of(self.config.model).is_own
@@ -127,7 +120,8 @@ class Plan:
     def _model_size(self) -> tuple[int, int]:
         """(trained parameters, state width), computed once: building many layers takes long."""
         model = self.weightless_model()
-        return size_of(model)
+        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        return sum(trained), width_of(model)
 
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""
@@ -146,22 +140,11 @@ def weightless(table: ModelTable, vocab_size: int, seq_len: int, parts: Parts) -
             return build()
 
 
-def size_of(model: nn.Module) -> tuple[int, int]:
-    """(trained parameters, state width)."""
-    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    return sum(trained), width_of(model)
-
-
 def width_of(model: nn.Module) -> int:
     """Numbers in one group's state, as the model declares it."""
     width = model.state_width
     assert isinstance(width, int)
     return width
-
-
-def ledger_bytes(table: LedgerTable, state_width: int) -> int:
-    """Memory of the states of one data shard's ledger."""
-    return table.slots * state_bytes(table, state_width)
 
 
 def state_bytes(table: LedgerTable, state_width: int) -> int:
@@ -315,11 +298,7 @@ def own_loss(target: str, args: Mapping[str, Any], key: str) -> Callable[..., An
 
 
 def make_auxiliary(table: ObjectiveTable, model: nn.Module, parts: Parts) -> Auxiliary:
-    """The losses and metrics of a model's output.
-
-    Raises:
-        UserError: a loss that is named does not exist, or a name is taken; or `parts` have none of them.
-    """
+    """The losses and metrics of a model's output. A UserError if a named loss does not exist."""
     declares = getattr(model, "loss_keys", None) or getattr(model, "metric_keys", None)
     if table.components and not table.losses and not declares:
         return Auxiliary()
@@ -333,8 +312,6 @@ def family_of(table: ModelTable) -> Family:
     name = table.family or DEFAULT
     if name not in FAMILIES:
         fix = f"choose one of {', '.join(FAMILIES)}, or name a target of your own"
-        if name == "fla_gated_delta":
-            fix = 'use "gated_delta", which runs the same kernels on CUDA where fla-core is installed'
         raise UserError("model.family", f"there is no {name!r}", fix)
     return FAMILIES[name]
 

@@ -61,17 +61,14 @@ class Run:
     tracker: MetricsTracker
     position: Position
     stop: StopRequest
-    events: EventWriter | None
-    """Rank 0 only."""
+    events: EventWriter | None  # rank 0 only
     wandb_run_id: str | None  # likewise
     reading: Reading
     train_step: TrainStep
     schedule: Schedule
     evaluator: Evaluator | None
-    micro_batches: MicroBatches
-    """Of each data shard in a step."""
-    periods: Set[int]
-    """Multiples of these are read before the next step: evaluations, saves."""
+    micro_batches: MicroBatches  # of each data shard in a step
+    periods: Set[int]  # multiples of these are read before the next step: evaluations, saves
     extensions: Extensions
     saver: Saver
     watchdog: Watchdog
@@ -143,8 +140,7 @@ def agreed_operations(run: Run) -> Operations:
 class NextStep(NamedTuple):
     """The size and the learning rate of a step; the same on all ranks."""
 
-    num_micros: int
-    """Micro-batches of each data shard."""
+    num_micros: int  # micro-batches of each data shard
     reached: int  # see `Length`
     lr: float
 
@@ -364,11 +360,7 @@ def evaluate(run: Run) -> bool:
 
 
 def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations) -> None:
-    """Record the batches of a step that is not finite, and continue or raise, on all ranks alike.
-
-    Raises:
-        NonFiniteError: the policy is to stop, or too many steps in a row were skipped.
-    """
+    """Record the batches of a step that is not finite, and continue or raise, on all ranks alike."""
     position, table = run.position, run.config.train
     position.skipped_in_a_row += 1
     run.record("non_finite_steps", 1.0)

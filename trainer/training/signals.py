@@ -50,8 +50,7 @@ class StopRequest:
         """The handlers that were there before; empty: not installed."""
         self.is_heard = False
         """True from the first signal on, even while the main thread cannot handle it."""
-        self.requested = False
-        """True from the first signal on."""
+        self.requested = False  # True from the first signal on
         self.on_end: Callable[[str], object] = str
         """Called with the reason before the process is ended without waiting."""
         self.signal_name: str | None = None

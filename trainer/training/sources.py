@@ -87,11 +87,9 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
 
 def resolve_eval_sources(config: RunConfig) -> list[Source]:
     """The validation sets of `[[eval.source]]`. A UserError if a set has no streams."""
-    found = []
-    for each in config.eval.source:
-        streams = _streams(each.as_source(), f"eval source {each.name}")
-        found.append(Source(each.name, each.as_source(), ConstantWeight(1.0), streams))
-    return found
+    tables = {each.name: each.as_source() for each in config.eval.source}
+    weight = ConstantWeight(1.0)
+    return [Source(name, each, weight, _streams(each, f"eval source {name}")) for name, each in tables.items()]
 
 
 def leaf_tables(sources: list[Source]) -> list[SourceTable]:

@@ -54,13 +54,11 @@ class Launched:
     """A step whose work is queued and whose numbers are on their way to the host."""
 
     numbers: HostCopy
-    kappa: float
-    """The factor on the sum of token losses in this step's backward."""
+    kappa: float  # the factor on the sum of token losses in this step's backward
     ready_at: float
     """When this rank reached the backward that reduces the gradient over ranks, by the step's
     clock."""
-    measured: Measured | None = None
-    """The sums of extensions."""
+    measured: Measured | None = None  # the sums of extensions
 
 
 @dataclass(frozen=True)
@@ -69,20 +67,16 @@ class StepOutcome:
 
     is_exhausted: bool
     """No rank had a batch of its own: the data are exhausted, and nothing was changed."""
-    is_finite: bool
-    """False: the step was skipped; weights and optimizer are as before."""
+    is_finite: bool  # False: the step was skipped; weights and optimizer are as before
     loss: float
     """Token-weighted over all micro-batches and ranks, nats per token; NaN without a token."""
     tokens: int
     """Target tokens over all ranks. 0: all targets were masked, and nothing was changed."""
     grad_norm: float
     """Norm of the true gradient before clipping; for a skipped step, the squared norm as it was."""
-    should_stop: bool
-    """A rank was asked to stop."""
-    all_saved: bool
-    """Every rank has written its background save."""
-    save_is_due: bool
-    """The time between two saves has passed."""
+    should_stop: bool  # a rank was asked to stop
+    all_saved: bool  # every rank has written its background save
+    save_is_due: bool  # the time between two saves has passed
 
     @property
     def tokens_trained(self) -> int:
@@ -100,8 +94,7 @@ class TrainStep:
     """Hold the recurrent states of each of `shards`; empty for a model without state."""
     objective: Loss
     optimizer: torch.optim.Optimizer
-    gns: GradientNoiseScale | None
-    """Hooks of the noise scale; None if it is off."""
+    gns: GradientNoiseScale | None  # hooks of the noise scale; None if it is off
     scaler: torch.amp.GradScaler
     """Loss scaling for fp16, disabled otherwise. With it, and with an optimizer that does not
     support `found_inf`, `launch` waits for the device."""
@@ -124,10 +117,8 @@ class TrainStep:
     """Called at the moments of the step."""
     lane_sets: Mapping[int, int] = field(default_factory=dict)
     """Micro-batches of a shard in a step -> sets of lanes that take turns; empty: rows are not full."""
-    has_targets: bool = False
-    """Batches of a target take turns with those of lanes."""
-    graphs: Any = None
-    """CUDA graphs that replace `run_micro`, or None."""
+    has_targets: bool = False  # batches of a target take turns with those of lanes
+    graphs: Any = None  # CUDA graphs that replace `run_micro`, or None
 
     def __post_init__(self) -> None:
         alone = Extensions(self.diagnostics, device=self.device, world_size=self.world_size)

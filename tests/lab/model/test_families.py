@@ -72,8 +72,6 @@ def test_a_model_is_a_family_or_a_target():
     assert family_of(table(None)) is FAMILIES["rglru"]
     with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; choose one of rglru, .*mamba2"):
         build_model(table("mamba"), VOCAB, parts=PARTS)
-    with pytest.raises(UserError, match='use "gated_delta", which runs the same kernels'):
-        build_model(table("fla_gated_delta"), VOCAB, parts=PARTS)
     with pytest.raises(ValueError, match="are two models: remove one"):
         table("gated_delta", target="own:build")
 

@@ -37,10 +37,8 @@ class Rows(NamedTuple):
     """Consecutive rows of a tensor, or all of it."""
 
     tensor: Tensor
-    start: int
-    """Number of the first row."""
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
+    start: int  # number of the first row
+    shape: tuple[int, ...]  # the shape of the whole tensor
 
     @classmethod
     def all_of(cls, tensor: Tensor) -> Rows:
@@ -94,11 +92,9 @@ class TensorFiles:
         self._unopened = paths[1:]
         first = _OpenFile(paths[0])
         self._opened = [first]
-        self.shapes: dict[str, tuple[int, ...]]
-        """By name, of all whole tensors."""
+        self.shapes: dict[str, tuple[int, ...]]  # by name, of all whole tensors
         self.shapes = {name: tuple(shape) for name, shape in first.metadata(_SHAPES).items()}
-        self.values: Any = first.metadata(_VALUES)
-        """Those of the first file."""
+        self.values: Any = first.metadata(_VALUES)  # those of the first file
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor (None: to its end), copied out of the files; or a scalar.

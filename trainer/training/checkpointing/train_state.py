@@ -50,21 +50,17 @@ from trainer.wording import few
 class DataShard(NamedTuple):
     """A part of the data, its reader, and the states that its groups carry."""
 
-    number: int
-    """Among the shards of all ranks."""
+    number: int  # among the shards of all ranks
     dataset: BlendDataset
-    ledger: Ledger | None
-    """None for a model without state."""
+    ledger: Ledger | None  # None for a model without state
 
 
 @dataclass
 class TrainState:
     """The parts of a run that have a state of their own; extensions have theirs besides."""
 
-    model: nn.Module
-    """Without DDP."""
-    shards: Sequence[DataShard]
-    """Those of this rank: one, or its part of `distributed.shards`."""
+    model: nn.Module  # without DDP
+    shards: Sequence[DataShard]  # those of this rank: one, or its part of `distributed.shards`
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     tracker: MetricsTracker
@@ -126,16 +122,13 @@ class Position:
     """Of this rank's data shards, after the last batch of the last finished step."""
     unlogged: list[Recorder]
     """The counts of each since the last logged step; the first also has those of the host."""
-    step: int = 0
-    """Last finished step."""
+    step: int = 0  # last finished step
     last_step: int | None = None
     """The run's last step; None: not known yet, the run's length is in tokens."""
-    reached: int = 0
-    """The progress after the last finished step, see `Length`."""
+    reached: int = 0  # the progress after the last finished step, see `Length`
     tokens: int = 0
     """Target tokens over all ranks through the last finished step, without skipped steps."""
-    tokens_before: int = 0
-    """The same without the last finished step."""
+    tokens_before: int = 0  # the same without the last finished step
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
