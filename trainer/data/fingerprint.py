@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -31,7 +30,6 @@ BLOCK_BYTES = 4096
 # each use up (400 MB).
 FEWEST_BLOCKS, MOST_BLOCKS, TOTAL_BLOCKS = 2, 16, 100_000
 THREADS = 8  # a cold or remote disk answers several requests at once
-_SAMPLED = re.compile(r"(\w+:\w+):\w+")
 
 
 @dataclass(frozen=True)
@@ -42,27 +40,6 @@ class Fingerprint:
     tokenizer: str  # mark of the tokenizer.json; empty without one
     # Source -> stream (relative path, in the order of the stream ids) -> mark.
     sources: Mapping[str, Mapping[str, str]]
-
-    def to_state(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_state(cls, state: Any) -> Fingerprint:
-        """The inverse of `to_state`. Raises ValueError if the state is damaged."""
-        try:
-            blocks, tokenizer, sources = state["blocks"], state["tokenizer"], state["sources"]
-            marks = [mark for files in sources.values() for mark in files.values()]
-            is_whole = type(blocks) is int and {type(tokenizer), *map(type, marks)} == {str}
-            is_whole = is_whole and FEWEST_BLOCKS <= blocks <= MOST_BLOCKS
-        except (AttributeError, KeyError, TypeError):
-            is_whole = False
-        if not is_whole:
-            raise ValueError("the fingerprint of the data is damaged")
-        # Earlier versions could add a hash of the whole content.
-        sampled = {
-            name: {path: _SAMPLED.sub(r"\1", mark) for path, mark in files.items()} for name, files in sources.items()
-        }
-        return cls(blocks, _SAMPLED.sub(r"\1", tokenizer), sampled)
 
 
 def blocks_per_file(num_files: int) -> int:

@@ -19,7 +19,6 @@ from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, Handed, OpenStream
 from trainer.data.layout import Stream
 from trainer.data.shard_source import StreamSource
-from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.options import MixingOptions, part_options
 
@@ -161,13 +160,9 @@ class StreamMixingDataset(StreamSource):
         streams: Sequence[Stream],
         cut: CutOptions,
         read: ReadOptions,
-        mix: MixOptions | None = None,
+        mix: MixOptions,
         **options: Any,
     ) -> None:
-        mix = mix or MixOptions(batching_mode="per_stream")
-        if mix.batching_mode == "per_row":
-            problem = 'reads no full rows (batching_mode = "per_row")'
-            raise UserError(cut.namespace, problem, "read them by a ShardSource")
         self.mode, self._is_shared = mix.batching_mode, mix.batching_mode == "per_stream"
         sizes = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
         self.layout = ("world_size", *sizes)

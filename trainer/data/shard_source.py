@@ -215,8 +215,9 @@ class StreamSource(ABC):
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of each of the `STAGES`
         self._cut, self._read, self._in_memory = cut, read, in_memory
         self._current: Stream | None = None  # being opened, or read from
+        # Opens one of its streams, with its groups. UserError: the file is unreadable or damaged.
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self._open = lru_cache(2 * mix.streams_open)(self._open_weighted)
+        self.open = lru_cache(2 * mix.streams_open)(self._open_weighted)
         self.epochs = EpochCount()
         self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
@@ -269,15 +270,11 @@ class StreamSource(ABC):
         num_tokens = max(int(opened.num_tokens().sum()), 1)
         return replace(opened, epochs=self.epochs, epochs_per_token=share / num_tokens)
 
-    def open(self, stream: Stream) -> OpenStream:
-        """One of its streams, with its groups. UserError: the file is unreadable or damaged."""
-        return self._open(stream)
-
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""
         most_documents = 0
         for stream in self.streams:
-            opened = self._open(stream)
+            opened = self.open(stream)
             if opened.groups.num_groups:
                 return
             most_documents = max(most_documents, opened.documents.num_documents)
@@ -337,7 +334,7 @@ class StreamSource(ABC):
     def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Any, Ints], Ints]]:
         """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function for
         the unfinished groups of a part in reading order, those first that were begun."""
-        source = self._open(self.streams[stream])
+        source = self.open(self.streams[stream])
         key = ("groups", self.name, self._mix.seed, self.epoch, source.stream.relative_path)
         cells = source.groups.num_cells
         priority, left = keyed_generator(*key).random(len(cells)), cells.copy()
@@ -360,8 +357,7 @@ class StreamSource(ABC):
         """The next with anything to read, None at the end of the epoch; notes the time it takes."""
         start, found = time.perf_counter(), None
         while found is None and self._index < len(self._queue):
-            part = self._queue[self._index]
-            reader = self._reader(part)
+            reader = self._reader(self._queue[self._index])
             self._index += 1
             if reader.remaining_picks:
                 found = reader
@@ -523,7 +519,7 @@ class ShardSource(StreamSource):
         if num_shards not in self._dealers:
             found: list[tuple[int, int, int]] = []
             for stream in self.streams:
-                source = self._open(stream)
+                source = self.open(stream)
                 tokens = np.bincount(source.groups.documents, source.num_tokens()).astype(np.int64)
                 owners = np.unique(source.groups.documents)
                 found += [(stream.stream_id, at, int(tokens[at])) for at in owners.tolist()]
@@ -532,21 +528,6 @@ class ShardSource(StreamSource):
             is_few = len(found) < FEW * num_shards
             self._dealers[num_shards] = FewDocuments(found, len(self.streams), num_shards) if is_few else None
         return self._dealers[num_shards]
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `StreamSource.state_dict`."""
-        return {**super().state_dict(), "is_few": self._few(self._num_shards) is not None}
-
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """See `StreamSource.load_state_dict`."""
-        states = [state] if isinstance(state, Mapping) else list(state)
-        is_old = any(isinstance(each, Mapping) and "is_few" not in each for each in states)
-        if is_old and any(self._few(number) for number in (self._num_shards, states[0].get("world_size", 1))):
-            # Few documents were dealt once for all epochs: the next begins.
-            epoch = max(each["epoch"] for each in states) + 1
-            fresh = {"epoch": epoch, "index": 0, "pool": [], "points": []}
-            states = [{**each, **fresh, "observed": {**each["observed"], "waits": []}} for each in states]
-        super().load_state_dict(states)
 
     def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> Reader:
         source, left, in_order = self._unread(part.stream)

@@ -45,21 +45,13 @@ class AuxiliaryLoss:
 
 
 def declared_losses(model: Any) -> dict[str, By]:
-    """The losses that a model declares: `loss_keys`, a mapping of names to "tokens" or "rows".
-
-    Raises:
-        UserError: it is something else.
-    """
+    """The losses that a model declares: `loss_keys`, a mapping of names to "tokens" or "rows"."""
     keys = getattr(model, "loss_keys", {})
-    if not isinstance(keys, Mapping) or not all(map(_is_declaration, keys.items())):
+    is_mapping = isinstance(keys, Mapping)
+    if not is_mapping or not all(str(name).isidentifier() and by in ("tokens", "rows") for name, by in keys.items()):
         fix = 'make it a dict of plain names, such as {"balance": "tokens"}; the other value is "rows"'
         raise UserError("model.target", f"{type(model).__name__}.loss_keys is {keys!r}", fix)
     return dict(keys)
-
-
-def _is_declaration(item: tuple[Any, Any]) -> bool:
-    name, by = item
-    return isinstance(name, str) and name.isidentifier() and by in ("tokens", "rows")
 
 
 def loss_problem(
@@ -90,10 +82,6 @@ def shape_problem(name: str, value: Any, by: By, shape: Sequence[int]) -> str:
     return f"the loss {name} by {by} with the shape {list(value.shape)}, not {wanted}"
 
 
-def _widened(value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
 class AuxiliaryLosses(Auxiliary):
     """Adds the losses, by name, and metrics of an output to the objective of its logits."""
 
@@ -111,13 +99,8 @@ class AuxiliaryLosses(Auxiliary):
         self._tokens_per_row = counts[0] / counts[1].clamp(min=1).double()
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
-        """The loss of a micro-batch (`trainer.data.loader.MicroBatch`) with all its parts.
-
-        Without gradient, losses by rows are only among the parts: rows have not been counted.
-
-        Raises:
-            UserError: the output has other losses than the model declares.
-        """
+        """See `Auxiliary`. Without gradient, losses by rows are only among the parts: rows have not
+        been counted."""
         trains, mask = torch.is_grad_enabled(), micro.targets != IGNORED  # [B, T]
         found, metrics = extras_of(output)
         refuse_output(loss_problem(found, self._declared, mask.shape, needs_all=trains))
@@ -128,7 +111,7 @@ class AuxiliaryLosses(Auxiliary):
             applies = mask
             if each.by == "rows":
                 applies = mask.any(dim=1)
-            value = _widened(found[name]).expand(applies.shape)
+            value = found[name].to(torch.promote_types(found[name].dtype, torch.float32)).expand(applies.shape)
             term = each.weight * value.masked_fill(~applies, 0.0).sum()
             if each.by == "tokens":
                 total = total + term
@@ -141,11 +124,8 @@ class AuxiliaryLosses(Auxiliary):
 
 
 def make_auxiliary(table: ObjectiveTable, model: Any) -> AuxiliaryLosses:
-    """The losses and metrics of a model's output, with the weights of `[objective.losses]`.
-
-    Raises:
-        UserError: a loss that is named does not exist, or a name is taken.
-    """
+    """The losses and metrics of a model's output, with the weights of `[objective.losses]`. Raises
+    UserError: a loss that is named does not exist, or a name is taken."""
     declared, weights = declared_losses(model), table.losses
     taken = sorted(declared.keys() & {*COMPONENTS, *table.components})
     if taken:

@@ -63,17 +63,9 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over a row from `state`; cutting the row anywhere and carrying the state changes only rounding.
 
-    Args:
-        queries, keys: q and k, [B, H, T, K]; keys of norm at most 1.
-        values: v, [B, H, T, V].
-        log_decay: log a, [B, H, T], at most 0.
-        rate: b, [B, H, T], in [0, 1].
-        state: M before the first position, [B, H, K, V].
-        resets: bool [B, T], True where M is zero before the position; None: nowhere.
-        chunk: the most positions that are solved together.
-
-    Returns:
-        o [B, H, T, V] and M after the last position [B, H, K, V], in the type of `state`.
+    q and k are [B, H, T, K], keys of norm at most 1; v is [B, H, T, V]; log a, at most 0, and b, in [0, 1], are
+    [B, H, T]; M before the first position is [B, H, K, V], zero where `resets` (bool [B, T]) is True. Returns o
+    [B, H, T, V] and M after the last position, in the type of `state`.
     """
     batch, heads, length = rate.shape
     if resets is None:
@@ -135,8 +127,6 @@ FORGET: Final = -32.0
 """Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""
 WIDEST: Final = 256  # head that the kernels take
 KERNEL_TYPES: Final = (torch.bfloat16, torch.float16)
-Version = tuple[int, ...]
-
 
 KNOWN: Final = ((0, 6), (0, 7))
 """Versions of fla-core, the upper end exclusive, that were tried, on devices of `CAPABILITIES` (major)."""
@@ -154,7 +144,7 @@ def refusal(fla: str, triton: str, capability: tuple[int, int], width: int) -> s
     return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
 
 
-def _numbers(text: str) -> Version:
+def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
@@ -319,16 +309,10 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`y_t = sum_j taps_j x_{t-j}` per channel, over the positions of the same document.
+    """`y_t = sum_j taps_j x_{t-j}` per channel of x [B, T, D], over the positions of the same document.
 
-    Args:
-        x: [B, T, D].
-        taps: [J, D], the weight of x_t first.
-        recent: x of the J - 1 positions before the row, [B, J - 1, D]; zeros where the document has none.
-        resets: bool [B, T], True at the first position of a document; None: nowhere.
-
-    Returns:
-        y [B, T, D], and `recent` for what follows.
+    `taps`: [J, D], the weight of x_t first. `recent`: x of the J - 1 positions before the row, [B, J - 1, D], zeros
+    where the document has none. Returns y [B, T, D], and `recent` for what follows.
     """
     before, length = taps.shape[0] - 1, x.shape[1]
     whole = torch.cat([recent, x], dim=1)  # [B, J - 1 + T, D]
@@ -397,7 +381,7 @@ class GatedDelta(LanguageModel):
         return ModelOutput(self.head(self.norm(x)), ends)  # type: ignore[arg-type]
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token: 6 per weight of a matrix product, and the rule's own products.
+        """FLOPs per trained token: 6 per weight of a matrix product, and the rule's own products.
 
         Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C multiply-adds forward and 6 w + 9 C
         backward, at w = C. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
@@ -411,9 +395,7 @@ class GatedDelta(LanguageModel):
 def build(
     vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:
-    """Build a `GatedDelta` with parameters drawn from torch's global generator, of sizes as in
-    `check_sizes`. `heads` = 0: `fewest_heads`. The state has dim^2 / heads numbers per layer, beside
-    the convolution's. Raises UserError: the heads do not divide `dim`."""
+    """Build a `GatedDelta`; see `check_sizes`. `heads` = 0: `fewest_heads`."""
     heads = heads or fewest_heads(dim)
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads,))
     return GatedDelta(heads=heads, **sizes)

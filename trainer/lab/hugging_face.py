@@ -15,7 +15,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +56,7 @@ class HuggingFace(nn.Module):
         self._places: list[tuple[int, str, int]] | None = None
 
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Predict from tokens [B, T], starting from the tensors of the cache (None: an empty one).
+        """Predict from tokens [B, T] and the tensors of the cache (None: an empty one).
 
         With `resets` (bool [B, T]) every document runs on its own: without their CUDA kernels these
         families refuse or ignore `seq_idx` and `cu_seqlens`, and with them none returns the state
@@ -119,16 +118,8 @@ class HuggingFace(nn.Module):
 
 
 def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
-    """Read a model of a `transformers` family; its sizes are its own.
-
-    Args:
-        vocab_size: number of token ids; a smaller model gets rows.
-        model_type: the family's name in `transformers`.
-        settings: `from`, a directory written by `save_pretrained`.
-
-    Raises:
-        UserError: the package is missing, or the directory is no such model.
-    """
+    """Read a model of a `transformers` family, whose sizes are its own, from the directory `from` of
+    `save_pretrained`; a smaller vocabulary gets rows. Raises UserError: it is no such model."""
     transformers, folder = package(), settings.pop("from", None)
     fix = f"set from, and no other args, to a directory of save_pretrained with a {model_type} (docs/models.md)"
     if folder is None or settings:
@@ -248,14 +239,7 @@ def package() -> Any:
         package = importlib.import_module("transformers")
     except ImportError:
         raise UserError("transformers", "is not installed", "run: pip install transformers") from None
-    for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(_is_no_missing_kernel)
     return package
-
-
-def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
-    # Every rank would say of each kernel that is not installed that a slower one takes its place.
-    return "falling back to its reference" not in record.getMessage()
 
 
 def save(model: Any, directory: Path) -> None:

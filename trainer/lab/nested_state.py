@@ -62,13 +62,8 @@ class Leaf:
 class NestLayout:
     """The tensors of a state, batch first, in any nest of tuples, lists and dicts.
 
-    Rows of the flat form are [leaf 0 | leaf 1 | ...], each in row-major order.
-
-    Args:
-        state: as the model returns it, [B, ...] in each tensor.
-
-    Raises:
-        ValueError: it holds anything but tensors of equally many rows.
+    Rows of the flat form are [leaf 0 | leaf 1 | ...], each in row-major order. Raises ValueError: the
+    state holds anything but tensors of equally many rows.
     """
 
     def __init__(self, state: Any) -> None:
@@ -84,21 +79,11 @@ class NestLayout:
                 problem = "every tensor needs the batch as its first dimension"
                 raise ValueError(f"{name} has the shape {list(leaf.shape)}: {problem}")
             self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NestLayout:
-        return self  # nothing in it changes
-
-    @property
-    def width(self) -> int:
-        """Numbers per row."""
-        return sum(leaf.size for leaf in self.leaves)
+        self.width = sum(leaf.size for leaf in self.leaves)  # numbers per row
 
     def flatten(self, state: Any) -> Tensor:
-        """The state as rows [B, width], in the widest type of its tensors, at least float32.
-
-        Raises:
-            ValueError: it has another layout.
-        """
+        """The state as rows [B, width], in the widest type of its tensors, at least float32. Raises
+        ValueError: it has another layout."""
         tensors, spec = pytree.tree_flatten(state)
         if spec != self._spec or [tuple(each.shape[1:]) for each in tensors] != [leaf.shape for leaf in self.leaves]:
             raise ValueError(f"a state of another layout than {self}")
@@ -128,12 +113,8 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
     Sets `model.state_layout` and `model.state_width`: the layout of the state that forwards without
     gradient return in `eval()`, or None and 0 if they return none.
 
-    Args:
-        lengths: tokens of the rows that the model is for; tried after `FEW_TOKENS`.
-
-    Raises:
-        UserError: the state's tensors do not have the batch first.
-        Exception: as the forward raises it, if it takes none of the lengths.
+    `lengths`: tokens of the rows that the model is for, tried after `FEW_TOKENS`; the forward's own
+    error is raised if it takes none. Raises UserError: the state's tensors do not have the batch first.
     """
     with evaluating(model):
         states = _first_states(model, lengths)
@@ -188,13 +169,8 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class TorchRnn(nn.Module):
-    """Embedding, torch's recurrent layers, linear output; cells of a group continue from h (and c).
-
-    Args:
-        kind: `GRU` or `LSTM`.
-        dropout: between layers, in training.
-        tie_embeddings: share the embedding's weight with the output layer.
-    """
+    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; cells of a group continue
+    from h (and c)."""
 
     def __init__(
         self,

@@ -94,12 +94,9 @@ def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: 
 
 
 class Samples(Extension):
-    """Generates a sample every `sample.every` steps and after the last, beside training.
-
-    It has a generator of its own, puts torch's generators and the model's mode back, keeps no
-    gradient, and does not run the compiled model, whose shapes it would change. It runs the model
-    itself on rank 0; of a model in shards every rank generates the same.
-    """
+    """Generates a sample every `sample.every` steps and after the last: on rank 0, or, of a model in
+    shards, the same on every rank. It does not change torch's generators or the model's mode, and
+    does not run the compiled model, whose shapes it would change."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

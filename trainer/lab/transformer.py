@@ -96,13 +96,9 @@ class Transformer(LanguageModel):
         return ModelOutput(logits=self.head(self.norm(x)), state=None)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token: 6 per weight of a matrix product, and 12 *
-        `seq_len` * `dim` per layer.
-
-        The second is attention's two products over the whole row, forward and backward, as
-        Chowdhery et al. 2022 (PaLM, appendix B) count them: the half that the mask makes
-        superfluous is included.
-        """
+        """FLOPs per trained token: 6 per weight of a matrix product, and 12 * `seq_len` * `dim` per
+        layer: attention's two products over the whole row, as Chowdhery et al. 2022 (PaLM, appendix
+        B) count them, with the half that the mask makes superfluous."""
         mixing = 2 * self.dim**2 + 2 * self.dim * self.kv_dim
         per_layer = mixing + 3 * self.dim * self.hidden
         weights = self.num_layers * per_layer + self.dim * self.vocab_size
@@ -158,8 +154,7 @@ def build(
     mlp_ratio: float = 2.0,  # width of the gated MLP over `dim`
     tie_embeddings: bool = False,  # share one weight between embedding and output layer
 ) -> Transformer:
-    """Build a `Transformer` with parameters drawn from torch's global generator. Raises UserError:
-    sizes that do not divide each other."""
+    """Build a `Transformer`; see `check_sizes`."""
     heads = heads or max(dim // 64, 1)
     kv_heads = kv_heads or heads
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads, kv_heads))

@@ -22,11 +22,7 @@ MOST_NAMED = 5  # tensors named in one message
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors on the CPU (shared ones under every name) and metadata of a file or an export.
-
-    Raises:
-        UserError: the file is missing, or damaged.
-    """
+    """Tensors on the CPU (shared ones under every name) and metadata of a file or an export."""
     file = Path(path)
     if file.is_dir():
         file = file / WEIGHTS_FILE
@@ -44,11 +40,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
-    """Load a file's weights into `model`, all or none, and return its metadata.
-
-    Raises:
-        UserError: a tensor is missing, unknown or of another shape, or tied tensors differ.
-    """
+    """Load a file's weights into `model`, all or none, and return its metadata; see `check_fit`."""
     tensors, metadata = read_weights(path)
     check_fit(model, tensors, key="model.weights", path=path)
     own = model.state_dict()

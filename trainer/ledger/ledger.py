@@ -243,8 +243,7 @@ class Ledger:
 
         Taken are the groups for which `owned` (group ids -> bool) says so, without it all; of a
         group that several shards hold, the state that was stored last. A capacity that does not
-        also hold `room` groups in flight is warned about. If it raises a UserError, nothing is
-        changed.
+        also hold `room` groups in flight is warned about. After a UserError, nothing is changed.
         """
         check_shards(shards, self._slab)
         load_anew(self._index, self._slab, shards, keeps=owned, room=room)

@@ -89,11 +89,7 @@ def check_sizes(
 ) -> dict[str, Any]:
     """The arguments of a `LanguageModel` whose MLP is about `mlp_ratio` times as wide as `dim`.
 
-    Args:
-        heads: numbers of heads, each of which must divide the one before it, the first one `dim`.
-
-    Raises:
-        UserError: a size is not positive, or does not divide.
+    `heads`: numbers of heads, each of which must divide the one before it, the first one `dim`.
     """
     hidden = round(mlp_ratio * dim)
     sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
@@ -121,13 +117,8 @@ class ResidualBlock(nn.Module):
 class LanguageModel(nn.Module):
     """The common part of built-in families: embedding, blocks, norm, output layer, initial weights.
 
-    Parameters come from torch's global generator: `torch.manual_seed` reproduces them.
-
-    Args:
-        make_block: makes a block, with an `init_weights(num_layers)`.
-        dim: width of the residual stream.
-        hidden: width of the gated MLP.
-        tie_embeddings: share the embedding's weight with the output layer.
+    Parameters come from torch's global generator: `torch.manual_seed` reproduces them. `make_block`
+    makes a block, with an `init_weights(num_layers)`; `hidden` is the width of the gated MLP.
     """
 
     resets_in_one_pass = True
@@ -243,13 +234,9 @@ class RecurrentEncoder(LanguageModel):
         return ModelOutput(logits=self.head(self.norm(x)), state=torch.cat(ends, dim=1))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs per trained token: 6 per weight of a matrix product and 5 per state channel.
-
-        A product with a weight matrix costs a multiply-add (2) per weight in the forward and two in
-        the backward (for the gradients of input and weight); the recurrence 2 per channel forward
-        and 3 backward. Not counted: norms, activations and gates (below 1 %), the embedding, extra
-        work of this scan.
-        """
+        """FLOPs per trained token: 6 per weight of a matrix product (a multiply-add forward, two
+        backward) and 5 per state channel. Norms, activations and gates (below 1 %), the embedding
+        and extra work of this scan are not counted."""
         layer_weights = 5 * self.dim**2 + 3 * self.dim * self.hidden
         matrix_weights = self.num_layers * layer_weights + self.dim * self.vocab_size
         return 6.0 * matrix_weights + 5.0 * self.num_layers * self.dim
@@ -258,13 +245,5 @@ class RecurrentEncoder(LanguageModel):
 def build(
     vocab_size: int, dim: int, num_layers: int, *, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> RecurrentEncoder:
-    """Build a `RecurrentEncoder` with parameters drawn from torch's global generator.
-
-    Args:
-        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
-        tie_embeddings: share one weight between the embedding and the output layer.
-
-    Raises:
-        UserError: a size is not positive.
-    """
+    """Build a `RecurrentEncoder`; see `check_sizes`."""
     return RecurrentEncoder(**check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings))

@@ -19,19 +19,13 @@ WIDEST = 128  # heads of gated_delta by default
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family is built.
+    """Where a family is built."""
 
-    Args:
-        builder: function of vocab_size, dim, num_layers and args: import path, or name in `Parts`.
-        args: further arguments that the family itself gives.
-        is_own: proven by this package's tests; other models are checked before each run.
-        least_tokens: of a row. Some models take a path of their own for one token after a state: it
-            writes into the state, and so cannot be trained through.
-    """
-
-    builder: str
-    args: Mapping[str, Any] = field(default_factory=dict)
-    is_own: bool = True
+    builder: str  # a function of vocab_size, dim, num_layers and args: import path, or name in `Parts`
+    args: Mapping[str, Any] = field(default_factory=dict)  # further arguments that the family itself gives
+    is_own: bool = True  # proven by this package's tests; other models are checked before each run
+    # Of a row. Some models take a path of their own for one token after a state, which writes into
+    # the state, and so cannot be trained through.
     least_tokens: int = 1
 
 

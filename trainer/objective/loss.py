@@ -24,10 +24,7 @@ COMPONENTS = ("token_ce", "z_loss", "coord")
 class ObjectiveError(RuntimeError):
     """An enabled component of the loss cannot be computed.
 
-    Args:
-        component: name of the component.
-        problem: the reason.
-        meta: the micro-batch's `instability_meta_json`, which locates its data, or None.
+    `meta`: the micro-batch's `instability_meta_json`, which locates its data, or None.
     """
 
     def __init__(self, component: str, problem: str, meta: object) -> None:
@@ -90,10 +87,8 @@ def coord(prepared: Prepared, settings: CoordOptions, meta: object) -> Term:
         q_j proportional to exp(-(j - k)^2 / (2 sigma^2)).
 
     The first term is the cross entropy against soft targets around the true bin, the second the
-    1-Wasserstein distance from p to the point mass at k: all mass must move to k.
-
-    Raises:
-        ObjectiveError: bins exceed the vocabulary.
+    1-Wasserstein distance from p to the point mass at k: all mass must move to k. Raises
+    ObjectiveError: bins exceed the vocabulary.
     """
     vocab_size = prepared.logits.shape[-1]
     stop = settings.first_token + settings.num_bins
@@ -139,13 +134,11 @@ class Loss(Protocol):
 
 
 class Objective:
-    """The loss: cross entropy plus the enabled components, or a custom one.
+    """The loss: cross entropy plus the enabled components, those whose weight is not 0.
 
-    Args:
-        options: weights of the built-in components; one of 0 is off.
-        own: replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum
-            over the unmasked targets and the number of these, both [].
-        vocab_size: width of an output of scores; others have no accuracy with `own`.
+    `own` replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over the
+    unmasked targets and the number of these, both []. Outputs that are no scores, of another width
+    than `vocab_size`, then have no accuracy.
     """
 
     def __init__(
@@ -162,11 +155,8 @@ class Objective:
         """The loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A
-        non-finite loss is returned like any other; the optimizer step handles it.
-
-        Raises:
-            ObjectiveError: an enabled component cannot be computed.
-            UserError: a custom loss fails, or returns something else.
+        non-finite loss is returned like any other; the optimizer step handles it. Raises
+        ObjectiveError: an enabled component cannot be computed; UserError: a custom loss fails.
         """
         terms: dict[str, Term] = {}
         options = self._options
@@ -242,16 +232,11 @@ class TokenTypeSums(NamedTuple):
 def token_type_sums(
     token_loss: Tensor, is_correct: Tensor, token_types: Tensor, num_types: int, *, mask: Tensor | None = None
 ) -> TokenTypeSums:
-    """Sum loss, correct predictions and targets by the type of the target.
+    """Sum loss, correct predictions and targets, [B, T] each, by the type of the target.
 
-    Args:
-        token_loss, is_correct: of each target, [B, T].
-        token_types: of each target, integers [B, T]; those outside 0..num_types-1 do not count.
-        mask: bool [B, T], False where the target is masked and must not count, whatever its type.
-            None: the types mark such targets with -1.
-
-    Raises:
-        TokenTypeMismatch: the shapes differ.
+    Types outside 0..num_types-1 do not count. `mask`: bool [B, T], False where the target is masked
+    and must not count, whatever its type; None: the types mark such targets with -1. Raises
+    TokenTypeMismatch: the shapes differ.
     """
     if not token_loss.shape == is_correct.shape == token_types.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (token_loss, is_correct, token_types))
@@ -267,17 +252,13 @@ def token_type_sums(
 
 
 class Auxiliary:
-    """Refuses losses of an output and leaves out its metrics, since the model declares none.
-
-    Attributes:
-        losses: by name; each has a `weight`, and `by`: "tokens" or "rows".
-        metric_keys: the metrics that the output may have; others are left out with one warning.
-        by_rows: keys of the losses by rows.
-        is_on: whether there is any loss or metric.
-    """
+    """Refuses losses of an output and leaves out its metrics, since the model declares none."""
 
     def __init__(self, losses: Mapping[str, Any] | None = None, metric_keys: Sequence[str] = ()) -> None:
-        self.losses, self.metric_keys = losses or {}, tuple(metric_keys)
+        # By name; each has a `weight`, and `by`: "tokens" or "rows".
+        self.losses = losses or {}
+        # Those that the output may have; others are left out with one warning.
+        self.metric_keys = tuple(metric_keys)
         self.by_rows = [f"objective/{name}" for name, each in self.losses.items() if each.by == "rows"]
         self.is_on = bool(self.losses or self.metric_keys)
         self._guard = BestEffort("model")
@@ -286,11 +267,8 @@ class Auxiliary:
         """Prepare the window's micro-batches of this rank. Every rank must call it."""
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
-        """The loss of a micro-batch (`trainer.data.loader.MicroBatch`) with all its parts.
-
-        Raises:
-            UserError: the output has other losses than the model declares.
-        """
+        """The loss of a micro-batch (`trainer.data.loader.MicroBatch`) with all its parts. Raises
+        UserError: the output has other losses than the model declares."""
         losses, metrics = getattr(output, "losses", None), getattr(output, "metrics", None)
         # What nobody trains on must not look as if somebody did.
         if losses:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
                 "wandb_run_id": wandb_run_id,
                 "config": config.model_dump(mode="json"),
                 "environment": environment(info),
-                FINGERPRINT_KEY: fingerprint.to_state(),
+                FINGERPRINT_KEY: asdict(fingerprint),
                 LANE_SETS: sorted(getattr(state.shards[0].dataset, "lane_sets", {}).items()),
             },
             last_saved=-1 if found is None else position.step,

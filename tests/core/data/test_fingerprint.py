@@ -65,18 +65,3 @@ def test_differences_are_counted_with_examples():
         "source s: 6 changed (0, 1, 2 and 3 more)",
     ]
     assert not compare(before, before)
-
-
-def test_hashes_of_contents_in_earlier_checkpoints_are_ignored():
-    state = {"blocks": 2, "tokenizer": "5:aa:whole", "sources": {"s": {"a": "1:b:whole+2:c:whole", "d": "3:e"}}}
-    assert Fingerprint.from_state(state) == Fingerprint(2, "5:aa", {"s": {"a": "1:b+2:c", "d": "3:e"}})
-
-
-@pytest.mark.parametrize(
-    "damage", [{"blocks": 0}, {"tokenizer": None}, {"sources": {"s": [1]}}, {"sources": {"s": {"a": 1}}}]
-)
-def test_a_damaged_state_is_refused_and_a_good_one_comes_back(damage):
-    good = {"blocks": 2, "tokenizer": "", "sources": {"s": {"a": "1:b"}}}
-    assert Fingerprint.from_state(good).to_state() == good
-    with pytest.raises(ValueError, match="is damaged"):
-        Fingerprint.from_state({**good, **damage})

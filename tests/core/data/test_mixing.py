@@ -129,8 +129,7 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
 def test_what_cannot_be_meant_is_refused(write_streams, mixing):
     streams = write_streams({"a": [[4]]})
     for given, settings, message in (
-        (streams, {"pick_mode": "x"}, "pick_mode: must be one of weighted, uniform, round_robin, got 'x'"),
-        (streams, {"batching_mode": "per_row"}, "source: reads no full rows"),
+        (streams, {"pick_mode": "x"}, "pick_mode: Input should be"),
         (streams, {"holdout_fraction": 1.5}, "holdout_fraction"),
         (streams, {"split": "holdout", "holdout_fraction": 0.0}, "no document is left"),
         ([], {}, "has no streams"),

@@ -14,10 +14,9 @@ A middle group between micro-batches and window (each rank's sum; on one rank, t
 half) separates pairs within groups from other pairs, which give the same noise if micro-batches are
 independent.
 
-An average over past steps lags behind a process that drifts, and its standard error does not show
-it. So `History` fits a straight line to the past and reads S and |G|^2 off at the last step; the
-data decide how long the window may be. A line cannot rule out a jump in the last steps, so the
-bounds include those of these steps alone.
+An average over past steps lags behind a process that drifts, so `History` fits a straight line to the
+past and reads S and |G|^2 off at the last step; the data decide how long the window may be. A line
+cannot rule out a jump in the last steps, so the bounds include those of these steps alone.
 """
 
 from __future__ import annotations

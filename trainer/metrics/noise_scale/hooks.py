@@ -15,15 +15,13 @@ step:
 The micro-batches must be independent: `groups` says of which documents their rows are, and a
 step with two micro-batches of one document is left out.
 
-A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it,
-so only a few fp64 numbers are stored. A hook after the accumulation of the last micro-batch
-(`register_post_accumulate_grad_hook`) sees the rank's own sum: it runs inside the accumulation
-node, and DDP reduces after that node.
+A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it.
+A hook after the accumulation of the last micro-batch sees the rank's own sum: it runs inside the
+accumulation node, and DDP reduces after that node.
 
 FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates
-into the unsharded parameter, a single object over the model's life that is empty while resharded.
-`FSDPModule.unshard()` registers it in the module while it is whole, so public API suffices to find
-and hook it. Its hooks see the rank's own full micro-gradient, before the reduce-scatter.
+into the unsharded parameter, a single object over the model's life, which `FSDPModule.unshard()`
+registers in the module. Its hooks see the rank's own full micro-gradient, before the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -104,14 +102,11 @@ def square_sum(norms: Sequence[Tensor]) -> Tensor:
 class GradientNoiseScale(NoiseScaleAverage):
     """The average noise scale of a model trained in windows of micro-batches, measured by hooks.
 
-    Raises UserError: nothing to train, or an unsupported way of sharding; see `find_leaves`.
-
-    Args:
-        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its
-            process group is then the one that averages gradients, and every rank must construct
-            this object). Parameters that do not require a gradient at construction are left out.
-        process_group: for a loop that averages gradients over ranks itself, without DDP.
-        weights_are_tokens: whether `example_weights` are token counts; see `gns/b_simple_tokens`.
+    `model`: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its process
+    group is then the one that averages gradients, and every rank must construct this object).
+    Parameters that do not require a gradient at construction are left out. `process_group`: for a
+    loop that averages gradients over ranks itself, without DDP. `weights_are_tokens`: whether
+    `example_weights` are token counts; see `gns/b_simple_tokens`. Errors are those of `find_leaves`.
     """
 
     def __init__(
@@ -201,13 +196,11 @@ class GradientNoiseScale(NoiseScaleAverage):
     def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
         """Call after the backward of a micro-batch, before anything changes `.grad`.
 
-        Args:
-            kappa: factor on the micro-batch's mean loss in the backward: 1/m, 1/m times the loss
-                scale, or the constant times this micro-batch's tokens where a sum of token losses
-                is differentiated. Before DDP's average. Zero for a micro-batch with no target
-                token, which then carries no weight.
-            example_weights: [B] weight of each example in the mean (its tokens; zero for a masked
-                row), or the number of examples if all weigh the same.
+        `kappa`: factor on the micro-batch's mean loss in the backward, before DDP's average: 1/m, 1/m
+        times the loss scale, or the constant times this micro-batch's tokens where a sum of token
+        losses is differentiated; zero for a micro-batch with no target token. `example_weights`: [B]
+        weight of each example in the mean (its tokens; zero for a masked row), or the number of
+        examples if all weigh the same.
         """
         if self._failure is not None:
             raise self._failure
@@ -332,8 +325,7 @@ class GradientNoiseScale(NoiseScaleAverage):
 
     @staticmethod
     def _hook(owner: weakref.ref[GradientNoiseScale], measure: Callable[..., None], *args: Any) -> None:
-        # It returns None: a return value would replace the gradient. An exception would end the
-        # backward in its midst, so `end_micro` raises it instead.
+        # A return value would replace the gradient, and an exception end the backward in its midst.
         gns = owner()
         if gns is None or not gns._is_active:
             return
@@ -396,9 +388,9 @@ class Leaves:
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
     """The leaves of `model`. With FSDP2 it all-gathers every parameter: all ranks must call it.
 
-    `process_group` overrides the model's own. Raises UserError: nothing to train; DTensors without
-    FSDP2 (tensor parallelism); a mesh of replicas that is not all ranks, without a `process_group`;
-    sharded next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not average.
+    Raises UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas
+    that is not all ranks, without a `process_group`; sharded next to unsharded parameters
+    (`ignored_params`), whose gradients FSDP2 does not average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:

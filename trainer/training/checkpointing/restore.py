@@ -200,7 +200,7 @@ def check_data(
     with raise_on_all_ranks(world_size=world_size):
         if saved is not None:
             with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
-                before = Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
+                before = Fingerprint(**saved[FINGERPRINT_KEY])
         names, files = _data_files(sources, plan.config.data.tokenizer)
         # Sampled as the checkpoint was, or nothing could be compared.
         blocks = before.blocks if before is not None else blocks_per_file(len(files))
