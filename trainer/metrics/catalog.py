@@ -159,11 +159,6 @@ def family(key: str) -> tuple[str, str]:
     return found.row, found.part
 
 
-def keys_under(prefix: str) -> tuple[str, ...]:
-    """The names of all rows that begin with `prefix`, in the catalog's order."""
-    return tuple(spec.name for spec in CATALOG if spec.name.startswith(prefix))
-
-
 def is_built_in(key: str) -> bool:
     """Whether the key matches one of the trainer's own rows, not a registered one."""
     found = _find(key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from trainer.metrics.catalog import keys_under
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     Knob,
@@ -24,8 +23,9 @@ from trainer.wording import counted, number_text
 
 COLD_STARTS = "ledger/cold_starts"
 # By mode.
-FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/false_evictions/")}
-EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
+FALSE_EVICTIONS, EVICTIONS = (
+    {mode: f"ledger/{kind}/{mode}" for mode in ("lru", "stale")} for kind in ("false_evictions", "evictions")
+)
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 

@@ -162,7 +162,9 @@ def non_finite(run: RunRecord) -> Outcome:
     if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
         return healthy(f"{count} skipped, as fp16 loss scaling does")
     bad = [rejected.evidence(rejected.positive)]
-    bad += [each.evidence(each.where(_is_not_finite)) for each in (loss, series(run, GRAD_NORM))]
+    bad += [
+        each.evidence(each.where(lambda value: not math.isfinite(value))) for each in (loss, series(run, GRAD_NORM))
+    ]
     shown = [evidence for evidence in bad if evidence.steps]
     if not shown:
         return healthy("every logged loss and gradient norm was finite")
@@ -175,10 +177,6 @@ def non_finite(run: RunRecord) -> Outcome:
     if run.config:  # other loops write no events
         words += "; events.jsonl names the batches"
     return finding(words, *shown, knob=lower_lr(run))
-
-
-def _is_not_finite(value: float) -> bool:
-    return not math.isfinite(value)
 
 
 @rule("warning", needs=[LOSS])

@@ -11,9 +11,10 @@ from datetime import timedelta
 from typing import Any, Final
 
 from trainer.config.load import recorded_settings
-from trainer.metrics.catalog import ERRORS_SHOWN, is_known, keys_under, lookup
+from trainer.metrics.catalog import ERRORS_SHOWN, is_known, lookup
 from trainer.metrics.catalog_rows import EPOCHS
 from trainer.tools.diagnostics.rule import sources
+from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.readings import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
@@ -24,7 +25,6 @@ _MOST_ROWS, _MOST_TEXT = 20, 4_000
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization", "smoothed/", "blend/", EPOCHS)
 # Settings that decide which documents are held out. A weight only says how often a source is drawn.
 _HELD_OUT_SETTINGS: Final = ("eval.", "data.source", "data.tokenizer", "data.seq_len", "data.max_group_cells")
-FALSE_EVICTIONS: Final = keys_under("ledger/false_evictions/")
 _SAME_LOSS: Final = ("objective.token_types", "objective.chunk_tokens")
 
 
@@ -134,7 +134,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         _final_loss(run, window),
         _noise_scale(run),
         SummaryRow("Cold starts", _total(run, "ledger/cold_starts"), "cells"),
-        SummaryRow("False evictions", _total(run, *FALSE_EVICTIONS), "groups"),
+        SummaryRow("False evictions", _total(run, *FALSE_EVICTIONS.values()), "groups"),
         SummaryRow("Rejected steps", _total(run, "non_finite_steps"), "steps"),
         SummaryRow("Restarts", float(len(run.restarts)), note=redone),
     ]
