@@ -1,14 +1,17 @@
-"""Reading configs: what is accepted, what is refused, and what the message says."""
+"""Reading configs: what is accepted, what is refused, and what the message says; and two configs compared."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import TINY
+from tests.support.in_process import program
+from tests.support.runs import ROOT, TINY, write_tiny_config
 from trainer import options
 from trainer.config import data_tables, schema
 from trainer.config.load import line_of, load_config, to_toml, without_removed
@@ -158,3 +161,34 @@ def test_options_are_checked_as_their_table_is(pair: str) -> None:
         for make, value in itertools.product((own, its), ([], -1, 10**16)):
             with pytest.raises(ValueError, match=key):
                 make(**{**needed, key: value})
+
+
+def changed(tmp_path, capsys, overrides):
+    """What the verb says of a config and of one with overrides, all of its defaults written out."""
+    path, other = write_tiny_config(tmp_path), tmp_path / "other.toml"
+    other.write_text(to_toml(load_config(path, overrides)))
+    assert program(["config", "diff", path, path], capsys).returncode == 0
+    found = program(["config", "diff", path, other], capsys)
+    assert found.returncode == 1
+    return found.stdout
+
+
+def test_a_default_written_out_is_no_difference_and_sources_are_matched_by_name(tmp_path, capsys):
+    lines = changed(tmp_path, capsys, ["data.source.second.weight=2.0", "optimizer.lr=0.5"]).splitlines()
+    weights = ["-data.source.second.weight = 1.0", "+data.source.second.weight = 2.0"]
+    assert lines[2:] == [*weights, "-optimizer.lr = 0.001", "+optimizer.lr = 0.5"]
+    assert all(tomllib.loads(line[1:]) for line in lines[2:])
+
+
+def test_each_shipped_config_names_the_printed_schema_and_fits_it(capsys):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = ROOT / "docs" / "config.schema.json"
+    assert program(["config", "schema"], capsys).stdout == schema.read_text(encoding="utf-8")
+    validator = jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8")))
+    for path in sorted((ROOT / "train_configs").rglob("*.toml")):
+        text = path.read_text(encoding="utf-8")
+        assert (path.parent / text.splitlines()[0].removeprefix("#:schema ")).resolve() == schema, path
+        raw = tomllib.loads(text)
+        assert not list(validator.iter_errors(raw)), path
+        raw["train"]["stepz"] = 1
+        assert list(validator.iter_errors(raw)), "the schema refuses unknown keys"

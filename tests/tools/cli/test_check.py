@@ -81,20 +81,6 @@ def test_a_terminal_shows_the_keys_that_are_set_and_a_pipe_all_of_them(config, c
     assert [line.partition(" = ")[0] for line in kept[2:]] == ["-optimizer.betas", "+optimizer.betas"]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("checkpoint.remote", "s3://[x/y"),
-        ("data.source.0", '{ name = "x", root = "s3://[x/y" }'),
-    ],
-)
-def test_what_cannot_be_a_url_is_refused_in_one_line(config, capsys, key, value):
-    ended = checked(config, capsys, f"{key}={value}")
-    assert ended.returncode == 2
-    (line,) = [each for each in ended.stderr.splitlines() if "WARNING" not in each]
-    assert line.startswith(f"--set {key}={value}: ")
-
-
 def test_shares_epochs_and_alignment_of_the_sources(config, capsys):
     full = checked(config, capsys, *FULL_ROWS, BY_BATCH, "data.source.second.weight=3")
     assert "#   align = stream: documents begin within rows" in full.stdout

@@ -35,14 +35,6 @@ def test_an_entry_says_state_step_loss_age_and_verdict(tmp_path):
     assert diverged.verdict not in (None, "healthy")
 
 
-def test_fill_and_batch_are_shown_of_runs_that_log_them(tmp_path, capsys):
-    make_run(tmp_path / "a", "done", [5.0])
-    assert "fill" not in program(["ls", str(tmp_path)], capsys).stdout.split("\n", 4)[1]
-    rows = {"loss": [5.0], "data/fill": [0.987], "tokens_in_step": [1234.0]}
-    write_record(tmp_path / "b", rows, status={"state": "done"})
-    assert re.search(r" 1,234 . 98.7% ", program(["ls", str(tmp_path)], capsys).stdout)
-
-
 def test_a_pipe_gets_whole_lines_and_a_narrow_terminal_every_number(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = "many/levels/of/folders/tiny-20261125-143000"
