@@ -58,10 +58,7 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
     """How many machines the ranks are on, by what torchrun says; 1 where it says nothing."""
-    local = environ.get("LOCAL_WORLD_SIZE", "")
-    if not (local.isascii() and local.isdigit() and int(local)):
-        return 1
-    return max(info.world_size // int(local), 1)
+    return max(info.world_size // int(environ.get("LOCAL_WORLD_SIZE", info.world_size)), 1)
 
 
 def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:

@@ -62,11 +62,9 @@ def in_chunks(
 
 
 class Headless(nn.Module):
-    """A model whose output has, instead of logits, what enters its output layer: [B, T, D].
+    """A model whose output has, instead of logits, what enters its output layer `head`: [B, T, D].
 
-    Args:
-        model: implements `trainer.model.protocol`. Called without this wrapper, it is as before.
-        head: its output layer, which must be the last thing that a forward computes.
+    The head must be the last thing that a forward computes. Without this wrapper, the model is as before.
     """
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:
@@ -115,12 +113,7 @@ class ChunkedObjective:
 
     Logits are computed for `chunk_tokens` tokens at a time, in the forward and again in the
     backward. All results are those of the plain objective up to the order of additions; gradients
-    of the output layer add up in float32.
-
-    Args:
-        objective: of logits.
-        head: the output layer: [n, D] -> [n, V].
-        chunk_tokens: tokens whose logits exist together, at least 1.
+    of the output layer `head` add up in float32.
     """
 
     def __init__(self, objective: Objective, head: nn.Module, *, chunk_tokens: int) -> None:

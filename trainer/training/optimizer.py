@@ -198,7 +198,8 @@ def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[ParameterG
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        number = group_number(name, table)
+        # The first group that matches; -1: none.
+        number = next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
         is_vector = parameter.ndim < 2
         settings = {"weight_decay": 0.0 if is_vector else table.weight_decay, LR_SCALE: 1.0}
         if number >= 0:
@@ -215,11 +216,6 @@ def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[ParameterG
         problem = f"{', '.join(unused)} matches no parameter"
         raise UserError("optimizer.group", problem, f"names are such as {names}")
     return [found[key] for key in sorted(found)]
-
-
-def group_number(name: str, table: OptimizerTable) -> int:
-    """The first `[[optimizer.group]]` that matches a parameter's name; -1: none."""
-    return next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
 
 
 def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
