@@ -203,10 +203,6 @@ class Strategy:
         """The model, if this rank can run it without the others."""
         return None if self.is_sharded else model
 
-    def runs_on(self, rank: int) -> bool:
-        """Whether this rank runs a forward whose result rank 0 alone needs."""
-        return rank == 0 or self.is_sharded
-
     def most(self, number: int) -> int:
         """The largest of the ranks' numbers, if all must run as many forwards."""
         return number

@@ -102,7 +102,7 @@ class Samples(Extension):
         super().__init__(run)
         self._table, tokenizer = run.config.sample, run.plan.tokenizer
         self.boundary_every = self._table.every
-        self._is_off = not run.strategy.runs_on(run.info.rank)  # no other rank is needed
+        self._is_off = not (run.info.is_main or run.strategy.is_sharded)  # no other rank is needed
         self._draw = Draw(seed=run.config.run.seed)
         self._prompt = prompt_ids(tokenizer, self._table.prompt, "sample.prompt")
         self._autocast = autocast_context(run.config, run.device)
