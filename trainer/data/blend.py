@@ -352,8 +352,7 @@ class BlendDataset:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a run stopped; weights may have changed, and sources may be new or gone.
 
-        `state` is this rank's state, or those of all ranks in rank order. Raises UserError for
-        another seed, or a source that is missing now, or gave batches and cannot be resumed.
+        `state` is this rank's state, or those of all ranks in rank order.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]

@@ -43,7 +43,6 @@ class Fingerprint:
 
 
 def blocks_per_file(num_files: int) -> int:
-    """Blocks to sample of each of so many files."""
     return min(max(TOTAL_BLOCKS // max(num_files, 1), FEWEST_BLOCKS), MOST_BLOCKS)
 
 
@@ -54,7 +53,6 @@ def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int) -> list[str]:
 
 
 def stream_files(streams: Iterable[Stream], format: str) -> list[list[Path]]:
-    """The files of each stream: its own, and its index."""
     return [files_of(Path(stream.path), format) for stream in streams]
 
 

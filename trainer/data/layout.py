@@ -182,8 +182,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     """The streams below `root/<modality>/`, sorted by relative path.
 
     `modalities`: use only these; None: all. `format`: `auto` takes the files with a known extension,
-    a named format every file. Raises UserError for an unknown format, directory or modality, or one
-    without streams.
+    a named format every file.
     """
     check_format(format)
     base = Path(root)
@@ -223,8 +222,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     """The streams of files and globs, sorted by name; the parent directory's name is the modality.
 
     A file that is named explicitly is used whatever its extension; one that matches a glob must have
-    a known extension, unless `format` is set. Raises UserError for an unknown format, or a path or
-    glob that matches nothing.
+    a known extension, unless `format` is set.
     """
     check_format(format)
     found: dict[str, Stream] = {}

@@ -140,11 +140,7 @@ def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
 
 
 def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBatch:
-    """A data set's dict as a micro-batch. `accepted`: inputs that the model takes; None: any.
-
-    Raises UserError if `targets` is absent, only some of the carry keys are there, or a key is
-    neither a registered extra nor an input of the model.
-    """
+    """A data set's dict as a micro-batch. `accepted`: inputs that the model takes; None: any."""
     inputs = {key: value for key, value in batch.items() if key not in BATCH_EXTRAS}
     extras = {key: value for key, value in batch.items() if key in BATCH_EXTRAS}
     problem, missing = "", sorted(set(CARRY_KEYS) - inputs.keys())

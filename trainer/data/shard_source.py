@@ -84,23 +84,16 @@ class Few(NamedTuple):
 
 
 class FewDocuments:
-    """Deals the documents of a source to shards so that all are begun equally often.
-
-    No shard waits for another, so that it begins its documents of the next epoch as soon as it has
-    begun those of this one. Epoch by epoch each document, the longest first, goes to the shard that
-    was dealt the fewest tokens so far: at any time shards have been dealt equally many, to a document.
-    """
+    """Deals the documents of a source to shards so that all are begun equally often: epoch by epoch
+    each document, the longest first, goes to the shard that was dealt the fewest tokens so far."""
 
     def __init__(self, documents: Sequence[tuple[int, int, int]], num_streams: int, num_shards: int) -> None:
         # Stream, document and tokens of each; the longest first.
         self._documents = sorted(documents, key=lambda each: -each[2])
+        self.has_documents = bool(documents)
         self._empty = sorted(set(range(num_streams)) - {stream for stream, _, _ in documents})
         self._loads, self._epoch = [0] * num_shards, -1
         self._dealt: list[list[Few]] = []
-
-    @property
-    def has_documents(self) -> bool:
-        return bool(self._documents)
 
     def deal(self, epoch: int) -> list[list[Few]]:
         """The parts that each shard reads in an epoch."""

@@ -91,8 +91,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`. One id beyond its largest is added to begin documents.
 
     Saved truncation and padding are switched off: a document is never cut or filled up. Its
-    post-processor is not applied, so it adds no special tokens. Raises UserError if the package is
-    not installed, or the file cannot be read as a tokenizer.
+    post-processor is not applied, so it adds no special tokens.
     """
 
     token_type_names: tuple[str, ...] = ()
@@ -167,20 +166,15 @@ class IdsTokenizer:
         self.vocab_size = vocab_size + 1
 
     def encode(self, text: str) -> Ints:
-        """Raises UserError: there is nothing to tokenize text with."""
-        raise UserError(
-            "data.tokenizer", '"ids" cannot tokenize text', 'use "bytes" or a tokenizer.json for text files'
-        )
+        fix = 'use "bytes" or a tokenizer.json for text files'
+        raise UserError("data.tokenizer", '"ids" cannot tokenize text', fix)
 
     def decode(self, ids: Ints) -> str:
         return " ".join(str(int(i)) for i in ids if i != self.bos_id)
 
 
 def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
-    """`bytes`, `ids` (with the number of ids), or the path of a tokenizer.json.
-
-    Raises UserError for none of them, or a `vocab_size` where the tokenizer defines its own.
-    """
+    """`bytes`, `ids` (with the number of ids), or the path of a tokenizer.json."""
     if (name == "ids") != (vocab_size > 0):
         raise UserError("data.vocab_size", f'must be set with tokenizer = "ids", and with no other; got {vocab_size}')
     if name == "ids":
@@ -193,10 +187,7 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
-    """The ids to continue: the one that begins a document, then the prompt's (with `ids`, of words).
-
-    Raises UserError if the prompt cannot be tokenized.
-    """
+    """The ids to continue: the one that begins a document, then the prompt's (with `ids`, of words)."""
     if tokenizer.name == "ids":
         words = prompt.split()
         if all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):

@@ -12,11 +12,9 @@ with M_0, and with d_{ts} = a_{s+1} ... a_t and d_t = a_1 ... a_t, the correctio
 whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3). The products d are
 exponentials of differences of cumulated logarithms, at most 1 each: nothing overflows, and an underflow is a correct zero.
 
-On CUDA the kernels of flash-linear-attention run it, as operators that compile and can be captured. They take rows as they
-are, [B, T, H, K], and have no resets: at a document's first position the log decay is `FORGET` instead, so nothing depends on
-the data. Within a chunk of 64 positions that costs as many bits of the decays as the sum of its log decays is larger. Which of
-their configurations the kernels run is measured at the first call on a machine and then kept in Triton's cache: another machine
-may round differently. It could go if rglru were the only family of this package.
+On CUDA the kernels of flash-linear-attention run it, as operators that compile and can be captured. They have no resets: at a
+document's first position the log decay is `FORGET` instead, so nothing depends on the data. Which of their configurations run
+is measured at the first call on a machine: another one may round differently. It could go if rglru were the only family.
 """
 
 from __future__ import annotations

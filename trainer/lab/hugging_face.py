@@ -3,9 +3,8 @@
 Which families train exactly was measured (docs/models.md). Layers of full attention are left out,
 since their cache grows. They are read from a directory of `save_pretrained`; nothing is downloaded.
 
-Built-in families are written as architectures that compute the same, so that `from_pretrained`
-opens them: configs name every number in which the architectures could differ, and the logits are
-those of the trained model up to rounding.
+Built-in families are written as architectures that compute the same up to rounding, so that
+`from_pretrained` opens them.
 It could go if only own models were trained and exported.
 """
 

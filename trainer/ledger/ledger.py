@@ -233,7 +233,9 @@ class Ledger:
             self.load_shards([shard])
             return
         check_shards([shard], self._slab)
-        load_as_saved(self._index, self._slab, shard)
+        groups, slots, last_step, free = (shard[name].numpy() for name in ARRAYS)
+        self._index.fill((groups, slots, last_step), free, _evicted(shard))
+        _restore_rows(self._slab, slots, shard, np.arange(slots.size))
         self._restored([shard])
 
     def load_shards(
@@ -256,8 +258,8 @@ class Ledger:
 
 
 def _as_group_ids(values: Ints) -> Ints:
-    """The ids as int64. Raises ValueError at a negative one that is not -1, such as a hash of 64
-    bits: it would stand for no group, and its state would never be kept."""
+    """The ids as int64. A negative one that is not -1, such as a hash of 64 bits, would stand for no
+    group, and its state would never be kept."""
     group_ids = np.ascontiguousarray(values, np.int64)
     if group_ids.min(initial=0) < -1:
         raise ValueError(f"group id {group_ids.min()}: must be -1 (no group) or in [0, 2^63)")
@@ -312,13 +314,6 @@ def check_shards(saved: Sequence[Shard], slab: Slab) -> None:
             problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
             fix = "resume with the model that was saved, or drop the ledger from the checkpoint"
             raise UserError("ledger", problem, fix)
-
-
-def load_as_saved(index: GroupIndex, slab: Slab, own: Shard) -> None:
-    """Fill index and slab from one shard of the same capacity, in the same slots."""
-    groups, slots, last_step, free = (own[name].numpy() for name in ARRAYS)
-    index.fill((groups, slots, last_step), free, _evicted(own))
-    _restore_rows(slab, slots, own, np.arange(slots.size))
 
 
 def load_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, keeps: Keeps, room: int) -> None:

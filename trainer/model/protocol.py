@@ -112,11 +112,7 @@ def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, belo
 
 
 def output_layer(model: nn.Module) -> nn.Linear:
-    """The layer that gives the logits: `model.get_output_embeddings()`, or `model.head`.
-
-    Raises:
-        UserError: there is none, or it is not an `nn.Linear`.
-    """
+    """The layer that gives the logits: `model.get_output_embeddings()`, or `model.head`."""
     getter = getattr(model, "get_output_embeddings", None)
     layer = getattr(model, "head", None) if getter is None else getter()
     if not isinstance(layer, nn.Linear):

@@ -64,10 +64,7 @@ class Source:
 
 
 def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> list[Source]:
-    """Every leaf source, with its weight and streams.
-
-    A UserError if an included file is wrong, a source has no streams, or all weights are zero.
-    """
+    """Every leaf source, with its weight and streams."""
     including = (config_path.resolve(),)
     leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
@@ -86,7 +83,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
 
 
 def resolve_eval_sources(config: RunConfig) -> list[Source]:
-    """The validation sets of `[[eval.source]]`. A UserError if a set has no streams."""
+    """The validation sets of `[[eval.source]]`."""
     tables = {each.name: each.as_source() for each in config.eval.source}
     weight = ConstantWeight(1.0)
     return [Source(name, each, weight, _streams(each, f"eval source {name}")) for name, each in tables.items()]

@@ -101,10 +101,9 @@ class Absent:
 def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
     """The unbiased estimates of one window: means over pairs and micro-batches, weighted by kappa.
 
-    `sums` are summed over ranks; `grad_sq` is the square norm of the gradient that the optimizer gets,
-    before clipping, which is `grad_factor` times that of the weighted mean loss. None: the sum of
-    kappa over the number of ranks, as DDP's average leaves it. 1.0 if the loop has divided by it, as
-    `GradScaler.unscale_` does with kappa = scale / m.
+    `sums` are summed over ranks; `grad_sq` is the square norm of the optimizer's gradient before clipping,
+    which is `grad_factor` times that of the weighted mean loss. None: the sum of kappa over the number
+    of ranks, as DDP's average leaves it; 1.0 if the loop has divided by it, as `GradScaler.unscale_` does.
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
@@ -167,8 +166,8 @@ def bounded_ratio(
     """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
 
     The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own
-    standard errors. Nothing is divided by y, so they hold for any y, even if it may be zero. A
-    noise scale is not negative, so the part of the confidence set below zero is left out.
+    standard errors. Nothing is divided by y, so they hold for any y. A noise scale is not negative, so
+    the part of the confidence set below zero is left out.
 
     x and y are unbiased and about normal; their variances and covariance were estimated with
     `freedom` degrees of freedom. `z`: normal quantiles of the two bounds.
@@ -236,12 +235,9 @@ class Current(NamedTuple):
 
 @dataclass
 class Stretches:
-    """Which windows share documents, so that their noise is not independent.
-
-    A document's next row comes `spread` steps later: steps of one phase (equal modulo the spread)
-    share documents as long as these last, and others do not. So the windows of a phase
-    within a document's length are one stretch.
-    """
+    """Which windows share documents, so that their noise is not independent: a document's next row comes
+    `spread` steps later, so the windows of a phase (modulo the spread) within a document's length are
+    one stretch."""
 
     spread: int = 1
     rows: float = 1.0  # that documents have lasted so far: of the document of a token, on average
@@ -370,9 +366,8 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
     """The longest window whose fit agrees with those over all shorter ones, in x and in y.
 
     By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially
-    adaptive estimation of nonparametric regression"): while the intervals of all windows up to this
-    one share a point, curvature has not yet shifted the fit visibly. A window of few stretches does
-    not know its interval.
+    adaptive estimation of nonparametric regression"). A window of few stretches does not know its
+    interval.
     """
     low, high = np.full(2, -math.inf), np.full(2, math.inf)
     longest = fits[0]
@@ -390,11 +385,8 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
 
 
 class PairAverage:
-    """Bias-corrected exponential averages of x and y with the covariance of the two averages.
-
-    The averages are means weighted by `ema ** age`: dividing by the sum of the weights corrects the
-    bias. Their covariance comes from the deviations of whole stretches.
-    """
+    """Exponential averages of x and y, means weighted by `ema ** age`, with the covariance of the two
+    averages, which comes from the deviations of whole stretches."""
 
     def __init__(self, ema: float, stretches: Stretches | None = None) -> None:
         self._ema, self._stretches = ema, stretches or Stretches()
