@@ -81,6 +81,9 @@ class NestLayout:
             self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
         self.width = sum(leaf.size for leaf in self.leaves)  # numbers per row
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NestLayout:
+        return self  # nothing in it changes
+
     def flatten(self, state: Any) -> Tensor:
         """The state as rows [B, width], in the widest type of its tensors, at least float32. Raises
         ValueError: it has another layout."""
