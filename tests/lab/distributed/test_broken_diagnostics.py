@@ -34,11 +34,11 @@ tokens = 4
 CASES = {
     "trainer.ledger.ledger:Ledger.drain_metrics": ("ledger metrics", ("ledger/", "ledger_")),
     "trainer.metrics.noise_scale.hooks:GradientNoiseScale._measure": ("gns", ("gns/",)),
-    "trainer.lab.per_layer:LayerNumbers.gradient_ready": ("per_layer", ("layer/",)),
+    "trainer.lab.extensions:LayerNumbers.gradient_ready": ("per_layer", ("layer/",)),
     "trainer.training.core_extensions:StepDetails._add_token_types": ("token_type", ("token_type/",)),
     "trainer.training.core_extensions:StepDetails._add_labels": ("per_source", ("source/", "modality/")),
     "trainer.lab.samples:Samples.at_boundary": ("sample", ()),
-    "trainer.lab.spikes:LossSpikes.update": ("spikes", ("loss_spike",)),
+    "trainer.lab.extensions:LossSpikes.update": ("spikes", ("loss_spike",)),
     "trainer.lab.tensorboard:TensorboardSink.log": ("tensorboard", ()),
     "trainer.training.run_dir:RunDir.keep_status": ("status.json", ()),
     "trainer.tools.summary:summarize": ("summary", ()),
