@@ -1,4 +1,4 @@
-"""How ranks share a model: each has all of it (DDP), or some rows of each tensor (FSDP2, HSDP), as torch's DTensor."""
+"""How ranks share a model: each has all of it (DDP), or rows of its tensors (FSDP2, HSDP)."""
 
 from __future__ import annotations
 

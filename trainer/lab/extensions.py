@@ -1,8 +1,9 @@
-"""Extensions of a run: loss spikes, numbers by layer, a profile; and what is told when memory runs out.
+"""Extensions of a run: loss spikes, numbers by layer, a profile, and memory that runs out.
 
-The sums by layer of a step are kept for each parameter until they have been added up over ranks. Layers are sums of
-those: the squares of their norms add up to that of the whole gradient. torch's profiler records N steady steps of rank
-0, as a trace in `RUN_DIR/profile`. All could go if metrics.jsonl and a program around the run were enough.
+The sums by layer of a step are kept for each parameter until they have been added up over ranks.
+Layers are sums of those: the squares of their norms add up to that of the whole gradient. torch's
+profiler records N steady steps of rank 0, as a trace in `RUN_DIR/profile`. All could go if
+metrics.jsonl and a program around the run were enough.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _recomputed(block: Any, *args: Any, **kwargs: Any) -> Any:
 def in_chunks(
     model: nn.Module, objective: Objective, chunk_tokens: int, *, device: torch.device, seq_len: int
 ) -> tuple[Headless, ChunkedObjective]:
-    """The model, which is on `device`, without its output layer, and the loss that computes the logits.
+    """The model without its output layer, and the loss that computes the logits, on `device`.
 
     A UserError if the output layer is unknown, or is not the last thing that the model computes.
     """

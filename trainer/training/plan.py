@@ -1,4 +1,4 @@
-"""The plan of a run, before the process group starts: sources, tokenizer, vocabulary, rules; and the parts made from it."""
+"""The plan of a run, before the process group starts, and the parts that are made from it."""
 
 from __future__ import annotations
 
