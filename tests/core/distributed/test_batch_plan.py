@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,26 +76,23 @@ def test_what_is_read_early_does_not_move_a_change(whole):
     assert checkpoint_differences(last(whole), last(late)) == []
 
 
-@pytest.mark.parametrize("m", [1, 4])
-def test_a_batch_that_auto_has_grown_is_refused_by_name(whole, m):
-    """Of a checkpoint of a version where `"auto"` doubled m."""
-    checkpoint = whole / "checkpoints" / "step_00000012"
+AUTO = {"micro_batches": {"schedule": "auto", "start": 1, "max": 16, "lr": "none"}}
+# Keys of `[train]` in a checkpoint of an earlier version, how far m had grown, and what refuses it.
+GONE = {
+    "grown": (AUTO, 4, 'the batch had grown to train.micro_batches = 4 by "auto", which is gone'),
+    "not grown": (AUTO, 1, ""),
+    "rows of two cells": ({"tbptt_cells": 2}, 1, "train.tbptt_cells = 2, which is gone"),
+    "rows of one cell": ({"tbptt_cells": 1}, 1, ""),
+}
+
+
+@pytest.mark.parametrize("case", GONE)
+def test_what_is_gone_is_refused_by_name_where_it_was_used(whole, tmp_path, case):
+    table, m, message = GONE[case]
+    checkpoint = Path(shutil.copytree(whole / "checkpoints" / "step_00000012", tmp_path / "step_00000012"))
     state = json.loads((checkpoint / STATE_FILE).read_text())
-    state["config"]["train"]["micro_batches"] = {"schedule": "auto", "start": 1, "max": 16, "lr": "none"}
+    state["config"]["train"] |= table
     (checkpoint / STATE_FILE).write_text(json.dumps({**state, "micro_batches": [m, 2]}))
     sign(checkpoint)
-    said = start(whole.parent, f"of {m}", "train.micro_batches=1", more=("--resume", checkpoint), code=2 * (m > 1))
-    assert ('the batch had grown to train.micro_batches = 4 by "auto", which is gone' in said) == (m > 1)
-
-
-@pytest.mark.parametrize("cells", [1, 2])
-def test_rows_of_several_cells_are_refused_by_name(whole, cells):
-    """Of a checkpoint of a version where a row could have several cells."""
-    checkpoint = whole / "checkpoints" / "step_00000013"
-    state = json.loads((checkpoint / STATE_FILE).read_text())
-    state["config"]["train"]["tbptt_cells"] = cells
-    (checkpoint / STATE_FILE).write_text(json.dumps(state))
-    sign(checkpoint)
-    said = start(whole.parent, f"rows of {cells}", more=("--resume", checkpoint), code=2 * (cells > 1))
-    assert ("train.tbptt_cells = 2, which is gone" in said) == (cells > 1)
-    assert ("data.seq_len = 32" in said) == (cells > 1)
+    more = ("--resume", checkpoint)
+    assert message in start(whole.parent, case, "train.micro_batches=1", more=more, code=2 * bool(message))

@@ -1,6 +1,10 @@
-"""Metrics of a user's own data sets: what is wrong with one costs that one, on several ranks too."""
+"""Metrics of a user's own data sets, and a component of the loss: what is wrong with one, on several ranks."""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +98,42 @@ def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_li
     assert said.count("metric 'my/huge' is left out: must be a number, got 1000") == 1
     assert said.count(" failed and is off from now on") == 1
     assert said.count("metrics of the source fails failed and is off from now on: ValueError: no metrics") == 1
+
+
+SPOILED = """
+import os
+import torch
+from trainer.model import build as build_ours
+from trainer.model.protocol import ModelOutput
+
+class Spoiled(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.state_width, self.calls = inner, inner.state_width, 0
+    def forward(self, tokens, state=None):
+        output, self.calls = self.inner(tokens, state=state), self.calls + 1
+        if self.calls == 4 and os.environ["RANK"] == "1":
+            return ModelOutput(output.logits[:, 1:], output.state)
+        return output
+
+def build(vocab_size, dim, num_layers):
+    return Spoiled(build_ours(vocab_size, dim=dim, num_layers=num_layers))
+"""
+
+
+def test_a_component_of_the_loss_that_fails_on_one_rank_stops_the_run_with_its_name_and_batch(tmp_path):
+    (tmp_path / "spoiled.py").write_text(SPOILED)
+    sets, extra = ("model.target=spoiled:build", "model.contract=false"), {"PYTHONPATH": str(tmp_path)}
+    output = train(write_tiny_config(tmp_path), tmp_path / "run", *sets, nproc=2, code=1, extra=extra)
+    output = [line for line in output.splitlines() if "ObjectiveError: objective component" in line]
+    (said,) = [line for line in output if line.startswith("trainer.")]  # its own, with the traceback
+    assert all("rank 1 failed" in line for line in output if line != said)
+    shapes = re.search(r"objective component token_ce: logits \((\d), 15, 257\) do not fit targets \((\d), 16\)", said)
+    assert shapes is not None, said
+    assert shapes[1] == shapes[2]
+    meta = json.loads(said.split("; batch: ", 1)[1])
+    modality, stream = {"first": "a", "second": "b"}[meta["source"]], meta["stream"]
+    assert list((tmp_path / "corpus" / modality).glob(Path(stream).name)), "the batch's stream is one that exists"
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"].startswith("rank 1 failed: ObjectiveError: objective component token_ce")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import random
 import shutil
 import time
@@ -17,8 +18,9 @@ import tomli_w
 
 from tests.support.checkpoints import sign
 from tests.support.config_fuzz import NUMBERS, WORDS, places
-from tests.support.fault_runs import keep
+from tests.support.fault_runs import ARGUMENTS, keep, make_config, whole_run
 from tests.support.in_process import program
+from tests.support.ranks import Ranks
 from tests.support.runs import EVERY_FILE, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
@@ -149,3 +151,48 @@ def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_
     assert victim.read_text() == "precious\n"
     assert not found, "\n".join(found)
     keep(7, "anything in any file of a run, under all verbs and resumes", lost="–", times=CASES)
+
+
+class Malicious:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self._path}",)
+
+
+def as_plain_pickle(file: Path, proof: Path) -> None:
+    file.write_bytes(pickle.dumps({"model": Malicious(proof)}))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("security")
+    config = make_config(directory)
+    return config, whole_run(config, directory / "run", "--steps", 5)
+
+
+@pytest.mark.parametrize("name", ["model_000.safetensors", "rank_001.safetensors"])
+def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, name):
+    config, whole = untouched
+    run_dir, proof = tmp_path / "run", tmp_path / "proof"
+    checkpoint = run_dir / "checkpoints" / "step_00000005"
+    shutil.copytree(whole, run_dir, symlinks=True)
+    as_plain_pickle(checkpoint / name, proof)
+    # The plant works: plain unpickling runs it.
+    pickle.loads((checkpoint / name).read_bytes())
+    assert proof.exists()
+    proof.unlink()
+    sign(checkpoint)
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 8)
+    with Ranks(arguments, logs=tmp_path / "logs") as ranks:
+        codes = ranks.wait()
+        said = ranks.said()
+    assert 2 in codes
+    assert 0 not in codes
+    assert "cannot be read" in said
+    assert "Traceback" not in said
+    assert not proof.exists()
+    keep(8, f"malicious pickle in {name}, in a plain pickle, with the marker made to agree", lost="–")

@@ -9,15 +9,11 @@ import sys
 import weakref
 
 import pytest
-import torch
 
-from tests.support.gloo import run_on_ranks
 from tests.support.in_process import train_here
 from tests.support.runs import read_rows, run, write_tiny_config
 from trainer.errors import UserError
-from trainer.metrics.best_effort import Diagnostics
 from trainer.training import main
-from trainer.training.extension import Extension, Extensions
 from trainer.training.signals import UnexpectedExit
 
 OWN = '''
@@ -68,7 +64,7 @@ def make(run):
 
 
 class Breaks(Extension):
-    """Raises on one rank in one of its moments."""
+    """Raises on one rank in one of its moments, or returns too many sums."""
 
     num_sums = 1
     metric_keys = ("own/broken",)
@@ -84,8 +80,15 @@ class Breaks(Extension):
     def window_read(self, step, window):
         self.breaks("window_read")
 
+    def micro_done(self, micro, result):
+        self.breaks("micro_done")
+
     def updated(self):
-        return torch.zeros(1, dtype=torch.float64)
+        self.breaks("updated")
+        return torch.zeros(1 + (self.at == "sums" and self.run.info.rank == self.rank), dtype=torch.float64)
+
+    def summed(self, sums, **kwargs):
+        self.breaks("summed")
 
     def drain_metrics(self):
         self.breaks("drain_metrics")
@@ -107,15 +110,19 @@ def table(name: str, **args: object) -> str:
     return f'{{target = "own_extensions:{name}", args = {{{given}}}}}'
 
 
-# The moments between the two at which one breaks: below.
+MOMENTS = ("window_read", "micro_done", "updated", "sums", "summed", "drain_metrics")
+
+
+@pytest.mark.distributed
 def test_they_report_sum_and_resume_beside_others_that_fail_on_one_rank(own, tmp_path):
     place = tmp_path / "run"
-    tables = [table("Counts", scale=2.5), *(table("Breaks", at=at, rank=1) for at in ("window_read", "drain_metrics"))]
+    tables = [table("Counts", scale=2.5), *(table("Breaks", at=at, rank=1) for at in MOMENTS)]
     words = [f"extension=[{', '.join(tables)}]", "train.steps=6", "checkpoint.every=4"]
     options = [word for each in words for word in ("--set", each)]
     ended = run("--config", own, "--run-dir", place, *options, nproc=2, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("failed and is off from now on: RuntimeError: broken on purpose") == 2
+    assert ended.stderr.count("failed and is off from now on: RuntimeError: broken on purpose") == len(MOMENTS) - 1
+    assert ended.stderr.count("failed and is off from now on") == len(MOMENTS)
     rows = read_rows(place / "metrics.jsonl")
     assert rows["train", 6]["own/micros"] == 2.5
     assert rows["train", 6]["own/sum"] == 3.0  # 1 of rank 0 and 2 of rank 1
@@ -164,65 +171,3 @@ def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch)
         assert runs[0]() is None
     finally:
         gc.enable()
-
-
-STEPS, BAD = 5, 3
-
-
-class Fails(Extension):
-    """Notes the moments that it is called at; raises in one of them, or returns too many sums, on rank 1, in step 3."""
-
-    num_sums = 1
-
-    def __init__(self, moment: str, rank: int) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
-        self.moment, self.rank, self.step = moment, rank, 0
-        self.called: list[tuple[str, int]] = []
-
-    def at(self, moment: str) -> None:
-        self.called.append((moment, self.step))
-        if (moment, self.step, self.rank) == (self.moment, BAD, 1):
-            raise ArithmeticError("broken on purpose")
-
-    def micro_done(self, micro, result):
-        self.at("micro_done")
-
-    def updated(self):
-        self.at("updated")
-        return torch.ones(1 + ((self.moment, self.step, self.rank) == ("sums", BAD, 1)), dtype=torch.float64)
-
-    def summed(self, sums, **numbers):
-        assert list(sums) == [2.0]
-        self.at("summed")
-
-
-def ride(rank: int, world_size: int, moment: str) -> tuple[list[tuple[str, int]], int]:
-    """Five steps as the loop takes them: what was called, and how many parts were off for a failure here."""
-    fails, diagnostics, events = Fails(moment, rank), Diagnostics(), []
-    diagnostics.on_event = events.append
-    extensions = Extensions(diagnostics, device=torch.device("cpu"), world_size=world_size)
-    extensions.add({"fails": fails})
-    for fails.step in range(1, STEPS + 1):
-        extensions.begin_step(fails.step, [], is_logged=True)
-        for call in extensions.on_micro:
-            call(None, None)
-        if (measured := extensions.sum_up()) is not None:
-            extensions.summed(measured, grad_sq=1.0, grad_factor=1.0, is_taken=True)
-    return fails.called, len(events)
-
-
-def ride_with_each(rank: int, world_size: int) -> dict[str, tuple[list[tuple[str, int]], int]]:
-    return {moment: ride(rank, world_size, moment) for moment in ("micro_done", "updated", "sums", "summed")}
-
-
-@pytest.mark.distributed
-def test_one_that_fails_on_one_rank_is_off_on_all_with_one_warning():
-    results = run_on_ranks(ride_with_each, 2)
-    for moment in results[0]:
-        (healthy, no_warning), (failed, one_warning) = (each[moment] for each in results)
-        assert (no_warning, one_warning) == (0, 1)
-        assert failed[-1] == ("updated" if moment == "sums" else moment, BAD)
-        # A failure after the sums is known to the other rank with the sums of the next step.
-        last = BAD + 1 if moment == "summed" else BAD
-        assert healthy[-1] == ("updated", last)
-        assert [step for name, step in healthy if name == "summed"] == list(range(1, last))

@@ -114,6 +114,15 @@ def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
             assert {key: again["train", step].get(key) for key in same} == same
 
 
+@pytest.mark.parametrize("own", ["{name='muon', lr=0.01}", "{target='torch.optim:RMSprop', lr=0.01}"])
+def test_a_resumed_run_goes_on_with_the_moments_of_any_optimizer(tmp_path, own):
+    path, sets = write_tiny_config(tmp_path, EXTRA), (f"optimizer={own}", "scheduler.name=constant")
+    for name, lengths in (("whole", (STEPS,)), ("resumed", (5, STEPS))):
+        for steps in lengths:
+            train_here(path, tmp_path / name, *sets, "checkpoint.resume=auto", f"train.steps={steps}")
+    assert losses(tmp_path / "resumed" / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")
+
+
 CHILD = """
 import os, sys, time
 from trainer.ending import PARENT, stop_with_parent

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import checkpoint_differences
+from tests.support.fault_runs import ARGUMENTS, EXTRA, keep, make_config, whole_run
+from tests.support.ranks import Ranks, checkpoint_differences
 from tests.support.runs import losses, train, write_tiny_config
 from tests.support.s3 import S3Server
 
@@ -69,3 +73,46 @@ def test_a_store_that_cannot_be_used_is_refused_before_the_run_in_one_line(serve
     assert problem in said
     assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+STEPS, KILLS = 60, 3
+LAST = f"step_{STEPS:08d}"
+
+
+def whole_ones(store: Path) -> list[str]:
+    """The checkpoints that have a marker, each of which is as its marker says."""
+    markers = sorted(store.glob("step_*/COMPLETE"))
+    for marker in markers:
+        for name, expected in json.loads(marker.read_bytes())["files"].items():
+            assert hashlib.sha256((marker.parent / name).read_bytes()).hexdigest() == expected["sha256"]
+    return [marker.parent.name for marker in markers]
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_run_that_is_killed_in_uploads_and_loses_its_directory_comes_back_from_the_store(tmp_path):
+    whole = whole_run(make_config(tmp_path / "whole"), tmp_path / "whole" / "run", "--steps", STEPS)
+    server = S3Server(tmp_path / "s3" / "root")
+    store, config = server.bucket / "run", make_config(tmp_path, f'{EXTRA}remote = "s3://bucket/run"\n')
+    try:
+        for attempt in range(KILLS + 1):
+            line = ("--config", config, "--run-dir", tmp_path / f"run{attempt}", *ARGUMENTS, "--steps", STEPS)
+            before = len(whole_ones(store))
+            with Ranks(
+                (*line, "--resume", "auto"), logs=tmp_path / f"logs{attempt}", extra=server.environment()
+            ) as ranks:
+                if attempt < KILLS:
+                    # In an upload, or just after one.
+                    assert ranks.until(lambda before=before: len(list(store.glob("step_*"))) > before), ranks.said()
+                    ranks.signal(signal.SIGKILL)
+                codes = ranks.wait()
+                assert codes == [0, 0] or attempt < KILLS, ranks.said()
+                assert before == 0 or "resuming after step" in ranks.said(0), ranks.said()
+            server.restart()
+        last = tmp_path / f"run{KILLS}" / "checkpoints" / LAST
+        assert whole_ones(store)[-1] == LAST
+        for path in (last, store / LAST):
+            assert checkpoint_differences(whole / "checkpoints" / LAST, path) == []
+    finally:
+        server.kill()
+    keep(9, "SIGKILL of all ranks in an upload, and the run directory lost", times=KILLS)

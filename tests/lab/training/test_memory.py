@@ -1,17 +1,20 @@
-"""A run that is out of memory says what took it; a process gives back what it has freed."""
+"""A run that is out of memory says what took it; a process gives back what it has freed; a trace of steady steps."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.in_process import train_here
-from tests.support.runs import ROOT, write_tiny_config
+from tests.support.runs import ROOT, losses, train, write_tiny_config
 
 FREED = """
 import ctypes
@@ -70,3 +73,27 @@ def test_freed_blocks_are_given_back_unless_the_user_wants_otherwise(kept):
     environment = {**os.environ, **({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"} if kept else {})}
     found = subprocess.run([sys.executable, "-c", FREED], env=environment, capture_output=True, check=True, cwd=ROOT)
     assert (int(found.stdout) > 100e6) == kept
+
+
+def profiled(directory: Path, steps: int) -> tuple[Path, str]:
+    """The directory of a run, and what it said."""
+    run_dir = directory / "run"
+    return run_dir, train(write_tiny_config(directory), run_dir, f"train.steps={steps}", more=("--profile", 3))
+
+
+@pytest.mark.distributed
+def test_the_trace_has_the_steps_and_no_loss_changes(tmp_path):
+    run_dir, said = profiled(tmp_path, 16)
+    train(tmp_path / "tiny.toml", tmp_path / "plain", "train.steps=16")
+    assert losses(tmp_path / "plain" / "metrics.jsonl") == losses(run_dir / "metrics.jsonl")
+    events = json.loads(gzip.decompress((run_dir / "profile" / "trace.json.gz").read_bytes()))["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
+    assert len(steps) == 3
+    assert said.count("profile of 3 steps from step 11 on") == 1
+    assert "USDT" not in said  # torch's own log of its profiler
+
+
+def test_a_run_that_ends_before_says_that_there_is_no_profile(tmp_path):
+    run_dir, said = profiled(tmp_path, 12)
+    assert "the run ended before steps 11 to 13 were recorded: there is no profile" in said
+    assert not any((run_dir / "profile").iterdir())
