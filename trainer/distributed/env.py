@@ -49,8 +49,10 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     if "RANK" not in environ:
         return RankInfo()
     try:
-        rank = int(environ["RANK"])
-        return RankInfo(rank, int(environ.get("LOCAL_RANK", rank)), int(environ["WORLD_SIZE"]))
+        rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        if not 0 <= rank < world_size or int(environ.get("LOCAL_WORLD_SIZE", world_size)) < 1:
+            raise ValueError(f"rank {rank} of {world_size}")
+        return RankInfo(rank, int(environ.get("LOCAL_RANK", rank)), world_size)
     except (KeyError, ValueError) as error:
         problem = f"and WORLD_SIZE in the environment are not as torchrun sets them: {error}"
         raise UserError("RANK", problem, "launch with torchrun") from None
