@@ -121,7 +121,7 @@ def wait_as_torchrun(processes: Sequence[Member], timeout: float) -> int:
     """
     end, first = time.monotonic() + timeout, 0
     while any(process.poll() is None for process in processes):
-        if not first and (first := next((p.returncode for p in processes if p.returncode), 0)):
+        if not first and (first := next((code for p in processes if (code := p.poll())), 0)):
             for process in processes:
                 process.send_signal(signal.SIGTERM)
         if time.monotonic() > end:
