@@ -1,4 +1,5 @@
-"""Array types that several parts share; and hashes and random numbers that are pure functions of their key.
+"""Array types that several parts share; and hashes and random numbers that are pure functions of
+their key.
 
 Nothing here has state: the same key gives the same numbers in every process and after every
 restart, so checkpoints need no generator state. The generators are numpy's counter-based Philox,
@@ -8,7 +9,8 @@ keyed by a blake2b digest.
 from __future__ import annotations
 
 import hashlib
-from typing import Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,3 +76,10 @@ class KeyedUniforms:
     def block(self, block: int) -> NDArray[np.float64]:
         """The numbers [block * BLOCK, (block + 1) * BLOCK)."""
         return keyed_generator(*self._parts, block).random(BLOCK)
+
+
+def as_list(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One alone, as a list of one."""
+    if isinstance(found, Mapping):
+        return [found]
+    return list(found)

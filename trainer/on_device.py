@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -125,3 +126,9 @@ def memory_of(device: torch.device) -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return whole // (int(ranks) if ranks.isdigit() and int(ranks) else 1)
+
+
+def forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Random numbers that are drawn within leave those behind it as they were."""
+    devices = [device]
+    return torch.random.fork_rng(devices[: device.type == "cuda"])

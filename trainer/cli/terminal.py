@@ -74,7 +74,8 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
             end = time.monotonic() + WAIT_FOR_RANK_0_SEC
             while not is_told_to_end and time.monotonic() < end:
                 time.sleep(0.1)
-            message = "" if is_told_to_end else message
+            if is_told_to_end:
+                message = ""
     if message and (speaker is None or str(speaker) == rank):
         prefix = "" if rank == "0" else f"[rank {rank}] "
         print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201

@@ -223,7 +223,8 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     """Change `raw` in place as `text` (`table.key=value`) says.
 
     The value is TOML, or else a string. An element of an array of tables is named by its index or
-    its `name`: `data.source.0.weight=2`. Missing tables are created. Returns the path, with indices.
+    its `name`: `data.source.0.weight=2`. Missing tables are created. Returns the path, with
+    indices.
 
     Raises:
         UserError: `text` is not `key=value`, or the path leads through a value that is no table.
@@ -364,8 +365,9 @@ def shown(value: Any) -> str:
 
 
 def hint(path: KeyPath, model: type[BaseModel]) -> str:
-    """The fix for the unknown key at `path` of a config that `model` describes: the keys that may be
-    meant (the closest of this table, or those of the same name in others), or all of this table."""
+    """The fix for the unknown key at `path` of a config that `model` describes: the keys that may
+    be meant (the closest of this table, or those of the same name in others), or all of this
+    table."""
     word, known = str(path[-1]), keys_of(model, path[:-1])
     found = difflib.get_close_matches(word, known, n=1)
     if word in FOREIGN:

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from trainer.arrays import BLOCK, KeyedUniforms
+from trainer.arrays import BLOCK, KeyedUniforms, as_list
 from trainer.data.collate import Batch
 from trainer.data.groups import EpochCount
 from trainer.data.pool import STAGES
@@ -77,18 +77,18 @@ class BlendSource:
 class BlendDataset:
     """An iterator of micro-batches, each from one source.
 
-    The source of batch i is a pure function of (seed, names, i), the weights at i, and which sources
-    still have data; all ranks choose the same. A source with weight zero is never picked. Exhausted
-    sources are skipped; when all are exhausted (or stay at weight zero), iteration stops.
+    The source of batch i is a pure function of (seed, names, i), the weights at i, and which
+    sources still have data; all ranks choose the same. A source with weight zero is never picked.
+    Exhausted sources are skipped; when all are exhausted (or stay at weight zero), iteration stops.
 
     A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict`; for metrics,
     `drain_step_metrics` and `metric_keys`, all that it can return (those not in the catalog are
     gauges). If they fail, they are absent from then on, with one warning.
 
     `seed` is of the choices; `micro_batches` are those of a step. `per_source`: also report
-    `blend/share/<name>`, `blend/weight/<name>` and times by source; `times`: `time/<stage>/all`, the
-    time of reading since the last drain. Raises UserError without sources, for a name twice, and at a
-    batch at which all weights are zero.
+    `blend/share/<name>`, `blend/weight/<name>` and times by source; `times`: `time/<stage>/all`,
+    the time of reading since the last drain. Raises UserError without sources, for a name twice,
+    and at a batch at which all weights are zero.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class BlendDataset:
 
         `state` is this rank's state, or those of all ranks in rank order.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = as_list(state)
         own = states[0]
         if own.get("version") != VERSION or "names" not in own:
             problem = "the saved state is not one of a blend of this version"

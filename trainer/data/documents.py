@@ -49,8 +49,8 @@ def damaged(where: Path | str, problem: str, fix: str = AGAIN) -> UserError:
 
 @dataclass(frozen=True)
 class IdBounds:
-    """Ids of a file must be 0 to num_ids - 1: those of the tokenizer, with `ids` but for the last, which
-    begins documents."""
+    """Ids of a file must be 0 to num_ids - 1: those of the tokenizer, with `ids` but for the last,
+    which begins documents."""
 
     where: str  # the file or the place in it
     num_ids: int
@@ -145,9 +145,9 @@ class ReadOptions(Options):
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
-    """Concatenate documents that are tokenized one by one, in the smallest dtype for the ids; many are
-    in a mapped temporary file (`TMPDIR`). Raises UserError, naming the file `where`, at an id outside
-    the vocabulary. `pieces`: the ids of each document, any integer dtype.
+    """Concatenate documents that are tokenized one by one, in the smallest dtype for the ids; many
+    are in a mapped temporary file (`TMPDIR`). Raises UserError, naming the file `where`, at an id
+    outside the vocabulary. `pieces`: the ids of each document, any integer dtype.
     """
     dtype, lengths = np.dtype(np.min_scalar_type(max(vocab_size - 1, 0))), array("q")
     bounds, num_tokens = IdBounds(where, vocab_size, "the tokenizer"), 0

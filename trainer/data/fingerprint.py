@@ -1,7 +1,7 @@
 """What must match for a saved state of data to fit: the files, and how a source reads them.
 
-A mark of a file is its size and a hash of blocks spread over it, or of the whole of a small file. Times
-of modification are not used: copying a corpus changes them, and nothing else.
+A mark of a file is its size and a hash of blocks spread over it, or of the whole of a small file.
+Times of modification are not used: copying a corpus changes them, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of formats, of which each is one row, and custom formats, functions by import path.
 
-Those that hold text are read here: raw text files, JSON lines, and Parquet (extra `parquet`, pyarrow).
-JSON lines and Parquet hold one document per line or row, as `text` or as `tokens` (ids), or as
-either in a column that is named. Damaged files are a UserError with the path and the place.
+Those that hold text are read here: raw text files, JSON lines, and Parquet (extra `parquet`,
+pyarrow). JSON lines and Parquet hold one document per line or row, as `text` or as `tokens` (ids),
+or as either in a column that is named. Damaged files are a UserError with the path and the place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data import documents
-from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
+from trainer.data.documents import (
+    IdBounds,
+    Kind,
+    ReadOptions,
+    TokenArray,
+    TokenTable,
+    damaged,
+    table_from_pieces,
+)
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code

@@ -1,7 +1,7 @@
 """Opening a stream: the documents of a split, and the groups of cells that they are cut into.
 
-A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a document,
-or a run of cells of one that is cut.
+A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a
+document, or a run of cells of one that is cut.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class CutOptions(Options):
 
 
 def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions) -> GroupTable:
-    """Cut the `kept` documents of a stream, ascending, into groups; those without tokens are skipped.
+    """Cut the `kept` documents of a stream, ascending, into groups; those without tokens are
+    skipped.
 
     `lengths`: tokens of every document of the stream, int64 [num_documents].
     """

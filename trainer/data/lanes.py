@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import IGNORED, keyed_generator
+from trainer.arrays import IGNORED, as_list, keyed_generator
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.documents import ReadOptions
@@ -417,7 +417,7 @@ class LaneBlend(BlendDataset):
         `state` is this shard's, or those of all shards, in order. On another number of lanes or
         shards, unfinished groups continue first: by shard, those that have waited longest first.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = as_list(state)
         if any("lanes" not in each for each in states):
             problem = "the saved state is not one of full rows"
             fix = 'set it to what it was ("per_stream", say), or start a new run'

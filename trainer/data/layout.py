@@ -150,15 +150,15 @@ class Stream:
 
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
     if empty:  # a run that opens them only to read them would end hours later
-        verb = "is" if len(empty) == 1 else "are"
+        verb = ("are", "is")[len(empty) == 1]
         problem = f"{len(empty):,} of {counted(num_files, 'file')} {verb} empty, which is refused"
         fix = "remove what is empty, or copy the others with train data build text, which skips it"
         raise UserError(few(empty), problem, fix)
 
 
 def _permanent(directory: str, here: str) -> str:
-    """The directory's part of a permanent name under DIRECT, however it is spelled: its path from the
-    working directory, `here`; outside of that the absolute one."""
+    """The directory's part of a permanent name under DIRECT, however it is spelled: its path from
+    the working directory, `here`; outside of that the absolute one."""
     absolute, inside = f"{os.path.normpath(os.path.join(here, directory))}/", os.path.join(here, "")
     if not absolute.startswith(inside):
         real = f"{os.path.realpath(absolute)}/"
@@ -181,8 +181,8 @@ def numbered(streams: Iterable[Stream]) -> list[Stream]:
 def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *, format: str = "auto") -> list[Stream]:
     """The streams below `root/<modality>/`, sorted by relative path.
 
-    `modalities`: use only these; None: all. `format`: `auto` takes the files with a known extension,
-    a named format every file.
+    `modalities`: use only these; None: all. `format`: `auto` takes the files with a known
+    extension, a named format every file.
     """
     check_format(format)
     base = Path(root)
@@ -221,8 +221,8 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
     """The streams of files and globs, sorted by name; the parent directory's name is the modality.
 
-    A file that is named explicitly is used whatever its extension; one that matches a glob must have
-    a known extension, unless `format` is set.
+    A file that is named explicitly is used whatever its extension; one that matches a glob must
+    have a known extension, unless `format` is set.
     """
     check_format(format)
     found: dict[str, Stream] = {}

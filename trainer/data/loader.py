@@ -170,7 +170,8 @@ TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
 
 
 class Loader:
-    """Iterates a dataset of dicts as micro-batches, with the dataset's state and metrics after each.
+    """Iterates a dataset of dicts as micro-batches, with the dataset's state and metrics after
+    each.
 
     An exception in the thread is raised from `next()`, after the batches made before it. While the
     thread runs, nobody else may touch the dataset, whose `state_dict` and `drain_step_metrics` are
@@ -341,7 +342,7 @@ class Reading:
             raise UserError("data", "there is nothing to read", "check the paths of the sources")
         given = next(filter(None, firsts), None)
         if not all(flat):
-            shards = "data shard" if len(firsts) > 1 else "rank"
+            shards = ("rank", "data shard")[len(firsts) > 1]
             empty = ", ".join(str(number) for number, has in enumerate(flat) if not has)
             text = "%s %s of %d has nothing to read, and runs fully masked batches"
             logger.warning(text, shards, empty, len(flat))

@@ -1,7 +1,7 @@
 """Micro-batches of one stream each: `per_stream` and `device_per_stream`.
 
-Each active reader has lanes of its own. Which groups a lane reads is a pure function of their cells,
-so that every rank can compute how long the slices of all ranks last.
+Each active reader has lanes of its own. Which groups a lane reads is a pure function of their
+cells, so that every rank can compute how long the slices of all ranks last.
 """
 
 from __future__ import annotations

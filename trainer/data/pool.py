@@ -42,8 +42,8 @@ class ActivePool:
     """The active readers, one per slot: with `stream`, `remaining_picks`, `remaining_fraction`.
 
     `seen` holds the metrics of the last pick: what remained before it, and waits with it counted;
-    empty before the first, or if the `guard` of the metrics has seen them fail. All `modalities` are
-    reported, zeros included.
+    empty before the first, or if the `guard` of the metrics has seen them fail. All `modalities`
+    are reported, zeros included.
     """
 
     def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:
@@ -178,7 +178,8 @@ class ActivePool:
     def observed(self) -> dict[str, Any]:
         """The pool's observations as plain Python, for `restore`: waits continue after a resume.
 
-        `waits`: by slot, minus the pick at which its reader was last picked, and its surprise since.
+        `waits`: by slot, minus the pick at which its reader was last picked, and its surprise
+        since.
         """
         waits = self._stats[_NEG_LAST_PICK:].T.tolist()
         return {"num_picks": self._num_picks, "waits": waits, "seen": self.seen}

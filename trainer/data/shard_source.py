@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from trainer.arrays import Flags, Ints, KeyedUniforms, keyed_generator
+from trainer.arrays import Flags, Ints, KeyedUniforms, as_list, keyed_generator
 from trainer.data.documents import ReadOptions
 from trainer.data.fingerprint import check_states, fingerprint
 from trainer.data.formats import format_name, is_import_path, takes_option
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 Cursor = list[Any]
 """Of a shard in an epoch: `[parts taken from the queue, [[stream, how far it was read...], ...]]`."""
 Point = list[Cursor]
-"""Of all shards, when their number changed in the middle of an epoch: the rest is dealt anew. Points
-are dropped at its end."""
+"""Of all shards, when their number changed in the middle of an epoch: the rest is dealt anew.
+Points are dropped at its end."""
 FEW = 8  # documents for each data shard; fewer are dealt anew in every epoch
 
 
@@ -160,10 +160,11 @@ class Reader:
 class StreamSource(ABC):
     """Opens the streams of a source one after another into a pool, epoch by epoch.
 
-    An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a pure
-    function of (name, seed, epoch, shard, number of shards, pick), so the state is cursors, and the
-    pool's observations for its metrics. The namespace of `cut`, the source's name, is unique in a
-    blend; `in_memory` has, by relative path, streams that are no files. Raises UserError for no streams, or one twice.
+    An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a
+    pure function of (name, seed, epoch, shard, number of shards, pick), so the state is cursors,
+    and the pool's observations for its metrics. The namespace of `cut`, the source's name, is
+    unique in a blend; `in_memory` has, by relative path, streams that are no files. Raises
+    UserError for no streams, or one twice.
     """
 
     version: ClassVar[int]  # of the saved state
@@ -284,8 +285,8 @@ class StreamSource(ABC):
         return found
 
     def drain_step_metrics(self) -> dict[str, float | None]:
-        """The pool's metrics at the last pick, if any, and the exhausted readers since the last drain.
-        Once all data are read, only the counts."""
+        """The pool's metrics at the last pick, if any, and the exhausted readers since the last
+        drain. Once all data are read, only the counts."""
         self._note()
         gauges: Mapping[str, float | None] = self._pool.seen
         if not self._guard.enabled:
@@ -325,8 +326,8 @@ class StreamSource(ABC):
         self._has_groups = bool(before) or index > 0
 
     def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Any, Ints], Ints]]:
-        """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function for
-        the unfinished groups of a part in reading order, those first that were begun."""
+        """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function
+        for the unfinished groups of a part in reading order, those first that were begun."""
         source = self.open(self.streams[stream])
         key = ("groups", self.name, self._mix.seed, self.epoch, source.stream.relative_path)
         cells = source.groups.num_cells
@@ -430,7 +431,7 @@ class StreamSource(ABC):
         `state` is this shard's, or those of all shards in order, which a change of what is in
         `layout` needs (not with `per_stream`, where all are alike). UserError: it does not fit.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = as_list(state)
         check_states(states, self.fixed_state)
         own = states[0]
         if len(states) == self._num_shards:
@@ -472,7 +473,8 @@ def resharded(
 ) -> tuple[int, dict[int, list[Point]]]:
     """The epoch to continue in, the earliest of any shard, and the points of it and later ones.
 
-    `num_parts`: of an epoch, for a shard. There, a shard that is ahead has taken its whole part, one that is behind nothing.
+    `num_parts`: of an epoch, for a shard. There, a shard that is ahead has taken its whole part,
+    one that is behind nothing.
     """
     # A shard without any group stays in its first epoch: it does not tell where the run is.
     epochs = [state["epoch"] for state in states if state["pool"] or not state["is_ended"]]

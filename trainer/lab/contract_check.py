@@ -23,6 +23,7 @@ from trainer.import_path import NO_PARTS, Parts, users_code
 from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating, run_few_tokens
+from trainer.on_device import forked_rng
 from trainer.training.plan import AUTOCAST, Plan, make_model, model_and_loss, resolve_builder, weightless
 from trainer.training.sources import evaluated_rows, runs_on
 
@@ -206,7 +207,8 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
 
 
 def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, seq_len: int) -> None:
-    """Refuse a sharded model that uses parts of a module without calling it, and so without their parameters.
+    """Refuse a sharded model that uses parts of a module without calling it, and so without their
+    parameters.
 
     Runs a few tokens to find out. Every rank must call it.
     """
@@ -216,7 +218,7 @@ def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.de
         inspect.signature(model.forward).bind(tokens=None, state=None)
     except TypeError:  # it takes inputs that only the data have
         return
-    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    fork = forked_rng(device)
     try:
         with evaluating(model), torch.no_grad(), fork:
             run_few_tokens(model, device, seq_len=seq_len)

@@ -2,9 +2,9 @@
 tokens that it has seen.
 
 The depth of a target is the number of tokens of its document before it, counted from where the
-state was zero. Each cell that continues a document is run a second time, from a zero state: the target at place t of the
-cell then has a context of t tokens, as if the state were reset at each cell. Those of a first cell
-have the same loss in both.
+state was zero. Each cell that continues a document is run a second time, from a zero state: the
+target at place t of the cell then has a context of t tokens, as if the state were reset at each
+cell. Those of a first cell have the same loss in both.
 
 Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference,
 are over documents as independent draws: the `Moments.wide_error` of a ratio of sums. Documents of a

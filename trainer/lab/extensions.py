@@ -22,7 +22,8 @@ from trainer.config.schema import FIRST_PROFILED
 from trainer.distributed.strategy import own_part, own_range
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
-from trainer.training.plan import state_bytes, width_of
+from trainer.training.plan import width_of
+from trainer.training.sources import state_bytes
 from trainer.wording import counted
 
 if TYPE_CHECKING:

@@ -4,17 +4,20 @@ The rule is computed chunk by chunk (Yang et al. 2024, arXiv 2412.06464):
 
     M_t = a_t (I - b_t k_t k_t^T) M_{t-1} + b_t k_t v_t^T,      o_t = M_t^T q_t
 
-Writing the correction as u_t = b_t (v_t - a_t M_{t-1}^T k_t) gives M_t = a_t M_{t-1} + k_t u_t^T. Within a chunk that begins
-with M_0, and with d_{ts} = a_{s+1} ... a_t and d_t = a_1 ... a_t, the corrections solve a triangular system,
+Writing the correction as u_t = b_t (v_t - a_t M_{t-1}^T k_t) gives M_t = a_t M_{t-1} + k_t u_t^T.
+Within a chunk that begins with M_0, and with d_{ts} = a_{s+1} ... a_t and d_t = a_1 ... a_t, the
+corrections solve a triangular system,
 
     u_t + b_t sum_{s<t} d_{ts} (k_t . k_s) u_s = b_t (v_t - d_t M_0^T k_t),
 
-whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3). The products d are
-exponentials of differences of cumulated logarithms, at most 1 each: nothing overflows, and an underflow is a correct zero.
+whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3).
+The products d are exponentials of differences of cumulated logarithms, at most 1 each: nothing
+overflows, and an underflow is a correct zero.
 
-On CUDA the kernels of flash-linear-attention run it, as operators that compile and can be captured. They have no resets: at a
-document's first position the log decay is `FORGET` instead, so nothing depends on the data. Which of their configurations run
-is measured at the first call on a machine: another one may round differently. It could go if rglru were the only family.
+On CUDA the kernels of flash-linear-attention run it, as operators that compile and can be
+captured. They have no resets: at a document's first position the log decay is `FORGET` instead, so
+nothing depends on the data. Which of their configurations run is measured at the first call on a
+machine: another one may round differently. It could go if rglru were the only family.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
+from trainer.model.encoder import (
+    GatedMLP,
+    LanguageModel,
+    ResidualBlock,
+    RMSNorm,
+    check_sizes,
+    init_matrix,
+)
 from trainer.model.families import fewest_heads
 from trainer.model.protocol import ModelOutput
 
@@ -59,11 +69,13 @@ def gated_delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule over a row from `state`; cutting the row anywhere and carrying the state changes only rounding.
+    """Run the rule over a row from `state`; cutting the row anywhere and carrying the state
+    changes only rounding.
 
-    q and k are [B, H, T, K], keys of norm at most 1; v is [B, H, T, V]; log a, at most 0, and b, in [0, 1], are
-    [B, H, T]; M before the first position is [B, H, K, V], zero where `resets` (bool [B, T]) is True. Returns o
-    [B, H, T, V] and M after the last position, in the type of `state`.
+    q and k are [B, H, T, K], keys of norm at most 1; v is [B, H, T, V]; log a, at most 0, and b,
+    in [0, 1], are [B, H, T]; M before the first position is [B, H, K, V], zero where `resets`
+    (bool [B, T]) is True. Returns o [B, H, T, V] and M after the last position, in the type of
+    `state`.
     """
     batch, heads, length = rate.shape
     if resets is None:
@@ -166,7 +178,9 @@ def _forward(
     given = {"q": q, "k": k, "v": v, "g": log_decay, "beta": rate, "initial_state": state}
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         cumulated, output, solved, end, *_ = kernels.chunk_gated_delta_rule_fwd(
-            **{name: each.contiguous() for name, each in given.items()}, scale=1.0, output_final_state=True
+            **{name: each.contiguous() for name, each in given.items()},
+            scale=1.0,
+            output_final_state=True,
         )
     return output, end, cumulated, solved
 
@@ -174,7 +188,12 @@ def _forward(
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, ...]:
     solved = k.new_empty(*log_decay.shape, CHUNK)  # the inverse of each chunk's triangular system
-    return v.new_empty(v.shape), state.new_empty(state.shape), log_decay.new_empty(log_decay.shape), solved
+    return (
+        v.new_empty(v.shape),
+        state.new_empty(state.shape),
+        log_decay.new_empty(log_decay.shape),
+        solved,
+    )
 
 
 @torch.library.custom_op(
@@ -194,7 +213,14 @@ def _backward(grad_output: Tensor, grad_end: Tensor | None, *saved: Tensor) -> t
             dht=None if grad_end is None else grad_end.contiguous(),
         )
     _, _, _, cumulated, rate, *_ = saved
-    return grad_q, grad_k, grad_v, grad_decay.to(cumulated.dtype), grad_rate.to(rate.dtype), grad_state
+    return (
+        grad_q,
+        grad_k,
+        grad_v,
+        grad_decay.to(cumulated.dtype),
+        grad_rate.to(rate.dtype),
+        grad_state,
+    )
 
 
 @_backward.register_fake
@@ -307,10 +333,12 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`y_t = sum_j taps_j x_{t-j}` per channel of x [B, T, D], over the positions of the same document.
+    """`y_t = sum_j taps_j x_{t-j}` per channel of x [B, T, D], over the positions of the same
+    document.
 
-    `taps`: [J, D], the weight of x_t first. `recent`: x of the J - 1 positions before the row, [B, J - 1, D], zeros
-    where the document has none. Returns y [B, T, D], and `recent` for what follows.
+    `taps`: [J, D], the weight of x_t first. `recent`: x of the J - 1 positions before the row, [B,
+    J - 1, D], zeros where the document has none. Returns y [B, T, D], and `recent` for what
+    follows.
     """
     before, length = taps.shape[0] - 1, x.shape[1]
     whole = torch.cat([recent, x], dim=1)  # [B, J - 1 + T, D]
@@ -347,10 +375,11 @@ class DeltaBlock(ResidualBlock):
 
 
 class GatedDelta(LanguageModel):
-    """A causal language model whose state is, per layer, a matrix per head and the last inputs of a short convolution.
+    """A causal language model whose state is, per layer, a matrix per head and the last inputs of
+    a short convolution.
 
-    Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form. The heads are dim / heads
-    wide, and `sizes` are those of a `LanguageModel`.
+    Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form.
+    The heads are dim / heads wide, and `sizes` are those of a `LanguageModel`.
     """
 
     def __init__(self, *, heads: int, **sizes: Any) -> None:
@@ -381,8 +410,9 @@ class GatedDelta(LanguageModel):
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs per trained token: 6 per weight of a matrix product, and the rule's own products.
 
-        Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C multiply-adds forward and 6 w + 9 C
-        backward, at w = C. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
+        Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C
+        multiply-adds forward and 6 w + 9 C backward, at w = C. Norms, gates, the convolution and
+        inverses, a few percent at usual widths, are not counted.
         """
         width, chunk = self.dim // self.heads, chunk_length(seq_len)
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
@@ -391,7 +421,13 @@ class GatedDelta(LanguageModel):
 
 
 def build(
-    vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
+    vocab_size: int,
+    dim: int,
+    num_layers: int,
+    *,
+    heads: int = 0,
+    mlp_ratio: float = 2.0,
+    tie_embeddings: bool = False,
 ) -> GatedDelta:
     """Build a `GatedDelta`; see `check_sizes`. `heads` = 0: `fewest_heads`."""
     heads = heads or fewest_heads(dim)

@@ -117,8 +117,8 @@ class HuggingFace(nn.Module):
 
 
 def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
-    """Read a model of a `transformers` family, whose sizes are its own, from the directory `from` of
-    `save_pretrained`; a smaller vocabulary gets rows. Raises UserError: it is no such model."""
+    """Read a model of a `transformers` family, whose sizes are its own, from the directory `from`
+    of `save_pretrained`; a smaller vocabulary gets rows. Raises UserError: it is no such model."""
     transformers, folder = package(), settings.pop("from", None)
     fix = f"set from, and no other args, to a directory of save_pretrained with a {model_type} (docs/models.md)"
     if folder is None or settings:
@@ -272,7 +272,10 @@ def _save_as_llama(model: Any, directory: Path) -> None:
     )
     weights = _outer(model)
     for number, block in enumerate(model.blocks):
-        norms = {"input_layernorm": block.attention_norm, "post_attention_layernorm": block.mlp_norm}
+        norms = {
+            "input_layernorm": block.attention_norm,
+            "post_attention_layernorm": block.mlp_norm,
+        }
         weights |= _block(number, block.mlp, {"self_attn.o_proj": block.attention.out, **norms})
         parts = block.attention.inputs.weight.split((model.dim, model.kv_dim, model.kv_dim))
         for name, part in zip("qkv", parts, strict=True):
@@ -331,12 +334,21 @@ def _common(model: Any) -> dict[str, Any]:
 
 
 def _outer(model: Any) -> Weights:
-    modules = {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
+    modules = {
+        "model.embed_tokens": model.embedding,
+        "model.norm": model.norm,
+        "lm_head": model.head,
+    }
     return {f"{name}.weight": module.weight for name, module in modules.items()}
 
 
 def _block(number: int, mlp: Any, others: dict[str, Any]) -> Weights:
-    parts = {"mlp.gate_proj": mlp.gate, "mlp.up_proj": mlp.values, "mlp.down_proj": mlp.out, **others}
+    parts = {
+        "mlp.gate_proj": mlp.gate,
+        "mlp.up_proj": mlp.values,
+        "mlp.down_proj": mlp.out,
+        **others,
+    }
     return {f"model.layers.{number}.{name}.weight": module.weight for name, module in parts.items()}
 
 

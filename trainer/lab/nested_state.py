@@ -117,7 +117,8 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
     gradient return in `eval()`, or None and 0 if they return none.
 
     `lengths`: tokens of the rows that the model is for, tried after `FEW_TOKENS`; the forward's own
-    error is raised if it takes none. Raises UserError: the state's tensors do not have the batch first.
+    error is raised if it takes none. Raises UserError: the state's tensors do not have the batch
+    first.
     """
     with evaluating(model):
         states = _first_states(model, lengths)
@@ -172,8 +173,8 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class TorchRnn(nn.Module):
-    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; cells of a group continue
-    from h (and c)."""
+    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; cells of a group
+    continue from h (and c)."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and custom ones.
+"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and
+custom ones.
 
 It could go if torch's Muon skipped a step on the device, and took shards.
 """
@@ -68,8 +69,8 @@ class SkippingMuon(Skipping, torch.optim.Muon):
 class MuonWithAdamW(CombinedOptimizer):
     """Muon for the groups of matrices and AdamW for the others, with the parameter groups of both.
 
-    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one
-    learning rate and weight decay fit both.
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025, arXiv
+    2502.16982), so that one learning rate and weight decay fit both.
 
     Args:
         momentum: of Muon.

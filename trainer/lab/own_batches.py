@@ -1,4 +1,5 @@
-"""Checks and copies the batches of a user's data set (`data.source.target`), and makes evaluation tasks (`eval.target`).
+"""Checks and copies the batches of a user's data set (`data.source.target`), and makes evaluation
+tasks (`eval.target`).
 
 It could go if data sets were trusted to give new objects and valid ids.
 """
@@ -23,6 +24,7 @@ from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
 from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
 from trainer.metrics.best_effort import BestEffort, as_number, checked
+from trainer.on_device import forked_rng
 from trainer.training.evaluator import Evaluator
 from trainer.wording import counted
 
@@ -177,9 +179,9 @@ def _widened(values: Any) -> Any:
 class OwnTask:
     """Calls the user's function on every rank; rank 0's result is logged.
 
-    It is called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with `args`, and returns a
-    mapping of names to numbers; other ranks may return anything. If it fails on any rank, it is switched off on all,
-    with one warning; the run continues.
+    It is called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with
+    `args`, and returns a mapping of names to numbers; other ranks may return anything. If it fails
+    on any rank, it is switched off on all, with one warning; the run continues.
     """
 
     function: Callable[..., Any]
@@ -190,14 +192,15 @@ class OwnTask:
     is_off: bool = False  # the same on all ranks
 
     def run(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
-        """The task's numbers as `eval/<name>`, the same on every rank, without `taken` names; empty once it has failed.
+        """The task's numbers as `eval/<name>`, the same on every rank, without `taken` names;
+        empty once it has failed.
 
-        The model is in evaluation mode, without gradients; torch's random state is restored afterwards.
+        The model is in evaluation mode, without gradients; torch's random state is restored
+        afterwards.
         """
         if self.is_off:
             return {}
-        devices = [evaluator.device] if evaluator.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with forked_rng(evaluator.device):
             found = self.guard.run(self._call, evaluator, step, taken)
         by_rank = gather_from_ranks((found, self.guard.enabled), world_size=evaluator.info.world_size)
         self.is_off = not all(works for _, works in by_rank)

@@ -64,7 +64,8 @@ def in_chunks(
 class Headless(nn.Module):
     """A model whose output has, instead of logits, what enters its output layer `head`: [B, T, D].
 
-    The head must be the last thing that a forward computes. Without this wrapper, the model is as before.
+    The head must be the last thing that a forward computes. Without this wrapper, the model is as
+    before.
     """
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:

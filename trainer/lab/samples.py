@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
+from trainer.on_device import forked_rng
 from trainer.training.extension import Extension
 from trainer.training.plan import autocast_context
 
@@ -94,9 +95,9 @@ def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: 
 
 
 class Samples(Extension):
-    """Generates a sample every `sample.every` steps and after the last: on rank 0, or, of a model in
-    shards, the same on every rank. It does not change torch's generators or the model's mode, and
-    does not run the compiled model, whose shapes it would change."""
+    """Generates a sample every `sample.every` steps and after the last: on rank 0, or, of a model
+    in shards, the same on every rank. It does not change torch's generators or the model's mode,
+    and does not run the compiled model, whose shapes it would change."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -116,8 +117,7 @@ class Samples(Extension):
 
     def _text(self) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
-        fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with fork, self._autocast(), evaluating(model):
+        with forked_rng(device), self._autocast(), evaluating(model):
             data, forbidden = self.run.config.data, [tokenizer.bos_id]
             settings: Any = {"draw": self._draw, "cell": data.seq_len, "forbidden": forbidden, "eod": data.eod}
             tokens = generate(model, self._prompt, device=device, **settings)

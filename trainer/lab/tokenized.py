@@ -1,4 +1,5 @@
-"""Tokenizes text once for all ranks of a node, with many processes, into a cache: always the same bytes.
+"""Tokenizes text once for all ranks of a node, with many processes, into a cache: always the same
+bytes.
 
 CACHE/<key>/000000.bin, .idx    tokens of a source's files (`load_megatron`)
 CACHE/<key>.making/             the same, before all are there
@@ -70,8 +71,8 @@ class How(NamedTuple):
 def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers: int, report: Report = silent) -> None:
     """Write the tokens of the files that have none yet, in a pool of processes.
 
-    `files`: path -> the `.bin` to write; its index is last. `report` gets (megabytes done, of, file),
-    at least once a second. Raises UserError: a file is damaged. What was finished stays.
+    `files`: path -> the `.bin` to write; its index is last. `report` gets (megabytes done, of,
+    file), at least once a second. Raises UserError: a file is damaged. What was finished stays.
     """
     sizes = {path: os.path.getsize(path) for path in files}
     missing = [path for path, target in files.items() if not target.with_suffix(".idx").is_file()]
@@ -163,7 +164,8 @@ def tokenize_source(
     plan: Plan, source: Source, info: RankInfo, is_stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, str]:
     """The file with the tokens of each of the source's text files, made unless they are there; none
-    if it has little text. Raises UserError: a file is damaged, or the cache cannot be used; Stopped."""
+    if it has little text. Raises UserError: a file is damaged, or the cache cannot be used;
+    Stopped."""
     streams = [each for each in source.streams if not source.is_off and _is_text(each, source.table)]
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:  # not worth a process

@@ -1,10 +1,10 @@
 """`Ledger`: the recurrent states of groups between steps; docs/ledger.md has a loop that uses it.
 
-Begin each step; for each micro-batch look up, run forward and backward, and store: outside `forward`,
-which activation checkpointing runs twice. Nothing is ever undone: when the optimizer skips a step,
-its weights are still valid, and the states computed with them are the right continuation. Only rows
-that are not finite are dropped. That is decided on the device, so neither `lookup` nor `store` waits
-for it.
+Begin each step; for each micro-batch look up, run forward and backward, and store: outside
+`forward`, which activation checkpointing runs twice. Nothing is ever undone: when the optimizer
+skips a step, its weights are still valid, and the states computed with them are the right
+continuation. Only rows that are not finite are dropped. That is decided on the device, so neither
+`lookup` nor `store` waits for it.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class Ledger:
         """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy,
         in float32 or wider; with a layout the nest, each tensor in its own type.
 
-        Zeros at the start of a group (cell 0), for group id -1, and where no state is held; the last
-        is counted as a cold start. Raises ValueError if a group appears twice, or an id is neither
+        Zeros at the start of a group (cell 0), for group id -1, and where no state is held; the
+        last is counted as a cold start. Raises ValueError if a group appears twice, or an id is
+        neither
         -1 nor in [0, 2^63).
         """
         group_ids = _as_group_ids(group_ids)
@@ -135,8 +136,8 @@ class Ledger:
         one at the row's end has ended.
 
         Raises UserError if the capacity is exhausted (with `lru`: below one micro-batch's groups),
-        RuntimeError before the first step, ValueError for other shapes, or as `lookup`. Then nothing
-        is changed.
+        RuntimeError before the first step, ValueError for other shapes, or as `lookup`. Then
+        nothing is changed.
         """
         if self._step < 0:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
@@ -258,8 +259,8 @@ class Ledger:
 
 
 def _as_group_ids(values: Ints) -> Ints:
-    """The ids as int64. A negative one that is not -1, such as a hash of 64 bits, would stand for no
-    group, and its state would never be kept."""
+    """The ids as int64. A negative one that is not -1, such as a hash of 64 bits, would stand for
+    no group, and its state would never be kept."""
     group_ids = np.ascontiguousarray(values, np.int64)
     if group_ids.min(initial=0) < -1:
         raise ValueError(f"group id {group_ids.min()}: must be -1 (no group) or in [0, 2^63)")

@@ -1,5 +1,5 @@
-"""The rows of the catalog: the type of a row, and one for each metric key of training, data and ledger, gradient noise
-scale (docs/gns.md) and layers."""
+"""The rows of the catalog: the type of a row, and one for each metric key of training, data and
+ledger, gradient noise scale (docs/gns.md) and layers."""
 
 from __future__ import annotations
 

@@ -136,9 +136,9 @@ class Loss(Protocol):
 class Objective:
     """The loss: cross entropy plus the enabled components, those whose weight is not 0.
 
-    `own` replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over the
-    unmasked targets and the number of these, both []. Outputs that are no scores, of another width
-    than `vocab_size`, then have no accuracy.
+    `own` replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over
+    the unmasked targets and the number of these, both []. Outputs that are no scores, of another
+    width than `vocab_size`, then have no accuracy.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Corpora in the NESTED layout, as JSON lines: of own text, of what every installation has, and key recall.
+"""Corpora in the NESTED layout, as JSON lines: of own text, of what every installation has, and
+key recall.
 
-Documents are found and checked first, with their text left on disk; then they are put into streams and
-written beside the corpus's place, which is renamed at the end.
+Documents are found and checked first, with their text left on disk; then they are put into streams
+and written beside the corpus's place, which is renamed at the end.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ def check_all(
     forbidden: Sequence[str] = (),
     report: Report = silent,
 ) -> tuple[list[Document], dict[str, str]]:
-    """The candidates of the modality `what` that are text, by source, each once; and why others are none.
-    `forbidden`: strings that must not enter the corpus, such as absolute paths of this machine."""
+    """The candidates of the modality `what` that are text, by source, each once; and why others
+    are none. `forbidden`: strings that must not enter the corpus, such as absolute paths of this
+    machine."""
     ordered = sorted(candidates, key=lambda candidate: candidate[0])
     skipped: dict[str, str] = {}
     documents: dict[str, Document] = {}
@@ -208,7 +210,8 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
 def write_corpus(
     out: Path, modalities: Mapping[str, Streams], skipped: Mapping[str, str], *, force: bool, report: Report = silent
 ) -> dict[str, Any]:
-    """Write `out/<modality>/<stream>.jsonl`, one document per line, and a manifest, which is returned.
+    """Write `out/<modality>/<stream>.jsonl`, one document per line, and a manifest, which is
+    returned.
 
     An equal corpus that is there is left untouched. Raises UserError: `out` holds another one and
     `force` is not given, or it holds files that are no part of one.
@@ -275,8 +278,8 @@ def build_text(
 ) -> dict[str, Any]:
     """Build a corpus of text, a document per file, at `out/<modality>/<stream>.jsonl`.
 
-    `modalities`: modality -> globs (with `**` and `~`). Hidden files are skipped. Raises UserError: a
-    glob matches nothing usable, or `out` cannot be replaced; see `write_corpus`.
+    `modalities`: modality -> globs (with `**` and `~`). Hidden files are skipped. Raises
+    UserError: a glob matches nothing usable, or `out` cannot be replaced; see `write_corpus`.
     """
     chosen: dict[str, Streams] = {}
     skipped: dict[str, str] = {}
@@ -323,8 +326,8 @@ def build_pytext(
 ) -> dict[str, Any]:
     """Build the corpus that needs no download: the same installation gives the same bytes.
 
-    `out/python`: `.py` files of the standard library and of numpy; `cpp`: the C++ and CUDA headers in
-    torch's package; `prose`: descriptions and licences of the installed distributions, and the
+    `out/python`: `.py` files of the standard library and of numpy; `cpp`: the C++ and CUDA headers
+    in torch's package; `prose`: descriptions and licences of the installed distributions, and the
     language reference behind `help()`. `max_bytes`: modality -> cap on its text; see `cap_evenly`.
     """
     stdlib, numpy = Path(sysconfig.get_paths()["stdlib"]), _package("numpy")
@@ -405,8 +408,8 @@ def build_key_recall(
     cannot fall below ln 8 = 2.079 nats; with it they are certain, and over all bytes a perfect
     model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
 
-    `groups`: documents over all `streams`, which are files. `seq_len`: bytes per cell, at least 5; train
-    with this `data.seq_len`. Raises UserError: fewer groups than streams.
+    `groups`: documents over all `streams`, which are files. `seq_len`: bytes per cell, at least 5;
+    train with this `data.seq_len`. Raises UserError: fewer groups than streams.
     """
     if groups < streams:
         problem = f"{groups} groups do not fill {counted(streams, 'stream')}"

@@ -1,8 +1,9 @@
 """Evaluation on a sample of a set that is too large to be read whole.
 
-The sample is the first N documents in a keyed order of all, each read from its beginning to a depth. N and the depth
-follow from the budget and the lengths of all documents, not from which ones are drawn: so each document is as likely to
-be read as any other, and sums over the sample are those over the set in proportion.
+The sample is the first N documents in a keyed order of all, each read from its beginning to a
+depth. N and the depth follow from the budget and the lengths of all documents, not from which ones
+are drawn: so each document is as likely to be read as any other, and sums over the sample are
+those over the set in proportion.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ class Sample:
     weight: float = 1.0  # of the loss of a token in the loss
 
     def error(self, losses: npt.NDArray[np.float64], tokens: npt.NDArray[np.float64]) -> float:
-        """The error of the mean loss per token against the whole set's, by the sums of each unit; NaN if unknown.
+        """The error of the mean loss per token against the whole set's, by the sums of each unit;
+        NaN if unknown.
 
-        It is that of a ratio of sums over equally likely units, with the correction for a finite set.
+        It is that of a ratio of sums over equally likely units, with the correction for a finite
+        set.
         """
         moments = Moments.of(torch.from_numpy(losses), torch.from_numpy(tokens))
         return self.weight * moments.wide_error() * math.sqrt(1 - self.share)
@@ -102,7 +105,8 @@ def draw_sample(
     info: RankInfo,
     generator: np.random.Generator,
 ) -> tuple[str, tuple[list[ShardSource], SampledLosses] | None]:
-    """How much of a set is read, in words, and the drawn documents; None: all. Equal on all ranks and at every resume.
+    """How much of a set is read, in words, and the drawn documents; None: all. Equal on all ranks
+    and at every resume.
 
     Args:
         datasets: of the sources.
@@ -159,7 +163,8 @@ def _copied(
     drawn: Sequence[tuple[int, Stream, int]],
     depth: int,
 ) -> tuple[list[ShardSource], list[int]]:
-    """Data sets of copies of the documents (data set, stream, number), in that order, and their group ids.
+    """Data sets of copies of the documents (data set, stream, number), in that order, and their
+    group ids.
 
     Evaluations then open no file, and fill batches whatever files the documents are from.
     """

@@ -313,7 +313,8 @@ def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
 
 
 def load_pretrained(folder: str) -> tuple[Adapted, int, str]:
-    """A causal model of `transformers` for the checks, its number of token ids, and its name. Nothing is downloaded.
+    """A causal model of `transformers` for the checks, its number of token ids, and its name.
+    Nothing is downloaded.
 
     Args:
         folder: a directory of `save_pretrained`.

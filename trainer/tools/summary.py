@@ -92,8 +92,8 @@ def _next_command(run: Run, run_dir: RunDir, state: str, reason: str) -> list[st
 def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
     """The command line that resumes a run from the same working directory, with all its settings.
 
-    Where it cannot be known, only the options to add: included files are relative to the first config, and each of
-    several nodes has its own launcher.
+    Where it cannot be known, only the options to add: included files are relative to the first
+    config, and each of several nodes has its own launcher.
     """
     options = f"--resume auto --run-dir {shlex.quote(str(run_dir.path))}"
     has_includes = any(source.include is not None for source in config.data.source)

@@ -1,5 +1,5 @@
-"""Looks at data that nobody has described: which files, of what kind, and which are damaged; and writes a commented
-config that fits it."""
+"""Looks at data that nobody has described: which files, of what kind, and which are damaged; and
+writes a commented config that fits it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
 def guess(
     streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
 ) -> tuple[Kind, list[str]]:
-    """Whether the files hold text or token ids, by the format and first record of each; their formats.
-    Raises UserError: text is mixed with ids, a headerless file has no dtype, or it cannot be read."""
+    """Whether the files hold text or token ids, by the format and first record of each; their
+    formats. Raises UserError: text is mixed with ids, a headerless file has no dtype, or it cannot
+    be read."""
     examples: dict[Kind, str] = {}
     formats = set()
     for stream in streams:
@@ -146,7 +147,7 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
 
 def describe(found: Sequence[str], num_files: int) -> str:
     """A sentence on what `not_text` found among so many files, and what to do."""
-    verb = "is" if len(found) == 1 else "are"
+    verb = ("are", "is")[len(found) == 1]
     what = f"{len(found):,} of {counted(num_files, 'file')} {verb} not UTF-8 text"
     fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
     return f"{what}: {few(found)}; a run would read the bytes as they are; {fix}"

@@ -238,7 +238,7 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
         return []
     own = [source for source in plan.sources if source.streams]
     if table.holdout_fraction > 0 and own:
-        runs = 2 if table.depth and has_state else 1
+        runs = 1 + (table.depth and has_state)
         sets.append(_eval_set("", plan, own, table.batches, info, device, runs))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
         sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device, 1))
@@ -248,8 +248,8 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
 def _eval_set(
     name: str, plan: Plan, sources: Sequence[Source], num_batches: int, info: RankInfo, device: torch.device, runs: int
 ) -> EvalSet:
-    """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little, `ALL`:
-    all; `runs`: how often each cell but a document's first is run, by `eval.depth`."""
+    """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little,
+    `ALL`: all; `runs`: how often each cell but a document's first is run, by `eval.depth`."""
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
     for dataset in datasets:  # an evaluation of nothing would report nothing
         dataset.refuse_nothing()

@@ -188,7 +188,10 @@ class Extensions:
     def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> None:
         """Note which extensions measure the step, and call their first moment."""
         # By shared settings: one that failed here keeps its place in the sums until all ranks know.
-        self._measure(self._all if is_logged else self._always)
+        measuring = self._all if is_logged else self._always
+        if not measuring and not self._measuring:
+            return
+        self._measure(measuring)
         for call in self._calls("window_read"):
             call(step, window)
 
@@ -202,6 +205,8 @@ class Extensions:
 
     def sum_up(self) -> Measured | None:
         """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""
+        if not self._measuring:
+            return None
         summing = [each for each in self._measuring if each.extension.num_sums]
         if not summing:
             return None

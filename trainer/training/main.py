@@ -74,8 +74,8 @@ class RunFailed(Exception):
 def train(config: RunConfig, launch: Launch) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
-    Returns 0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped before a step.
-    A UserError comes on every rank alike.
+    Returns 0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped before a
+    step. A UserError comes on every rank alike.
     """
     stop = launch.stop
     # `last` waits for uploads, when no rank waits for this one any more.
@@ -101,7 +101,9 @@ def train(config: RunConfig, launch: Launch) -> int:
                 try:
                     with ExitStack() as of_run, exits_as_errors():
                         run = open_run(plan, launch, info, device, of_run, last)
-                        return 0 if run is None else _run_to_end(run)
+                        if run is None:
+                            return 0
+                        return _run_to_end(run)
                 except UserError:  # also from closing the run
                     stop.mute()
                     raise

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.config.rules import Facts, check_rules, data_shards
-from trainer.config.schema import LedgerTable, ModelTable, ObjectiveTable, RunConfig
+from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, Strategy, layout_for, shard_units, strategy_for
@@ -145,11 +145,6 @@ def width_of(model: nn.Module) -> int:
     width = model.state_width
     assert isinstance(width, int)
     return width
-
-
-def state_bytes(table: LedgerTable, state_width: int) -> int:
-    """Memory of one state."""
-    return state_width * (2 if table.dtype == "bfloat16" else 4)
 
 
 def make_plan(

@@ -14,7 +14,7 @@ from torch import nn
 from trainer.config.data_tables import ScheduleTable, SourceTable, Weight
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import largest_batch, least_steps, mixing_of, reads_lanes, tokens_per_micro
-from trainer.config.schema import RunConfig
+from trainer.config.schema import LedgerTable, RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import IdBounds, ReadOptions
 from trainer.data.formats import is_import_path
@@ -179,6 +179,11 @@ def evaluated_rows(plan: Plan) -> int:
     return max(map(largest_batch, tables))
 
 
+def state_bytes(table: LedgerTable, state_width: int) -> int:
+    """Memory of one state."""
+    return state_width * (2 if table.dtype == "bfloat16" else 4)
+
+
 class Lanes(NamedTuple):
     """The lanes of full rows."""
 
@@ -218,10 +223,10 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     by_name = dict(zip(documents, shares, strict=True))
     limits = document_limits(documents, by_name, facts.data_shards)
     if state_width:
-        state_bytes = state_width * (2 if config.ledger.dtype == "bfloat16" else 4) * facts.shards_per_rank
+        needed = state_bytes(config.ledger, state_width) * facts.shards_per_rank
         memory = STATES_SHARE * memory_of(device)
-        reason = f"a lane's state takes {state_bytes / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
-        limits.append(LaneLimit(memory / state_bytes, reason))
+        reason = f"a lane's state takes {needed / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
+        limits.append(LaneLimit(memory / needed, reason))
     # A lane's document; and of each source the streams that are open, and a cache of twice as many.
     files = allow_open_files()
     handles = (1 + 3 * len(own)) * facts.shards_per_rank

@@ -72,16 +72,12 @@ class StepOutcome:
     """Token-weighted over all micro-batches and ranks, nats per token; NaN without a token."""
     tokens: int
     """Target tokens over all ranks. 0: all targets were masked, and nothing was changed."""
+    tokens_trained: int  # 0 for a step that was skipped
     grad_norm: float
     """Norm of the true gradient before clipping; for a skipped step, the squared norm as it was."""
     should_stop: bool  # a rank was asked to stop
     all_saved: bool  # every rank has written its background save
     save_is_due: bool  # the time between two saves has passed
-
-    @property
-    def tokens_trained(self) -> int:
-        """`tokens`; 0 for a step that was skipped."""
-        return self.tokens if self.is_finite else 0
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -205,7 +201,7 @@ class TrainStep:
         scaled.backward()
         if self.gns is not None:
             row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
-            scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+            scale = self.scaler.get_scale()  # 1 where it is off
             # In float64: integers times a float would be a float32, and rounding the only error.
             tokens = row_tokens.sum().double()
             self._gns_guard.run(self.gns.end_micro, tokens * (kappa * scale), row_tokens)
@@ -295,6 +291,7 @@ class TrainStep:
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),
+            tokens_trained=int(tokens * is_finite),
             grad_norm=math.sqrt(grad_sq) / factor if is_taken else grad_sq,
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self.world_size,

@@ -1,4 +1,5 @@
-"""`check_model`: all checks on one model; its interface, its purity, and what short rows say where the soak does not hold.
+"""`check_model`: all checks on one model; its interface, its purity, and what short rows say where
+the soak does not hold.
 
 Short rows name the cause. Carry: a row read in cells equals the row read whole. Leaks: other rows
 (isolation), later tokens (causality), documents before a reset (resets).
@@ -36,7 +37,17 @@ from trainer.lab.contracts.subject import (
     shape_of,
     without_dropout,
 )
-from trainer.lab.contracts.trial import CHECKS, NO_STATE, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
+from trainer.lab.contracts.trial import (
+    CHECKS,
+    NO_STATE,
+    ROWS,
+    Report,
+    Trial,
+    Verdict,
+    make_trial,
+    relative,
+    untestable,
+)
 
 RANDOM = (
     "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: "
@@ -79,7 +90,9 @@ def check_model(
     with _left_alone(model):
         try:
             how = _check(
-                model, _Request(vocab_size, seq_len, autocast, rows, time.thread_time() + max_seconds), verdicts
+                model,
+                _Request(vocab_size, seq_len, autocast, rows, time.thread_time() + max_seconds),
+                verdicts,
             )
         except (CallFailed, NotTestable) as error:
             why = str(error)
@@ -132,7 +145,11 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
         except CallFailed as error:
             verdicts["resets"] = Verdict("resets", "broken", f"{error}, with a reset inside a row")
             with_resets = False
-    options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": with_resets}
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "seq_len": seq_len,
+        "takes_resets": with_resets,
+    }
     before = dict(verdicts)
     try:
         return _judge(make_trial(working.in_float64(), **options), working, live, request, verdicts)
@@ -260,7 +277,14 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
     else:
         verdicts["purity"], trial = check_purity(trial)
     seconds = request.deadline - time.thread_time()
-    found, look_in = soak(trial, working, request.autocast, seq_len=request.seq_len, rows=request.rows, seconds=seconds)
+    found, look_in = soak(
+        trial,
+        working,
+        request.autocast,
+        seq_len=request.seq_len,
+        rows=request.rows,
+        seconds=seconds,
+    )
     if look_in is not None and seconds > 0:
         with trial.in_mode(look_in):
             found |= find_causes(trial)
@@ -401,7 +425,11 @@ def find_causes(trial: Trial) -> dict[str, Verdict]:
 def _judge_isolation(trial: Trial) -> Verdict:
     """Change the other row: a row's logits and state must not change."""
     subject, tokens, state = trial.subject, trial.tokens(), trial.start_state()
-    before, others, largest = subject(tokens, state), trial.others(tokens), torch.zeros(trial.length)
+    before, others, largest = (
+        subject(tokens, state),
+        trial.others(tokens),
+        torch.zeros(trial.length),
+    )
     for row in range(ROWS):  # rows may come first or last where something runs out
         changed = others.clone()
         changed[row] = tokens[row]

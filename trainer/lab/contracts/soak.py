@@ -29,7 +29,14 @@ from trainer.lab.contracts.subject import (
     norm,
     ratio,
 )
-from trainer.lab.contracts.trial import CELL_LENGTHS, Trial, Verdict, effective_dtype, relative, untestable
+from trainer.lab.contracts.trial import (
+    CELL_LENGTHS,
+    Trial,
+    Verdict,
+    effective_dtype,
+    relative,
+    untestable,
+)
 
 LEAST_ROWS, MOST_ROWS = 9, 64  # a fault may begin beyond 2, 4 or 8 rows
 MOST_LOGITS = 20_000_000  # of a cell of more rows than the least: a backward keeps those of all cells
@@ -41,7 +48,12 @@ SECONDS = 4.0  # a smaller size is taken if it would take longer
 READS = 60  # forwards of one cell that all passes take, about
 SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 FLIPPED = 16  # tokens of which rounding above `EXACT` may send the half to other experts
-PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
+PHASES = (
+    "reads one document",
+    "ended and began again",
+    "began a document late",
+    "changes documents",
+)
 EXACT = 1e-10  # relative rounding of float64, not of float32
 LARGEST_STEP = 0.01  # relative change of the parameters, of which the logits are a linear function
 CHAOS = 0.25  # of the logits' spread: a rounding that has grown to this hides everything
@@ -151,7 +163,13 @@ def _errors(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
 
 
 def soak(
-    trial: Trial, working: Subject, autocast: torch.dtype | None, *, seq_len: int, rows: int, seconds: float
+    trial: Trial,
+    working: Subject,
+    autocast: torch.dtype | None,
+    *,
+    seq_len: int,
+    rows: int,
+    seconds: float,
 ) -> tuple[dict[str, Verdict], bool | None]:
     """Judge `rows` rows in cells of `seq_len` tokens, or less where they would take long.
 
@@ -327,11 +345,17 @@ class _Soak:
     def _compare_inexact(self, way: _Pass, exact: Subject, batch: _Batch, joined: Tensor) -> Verdict:
         """At low precision, an honest row is as far from the exact logits as its documents alone are."""
         unit, cell, subject = self.trial.unit, self.size.cell, way.subject
-        wanted, own = self._read_alone(replace(way, subject=exact), batch), self._read_alone(way, batch)
+        wanted, own = (
+            self._read_alone(replace(way, subject=exact), batch),
+            self._read_alone(way, batch),
+        )
         error = _rms([_errors(own[each], logits, unit) for each, logits in wanted.items()])
         # States are rounded to the dtype in which the model returns them.
         state = subject(batch.tokens[:1, :cell], subject.zeros(1)).state
-        dtypes = [subject.precision, *(each.dtype for each in [state] if each is not None and each.is_floating_point())]
+        dtypes = [
+            subject.precision,
+            *(each.dtype for each in [state] if each is not None and each.is_floating_point()),
+        ]
         limit = max(ALLOWED * error, *(torch.finfo(dtype).eps for dtype in dtypes))
         if limit > CHAOS:
             raise NotTestable(f"rounding moves the logits by {error:.1e} of their spread")
@@ -345,7 +369,12 @@ class _Soak:
                     text = f"row {row} of {len(batch.tokens)}, which {PHASES[first]}, differs from the exact row by"
                     text += f" {size:.1e} of the logits' spread, in {way}; its documents alone differ by {error:.1e}"
                     return Verdict("soak", "broken", text, size)
-        return Verdict("soak", "held", f"{way}: as exact as documents alone ({largest:.1e}, {error:.1e})", largest)
+        return Verdict(
+            "soak",
+            "held",
+            f"{way}: as exact as documents alone ({largest:.1e}, {error:.1e})",
+            largest,
+        )
 
     def _read_batch(self, way: _Pass, batch: _Batch) -> Tensor:
         """The logits [B, T, columns] of the batch; without the last cells if the model does not
@@ -486,7 +515,13 @@ def _rms(errors: Sequence[Tensor]) -> float:
 
 
 def _breach(
-    way: _Pass, batch: _Batch, document: _Document, row: int, errors: Tensor, wanted: Tensor, first: int
+    way: _Pass,
+    batch: _Batch,
+    document: _Document,
+    row: int,
+    errors: Tensor,
+    wanted: Tensor,
+    first: int,
 ) -> Verdict:
     """The first wrong token of a document in a row."""
     size = float(errors[first:].max())

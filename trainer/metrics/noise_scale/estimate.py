@@ -14,8 +14,8 @@ A middle group between micro-batches and window (each rank's sum; on one rank, t
 half) separates pairs within groups from other pairs, which give the same noise if micro-batches are
 independent.
 
-An average over past steps lags behind a process that drifts, so `History` fits a straight line to the
-past and reads S and |G|^2 off at the last step; the data decide how long the window may be. A line
+An average over past steps lags behind a process that drifts, so `History` fits a straight line to
+the past and reads S and |G|^2 off at the last step; the data decide how long the window may be. A line
 cannot rule out a jump in the last steps, so the bounds include those of these steps alone.
 """
 
@@ -101,9 +101,10 @@ class Absent:
 def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
     """The unbiased estimates of one window: means over pairs and micro-batches, weighted by kappa.
 
-    `sums` are summed over ranks; `grad_sq` is the square norm of the optimizer's gradient before clipping,
-    which is `grad_factor` times that of the weighted mean loss. None: the sum of kappa over the number
-    of ranks, as DDP's average leaves it; 1.0 if the loop has divided by it, as `GradScaler.unscale_` does.
+    `sums` are summed over ranks; `grad_sq` is the square norm of the optimizer's gradient before
+    clipping, which is `grad_factor` times that of the weighted mean loss. None: the sum of kappa
+    over the number of ranks, as DDP's average leaves it; 1.0 if the loop has divided by it, as
+    `GradScaler.unscale_` does.
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
@@ -112,7 +113,11 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         return Absent("a gradient of the window was not finite", is_fault=True)
     if sums[REPEATED] > 0.0:
         reason = "two micro-batches of the step have rows of the same document: they are not independent"
-        return Absent(f"{reason}: more documents, or fewer rows in a step, help", is_fault=False, is_repeated=True)
+        return Absent(
+            f"{reason}: more documents, or fewer rows in a step, help",
+            is_fault=False,
+            is_repeated=True,
+        )
     kappa = sums[KAPPA]
     factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
     if kappa <= 0.0 or factor <= 0.0 or sums[BIG_NOISE] <= 0.0:
@@ -161,13 +166,20 @@ class Ratio(NamedTuple):
 
 
 def bounded_ratio(
-    x: float, y: float, var_x: float, var_y: float, cov: float, *, freedom: float, z: tuple[float, float] = QUANTILES
+    x: float,
+    y: float,
+    var_x: float,
+    var_y: float,
+    cov: float,
+    *,
+    freedom: float,
+    z: tuple[float, float] = QUANTILES,
 ) -> Ratio:
     """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
 
     The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own
-    standard errors. Nothing is divided by y, so they hold for any y. A noise scale is not negative, so
-    the part of the confidence set below zero is left out.
+    standard errors. Nothing is divided by y, so they hold for any y. A noise scale is not
+    negative, so the part of the confidence set below zero is left out.
 
     x and y are unbiased and about normal; their variances and covariance were estimated with
     `freedom` degrees of freedom. `z`: normal quantiles of the two bounds.
@@ -235,9 +247,9 @@ class Current(NamedTuple):
 
 @dataclass
 class Stretches:
-    """Which windows share documents, so that their noise is not independent: a document's next row comes
-    `spread` steps later, so the windows of a phase (modulo the spread) within a document's length are
-    one stretch."""
+    """Which windows share documents, so that their noise is not independent: a document's next row
+    comes `spread` steps later, so the windows of a phase (modulo the spread) within a document's
+    length are one stretch."""
 
     spread: int = 1
     rows: float = 1.0  # that documents have lasted so far: of the document of a token, on average
@@ -256,7 +268,8 @@ def sums_of(values: NDArray[np.float64], numbers: NDArray[np.int64]) -> NDArray[
 
 
 class History:
-    """Pairs (x, y) of all windows: the latest singly, older ones in sums over 2, 4, 8, ... of a phase.
+    """Pairs (x, y) of all windows: the latest singly, older ones in sums over 2, 4, 8, ... of a
+    phase.
 
     At most `BLOCKS` sums of each length are kept: its size grows with the windows' logarithm.
     """
@@ -385,8 +398,8 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
 
 
 class PairAverage:
-    """Exponential averages of x and y, means weighted by `ema ** age`, with the covariance of the two
-    averages, which comes from the deviations of whole stretches."""
+    """Exponential averages of x and y, means weighted by `ema ** age`, with the covariance of the
+    two averages, which comes from the deviations of whole stretches."""
 
     def __init__(self, ema: float, stretches: Stretches | None = None) -> None:
         self._ema, self._stretches = ema, stretches or Stretches()
@@ -410,7 +423,13 @@ class PairAverage:
         deviations = sums_of(weights[:, None] * (pairs - means), own)
         share = float(shares @ shares)  # 1 / (effective number of stretches)
         left = max(1.0 - share, LEAST_FREE)
-        return Fit(len(pairs), means, deviations.T @ deviations / left, max(1.0 / share - 1.0, 1.0), 1.0 / share)
+        return Fit(
+            len(pairs),
+            means,
+            deviations.T @ deviations / left,
+            max(1.0 / share - 1.0, 1.0),
+            1.0 / share,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "pairs": [*map(list, self._pairs)]}
@@ -427,7 +446,15 @@ class NoiseScaleAverage:
     `ema`: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
     """
 
-    GAUGES: tuple[str, ...] = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight", "seen")
+    GAUGES: tuple[str, ...] = (
+        "small_noise",
+        "big_noise",
+        "world_size",
+        "token_sum",
+        "rows_sum",
+        "weight",
+        "seen",
+    )
     GAUGES += ("skipped", "drained", "left_out", "drained_left_out")
 
     def __init__(self, ema: float = 0.95) -> None:
@@ -492,7 +519,10 @@ class NoiseScaleAverage:
         if self._noise.count:
             fit, current = self._noise.fit(), self.history.current()
             values["gns/tr_sigma"], values["gns/grad_sq"] = fit.now.tolist()
-            values["gns/b_small"], values["gns/b_big"] = 1.0 / self.small_noise, 1.0 / self.big_noise
+            values["gns/b_small"], values["gns/b_big"] = (
+                1.0 / self.small_noise,
+                1.0 / self.big_noise,
+            )
             if self._consistency.count >= MIN_PAIRS:
                 values |= self._consistency_values()
             if self._noise.count >= MIN_PAIRS:
@@ -513,7 +543,12 @@ class NoiseScaleAverage:
 
     def _values_of_ratio(self, ratio: Ratio) -> dict[str, float | None]:
         low, high, value, error = ratio
-        values = {"gns/b_simple_low": low, "gns/b_simple_high": high, "gns/b_simple": value, "gns/b_simple_se": error}
+        values = {
+            "gns/b_simple_low": low,
+            "gns/b_simple_high": high,
+            "gns/b_simple": value,
+            "gns/b_simple_se": error,
+        }
         if value is not None:
             per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
@@ -582,7 +617,12 @@ def outlook(noise: NoiseScaleAverage) -> str:
     # The excess of the variance: with a scatter known from many steps, and from as few as now.
     later, now = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, used.freedom))
     batch, times = 1.0 / noise.big_noise, max(now, 1.1)
-    numbers = math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)), batch * math.sqrt(times), batch * times, batch
+    numbers = (
+        math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)),
+        batch * math.sqrt(times),
+        batch * times,
+        batch,
+    )
     steps, least, most, today = (number_text(float(f"{number:.2g}")) for number in numbers)
     takes = f"about {steps} more steps, or {least} to {most}"
     if signal <= error:

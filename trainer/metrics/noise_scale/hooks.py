@@ -21,7 +21,8 @@ accumulation node, and DDP reduces after that node.
 
 FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates
 into the unsharded parameter, a single object over the model's life, which `FSDPModule.unshard()`
-registers in the module. Its hooks see the rank's own full micro-gradient, before the reduce-scatter.
+registers in the module. Its hooks see the rank's own full micro-gradient, before the
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class GradientNoiseScale(NoiseScaleAverage):
     group is then the one that averages gradients, and every rank must construct this object).
     Parameters that do not require a gradient at construction are left out. `process_group`: for a
     loop that averages gradients over ranks itself, without DDP. `weights_are_tokens`: whether
-    `example_weights` are token counts; see `gns/b_simple_tokens`. Errors are those of `find_leaves`.
+    `example_weights` are token counts; see `gns/b_simple_tokens`. Errors are those of
+    `find_leaves`.
     """
 
     def __init__(
@@ -166,10 +168,12 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires.clear()
 
     def begin_micro(self, last: bool, *, groups: Collection[Hashable] = (), rows_before: float = 0.0) -> None:
-        """Call before a micro-batch's backward. `last`: it is the window's last, in which DDP reduces.
+        """Call before a micro-batch's backward. `last`: it is the window's last, in which DDP
+        reduces.
 
         `groups`: what its rows are of, documents for example; a window with two micro-batches of
-        one does not enter the averages. `rows_before`: rows of its document before a row, on average.
+        one does not enter the averages. `rows_before`: rows of its document before a row, on
+        average.
         """
         self._repeated += not self._groups.isdisjoint(groups)
         self._groups.update(groups)
@@ -196,11 +200,11 @@ class GradientNoiseScale(NoiseScaleAverage):
     def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
         """Call after the backward of a micro-batch, before anything changes `.grad`.
 
-        `kappa`: factor on the micro-batch's mean loss in the backward, before DDP's average: 1/m, 1/m
-        times the loss scale, or the constant times this micro-batch's tokens where a sum of token
-        losses is differentiated; zero for a micro-batch with no target token. `example_weights`: [B]
-        weight of each example in the mean (its tokens; zero for a masked row), or the number of
-        examples if all weigh the same.
+        `kappa`: factor on the micro-batch's mean loss in the backward, before DDP's average: 1/m,
+        1/m times the loss scale, or the constant times this micro-batch's tokens where a sum of
+        token losses is differentiated; zero for a micro-batch with no target token.
+        `example_weights`: [B] weight of each example in the mean (its tokens; zero for a masked
+        row), or the number of examples if all weigh the same.
         """
         if self._failure is not None:
             raise self._failure
@@ -388,8 +392,8 @@ class Leaves:
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
     """The leaves of `model`. With FSDP2 it all-gathers every parameter: all ranks must call it.
 
-    Raises UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas
-    that is not all ranks, without a `process_group`; sharded next to unsharded parameters
+    Raises UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of
+    replicas that is not all ranks, without a `process_group`; sharded next to unsharded parameters
     (`ignored_params`), whose gradients FSDP2 does not average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]

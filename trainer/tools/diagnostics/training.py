@@ -1,5 +1,5 @@
-"""Rules about training: spikes and divergence of the loss, values that are not finite, repeated data, and the batch
-size next to the noise scale."""
+"""Rules about training: spikes and divergence of the loss, values that are not finite, repeated
+data, and the batch size next to the noise scale."""
 
 from __future__ import annotations
 

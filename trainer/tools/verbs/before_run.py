@@ -54,8 +54,9 @@ def check(
         plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
-        for unmet in needs_of_cuda(resolved.train) if device.type == "cpu" else ():
-            logger.warning("a run on this machine is refused: %s", unmet.message)
+        if device.type == "cpu":
+            for unmet in needs_of_cuda(resolved.train):
+                logger.warning("a run on this machine is refused: %s", unmet.message)
         content = contents(plan)
         for doubt in lane_doubts(plan, content):
             logger.warning("%s", doubt.message)
@@ -182,7 +183,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     from trainer.config.rules import why_no_noise_scale
     from trainer.tools.doubts import model_bytes
     from trainer.tools.summary import alignment
-    from trainer.training.plan import state_bytes
+    from trainer.training.sources import state_bytes
 
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}

@@ -186,8 +186,8 @@ def check_data(
 ) -> tuple[Plan, Fingerprint]:
     """Fingerprint the data files and compare them with a checkpoint's. Each rank reads its share.
 
-    Returns the plan, in which files that moved have the names of the checkpoint, and the fingerprint.
-    A UserError if a file cannot be read, or is empty, or if the data changed.
+    Returns the plan, in which files that moved have the names of the checkpoint, and the
+    fingerprint. A UserError if a file cannot be read, or is empty, or if the data changed.
 
     Args:
         saved: the checkpoint's state.json; None for a run that begins.
