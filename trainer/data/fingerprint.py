@@ -41,6 +41,14 @@ class Fingerprint:
     # Source -> stream (relative path, in the order of the stream ids) -> mark.
     sources: Mapping[str, Mapping[str, str]]
 
+    def __post_init__(self) -> None:
+        """Raises an error of any kind for what a damaged checkpoint may say."""
+        marks = [mark for files in self.sources.values() for mark in files.values()]
+        if {type(self.tokenizer), *map(type, marks)} != {str} or self.blocks not in range(
+            FEWEST_BLOCKS, MOST_BLOCKS + 1
+        ):
+            raise ValueError("not a fingerprint")
+
 
 def blocks_per_file(num_files: int) -> int:
     return min(max(TOTAL_BLOCKS // max(num_files, 1), FEWEST_BLOCKS), MOST_BLOCKS)

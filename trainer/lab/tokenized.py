@@ -24,7 +24,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,10 +91,13 @@ def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers:
                     future.result()
                     done += sizes[last]
                 report(done // 1_000_000, total // 1_000_000, last)
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():  # their work is not worth waiting for
                 process.terminate()
+            if isinstance(error, BrokenExecutor):
+                problem = "a process ended in the middle of its work, perhaps killed for want of memory"
+                raise UserError("data.tokenizer", problem, "run it again; it continues") from None
             raise
 
 

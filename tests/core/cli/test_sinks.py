@@ -78,4 +78,3 @@ def test_a_resumed_run_goes_on_under_the_same_id_in_wandb(finished):
     ids = {record.run.run_id for file in (first, second) for record in read_records(file) if record.HasField("run")}
     assert ids == {json.loads((run_dir / "status.json").read_text())["wandb_run_id"]}
     assert [row["global_step"] for row in read_history(second)] == [9, 10]
-    assert "WARNING" not in again.stderr

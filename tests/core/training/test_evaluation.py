@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.data.shard_source import ShardSource
+from trainer.data import shard_source
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
@@ -244,11 +244,11 @@ def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_fi
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
     monkeypatch.setattr(evaluation_sample, "LEAST", 4)
     opened: set[str] = set()
-    original = ShardSource.open
+    original = shard_source.open_stream
     monkeypatch.setattr(
-        ShardSource,
-        "open",
-        lambda self, stream: opened.add(stream.relative_path) or original(self, stream),
+        shard_source,
+        "open_stream",
+        lambda stream, *how: opened.add(stream.relative_path) or original(stream, *how),
     )
     (found,) = eval_sets(plan, RankInfo(), CPU)
     files = {name for name in opened if name.endswith(".jsonl")}
