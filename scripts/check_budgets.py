@@ -29,28 +29,28 @@ AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (20_770, 16_000),
-    "core: files": (97, 75),
-    "trainer: lines": (35_400, 31_000),
-    "trainer: files": (171, 171),
-    "tests: lines": (35_800, 30_000),
+    "core: lines": (19_230, 16_000),
+    "core: files": (85, 75),
+    "trainer: lines": (30_980, 28_500),
+    "trainer: files": (141, 141),
+    "tests: lines": (29_320, 27_500),
     "launches in make test": (136, 136),  # counted and checked in tests/conftest.py
-    "scripts: lines": (4_670, 4_670),
-    "words of documentation, with the CHANGELOG": (27_500, 27_500),
+    "scripts: lines": (3_915, 3_915),
+    "words of documentation, with the CHANGELOG": (24_060, 23_000),
     "functions with more than 10 parameters": (3, 3),
-    "places that make a UserError": (226, 226),
-    "config keys": (134, 134),
+    "places that make a UserError": (190, 190),
+    "config keys": (127, 127),
     "conditional expressions in 1,000 lines of code": (13, 13),
     "lines above 100 characters in 1,000": (29, 29),
     "lines of code for each comment line": (14, 14),
-    "steady step: modules": (24, 15),
+    "steady step: modules": (23, 15),
     "steady step: classes": (25, 15),
     "steady step: functions": (81, 50),
-    "steady step: switches": (495, 495),
-    "logged step: modules": (31, 31),
+    "steady step: switches": (480, 480),
+    "logged step: modules": (30, 30),
     "logged step: classes": (37, 30),
-    "logged step: functions": (163, 130),
-    "logged step: switches": (635, 635),
+    "logged step: functions": (160, 130),
+    "logged step: switches": (620, 620),
 }
 SETTINGS = """
     train.device=cpu train.compile=false checkpoint.every=0 eval.every=0 scheduler.warmup_steps=1 data.seq_len=64
