@@ -130,5 +130,4 @@ def memory_of(device: torch.device) -> int:
 
 def forked_rng(device: torch.device) -> AbstractContextManager[None]:
     """Random numbers that are drawn within leave those behind it as they were."""
-    devices = [device]
-    return torch.random.fork_rng(devices[: device.type == "cuda"])
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])

@@ -150,8 +150,7 @@ class Stream:
 
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
     if empty:  # a run that opens them only to read them would end hours later
-        verb = ("are", "is")[len(empty) == 1]
-        problem = f"{len(empty):,} of {counted(num_files, 'file')} {verb} empty, which is refused"
+        problem = f"{counted(len(empty), 'empty file')} of {num_files:,}, which is refused"
         fix = "remove what is empty, or copy the others with train data build text, which skips it"
         raise UserError(few(empty), problem, fix)
 

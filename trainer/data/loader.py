@@ -342,10 +342,9 @@ class Reading:
             raise UserError("data", "there is nothing to read", "check the paths of the sources")
         given = next(filter(None, firsts), None)
         if not all(flat):
-            shards = ("rank", "data shard")[len(firsts) > 1]
             empty = ", ".join(str(number) for number, has in enumerate(flat) if not has)
-            text = "%s %s of %d has nothing to read, and runs fully masked batches"
-            logger.warning(text, shards, empty, len(flat))
+            text = "data shard %s of %d has nothing to read, and runs fully masked batches"
+            logger.warning(text, empty, len(flat))
             giver, own = list(map(any, has_data)).index(True), None
             if given is not None and self._info.rank == giver:
                 own = replace(given.masked().to(torch.device("cpu")), state=None)

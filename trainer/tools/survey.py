@@ -147,7 +147,9 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
 
 def describe(found: Sequence[str], num_files: int) -> str:
     """A sentence on what `not_text` found among so many files, and what to do."""
-    verb = ("are", "is")[len(found) == 1]
+    verb = "are"
+    if len(found) == 1:
+        verb = "is"
     what = f"{len(found):,} of {counted(num_files, 'file')} {verb} not UTF-8 text"
     fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
     return f"{what}: {few(found)}; a run would read the bytes as they are; {fix}"

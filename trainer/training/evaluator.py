@@ -238,7 +238,9 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
         return []
     own = [source for source in plan.sources if source.streams]
     if table.holdout_fraction > 0 and own:
-        runs = 1 + (table.depth and has_state)
+        runs = 1
+        if table.depth and has_state:
+            runs = 2
         sets.append(_eval_set("", plan, own, table.batches, info, device, runs))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
         sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device, 1))

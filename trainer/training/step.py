@@ -286,12 +286,15 @@ class TrainStep:
         is_taken = is_finite and tokens > 0
         if launched.measured is not None:
             self.extensions.summed(launched.measured, grad_sq=grad_sq, grad_factor=factor, is_taken=is_taken)
+        trained = 0
+        if is_finite:
+            trained = int(tokens)
         return StepOutcome(
             is_exhausted=reduced[EXHAUSTED] == self.world_size,
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),
-            tokens_trained=int(tokens * is_finite),
+            tokens_trained=trained,
             grad_norm=math.sqrt(grad_sq) / factor if is_taken else grad_sq,
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self.world_size,

@@ -59,7 +59,7 @@ def test_validation_sets_are_listed_and_an_empty_file_is_refused_as_a_run_refuse
     (tmp_path / "unseen" / "empty.txt").touch()
     ended = checked(config, capsys)
     assert ended.returncode == 2
-    assert "unseen/empty.txt: 1 of 11 files is empty, which is refused" in ended.stderr
+    assert "unseen/empty.txt: 1 empty file of 11, which is refused" in ended.stderr
 
 
 def test_a_terminal_shows_the_keys_that_are_set_and_a_pipe_all_of_them(config, capsys, monkeypatch):

@@ -137,7 +137,9 @@ def context_unused(run: RunRecord) -> Outcome:
         # A gain below 0 is left to `loss_rises_with_depth`.
         if depth is None or any(at >= depth and _is_negative(gain) for at, gain in curve.gains):
             continue
-        of = name and f" of {name}"
+        of = ""
+        if name:
+            of = f" of {name}"
         gains = ", ".join(f"{gain} at {at:,}" for at, gain in curve.gains[-3:])
         words = f"the model uses no context beyond {depth:,} tokens{of}: carrying gains {gains}"
         knob = _longer_rows(run)
@@ -178,7 +180,9 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
         if risen is None:
             continue
         gains, (best, depth) = dict(curve.gains), risen
-        inside = name and f" in {name}"
+        inside = ""
+        if name:
+            inside = f" in {name}"
         words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} "
         words += f"tokens on, {gains[depth]} from {depth:,} on; states were never trained that long"
         knob = _longer_rows(run)
