@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.support.metric_streams import Rows, add_restarts, healthy_scenario, write_run
+from tests.support.metric_streams import add_restarts, healthy_scenario, write_run
+from tests.support.records import Rows
 from trainer.data import StreamMixingDataset
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run

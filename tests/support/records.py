@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -13,10 +13,11 @@ from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.tools.runs.load import RowTable, RunRecord
 
 Rows = dict[int, dict[str, float]]
+Mode = Literal["train", "eval"]
 Column = Mapping[int, float] | Sequence[float | None]
 
 
-def _rows(columns: Mapping[str, Column], evals: Rows | None) -> Iterator[tuple[int, str, dict[str, float]]]:
+def _rows(columns: Mapping[str, Column], evals: Rows | None) -> Iterator[tuple[int, Mode, dict[str, float]]]:
     """(step, mode, row) by step; values of a list are of steps 1, 2, ..., and None is none."""
     rows: Rows = {}
     for key, column in columns.items():
@@ -24,7 +25,7 @@ def _rows(columns: Mapping[str, Column], evals: Rows | None) -> Iterator[tuple[i
         for step, value in named.items():
             if value is not None:
                 rows.setdefault(step, {})[key] = value
-    found = [(step, "train", row) for step, row in rows.items()]
+    found: list[tuple[int, Mode, dict[str, float]]] = [(step, "train", row) for step, row in rows.items()]
     found += [(step, "eval", row) for step, row in (evals or {}).items()]
     yield from sorted(found, key=lambda row: row[0])
 

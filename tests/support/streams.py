@@ -81,7 +81,7 @@ def streams_of(
         yield write_tokens(Path(folder), named, is_unique=is_unique)
 
 
-def spaced(kind):
+def spaced(kind: str) -> Any:
     """A tokenizer whose words carry their space, or get it from what stands before them; or with a token for each byte."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
