@@ -21,7 +21,10 @@ import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
 from trainer.options import LedgerOptions
+
+logger = get_logger(__name__)
 
 # Checkpoints store the position of a mode here: append a new one.
 EvictionMode = Literal["lru", "stale"]
@@ -30,6 +33,8 @@ EVICTION_MODES: tuple[EvictionMode, ...] = get_args(EvictionMode)
 Evicted = tuple[EvictionMode, int]
 """How a group was evicted, and at which step."""
 
+MOST_EVICTED = 10**6
+"""Evicted groups that are remembered, at about 100 bytes each: false evictions of others are not counted."""
 PINNED = -2  # the last step of slots that must not be evicted; -1 is a free slot
 QUEUED = 4096  # slots ordered at a time: sorting all for each store would take longer than the store
 FALSE_EVICTION_KEYS = {mode: f"ledger/false_evictions/{mode}" for mode in EVICTION_MODES}
@@ -45,7 +50,7 @@ class GroupIndex:
     def __init__(self, options: LedgerOptions, counts: dict[str, int]) -> None:
         self.capacity = capacity = options.slots
         self.num_live = 0
-        # Groups that have not come back since, oldest first; beyond `capacity` they are forgotten.
+        # Groups that have not come back since, oldest first.
         self.evicted: OrderedDict[int, Evicted] = OrderedDict()
         self.last_step: Ints = np.full(capacity, -1, np.int64)  # of the last store, by slot
         self.group_of: Ints = np.full(capacity, -1, np.int64)
@@ -58,6 +63,7 @@ class GroupIndex:
         # The next slots to evict, as `_keys` when they were found: a later store changes the key.
         self._queue = _EMPTY
         self._counts = counts
+        self._has_forgotten = False
 
     def find(self, group_ids: Ints) -> Ints:
         """The slots of the groups, [n]; `capacity` for a group that is not held.
@@ -190,7 +196,13 @@ class GroupIndex:
 
     def _remember(self, evicted: Iterable[tuple[int, Evicted]]) -> None:
         self.evicted.update(evicted)
-        while len(self.evicted) > self.capacity:
+        if len(self.evicted) > MOST_EVICTED and not self._has_forgotten:
+            self._has_forgotten = True
+            logger.warning(
+                "ledger: more than %d evicted groups have not come back: false evictions are at least those counted",
+                MOST_EVICTED,
+            )
+        while len(self.evicted) > MOST_EVICTED:
             self.evicted.popitem(last=False)
 
 

@@ -162,6 +162,26 @@ def test_full_wipe_forgets_who_was_evicted() -> None:
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
 
 
+def test_every_lost_state_is_counted_however_many_wait(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """32 groups in turn, room for 8: each continues from zero, but the newest 8 are not all that is remembered."""
+
+    def lost() -> dict[str, float]:
+        ledger = new_ledger("lru", capacity=8)
+        for step in range(32):
+            ledger.begin_step(step + 1)
+            groups = [8 * (step % 4) + row for row in range(8)]
+            lookup(ledger, groups, cell=step // 4)
+            store(ledger, groups, cell=step // 4)
+        return ledger.drain_metrics()
+
+    counts = lost()
+    assert counts["ledger/false_evictions/lru"] == counts["ledger/cold_starts"] == 32 * 7
+    assert "evicted groups" not in capsys.readouterr().err
+    monkeypatch.setattr(index, "MOST_EVICTED", 16)
+    assert lost()["ledger/false_evictions/lru"] < 32 * 7
+    assert capsys.readouterr().err.count("false evictions are at least those counted") == 1
+
+
 REFUSED = {
     "groups": ([1, 7, 2], [0, 1, 2], [False] * 3, 3),
     "twice": ([1, 1], [0, 1], [False] * 2, 2),
