@@ -50,8 +50,6 @@ class Oracle:
             self.drop(group)
             self.evicted[group] = (mode, self.step)
             self.counts[f"ledger/evictions/{mode}"] += 1
-        while len(self.evicted) > self.capacity:
-            del self.evicted[min(self.evicted, key=list(self.evicted).index)]
 
     def by_age(self) -> list[int]:
         return sorted(self.held, key=lambda g: (self.held[g].step, self.held[g].slot))
