@@ -99,7 +99,7 @@ test-slow: setup data $(MATRIX_CORPORA)
 # in them and in the other tests that keep a record.
 test-faults: setup
 	@rm -rf build/faults
-	@$(BIN)/python -m pytest -m faults tests/core/faults tests/lab/faults
+	@$(BIN)/python -m pytest -m faults tests
 	@$(BIN)/python -m pytest $$(grep -rl --include='test_*.py' --exclude-dir=faults '^ *keep(' tests)
 	@$(BIN)/python scripts/make_fault_table.py
 
