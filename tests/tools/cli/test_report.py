@@ -184,12 +184,9 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_pat
 
 
 def test_compare_as_json_agrees_with_the_records(runs, capsys):
-    found = json.loads(program(["compare", *runs[:2], "--json", "--last", 5], capsys).stdout)
+    found = json.loads(program(["compare", *runs[:2], "--json"], capsys).stdout)
     assert [row["values"][1] for row in found["config"] if row["key"] == "optimizer.lr"] == [0.01]
-    assert found["reservations"] == []
     record = read_rows(runs[0] / "metrics.jsonl")
-    mean = sum(record["train", step]["loss"] for step in range(STEPS - 4, STEPS + 1)) / 5
-    assert next(row for row in found["metrics"] if row["key"] == "loss")["means"] == pytest.approx([mean, mean])
     outcome = {row["label"]: row["values"] for row in found["outcome"]}
     assert outcome["Restarts"] == [1, 1]
     assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"]] * 2)
@@ -204,5 +201,3 @@ def test_any_number_of_runs_is_compared_side_by_side_one_without_rows_too(runs, 
         assert re.search("optimizer.lr .* 0.01", shown)
         assert re.search(r"State .*\bfailed\b", shown)
         assert "KeyError: 'x'" in shown
-    assert ("difference" in three, "lr (last)" in three) == (False, False)
-    assert ("difference" in two, "lr (last)" in two) == (True, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from itertools import groupby
 from typing import Final
@@ -20,7 +20,6 @@ from trainer.tools.report.run_summary import (
     summarize,
     value_text,
 )
-from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import few
 
 # By verdict: its mark and its class.
@@ -53,7 +52,7 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str = "", plotly_file
         looks=LOOKS,
         num_colors=NUM_COLORS,
         title=title,
-        notes=[(run.name, note) for run in runs for note in _notes(run)],
+        notes=[(run.name, note) for run in runs for note in run.notes],
         tiles=[row for row in [*ran(runs[0]), *summarize(runs[0])] if row.is_told],
         results=summaries(runs),
         differences=config_differences(runs),
@@ -65,14 +64,6 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str = "", plotly_file
         plotly=plotly,
         plotly_file=plotly_file,
     )
-
-
-def _notes(run: RunRecord) -> Iterator[str]:
-    """Problems of the files, and settings that a resume changed."""
-    yield from run.notes
-    for key, value in settings_by_step(run).items():
-        if isinstance(value, Mapping):
-            yield f"changed on a resume: {key} = {value_text(value)}"
 
 
 def plotly_script() -> str:

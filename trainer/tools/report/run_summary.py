@@ -1,31 +1,26 @@
-"""The results of a run, and how runs differ in settings and metrics."""
+"""The results of a run, and how runs differ in settings."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 from trainer.config.load import recorded_settings
-from trainer.metrics.catalog import ERRORS_SHOWN, is_known, lookup
+from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.metrics.catalog_rows import EPOCHS
 from trainer.tools.diagnostics.rule import sources
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
-from trainer.tools.runs.load import RunRecord, settings_by_step
+from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
-# Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
-_NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization", "smoothed/", "blend/", EPOCHS)
-# Settings that decide which documents are held out. A weight only says how often a source is drawn.
-_HELD_OUT_SETTINGS: Final = ("eval.", "data.source", "data.tokenizer", "data.seq_len", "data.max_group_cells")
-_SAME_LOSS: Final = ("objective.token_types", "objective.chunk_tokens")
 
 
 @dataclass(frozen=True)
@@ -51,24 +46,6 @@ class SummaryRow:
     @property
     def heading(self) -> str:
         return f"{self.label} ({self.unit})" if self.unit else self.label
-
-
-@dataclass(frozen=True)
-class KeyMean:
-    """Mean and standard deviation of a key at the end of each run; None where a run lacks it."""
-
-    key: str
-    unit: str
-    means: list[float | None]
-    standard_deviations: list[float | None]
-    is_last: bool  # the key is not averaged, and `means` are its last values
-
-
-def end_of(run: RunRecord, window: int | None = None) -> list[int]:
-    """The steps of the last `window` rows; None: of the last tenth of the rows, but at most 20."""
-    if window is None:
-        window = max(min(_MOST_ROWS, len(run.steps) // 10), 1)
-    return run.steps[-window:].tolist()
 
 
 def rows_text(steps: Sequence[int]) -> str:
@@ -104,8 +81,8 @@ def _total(run: RunRecord, *keys: str) -> float | None:
     return math.fsum(map(math.fsum, columns))
 
 
-def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
-    """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
+def summarize(run: RunRecord) -> list[SummaryRow]:
+    """The results of a run, always the same labels in the same order."""
     tokens, fill = _last(run, "tokens_seen"), _finite(run, "data/fill")
     parameters = float(run.environment.get("parameters") or 0) or None
     ratio, batch, of_batch, mean_fill, redone = None, None, "", None, ""
@@ -131,7 +108,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         SummaryRow("MFU", _middle(run, "mfu"), "of the peak"),
         SummaryRow("Peak memory", _last(run, "gpu/peak_gb"), "GB"),
         *_held_out(run),
-        _final_loss(run, window),
+        _final_loss(run),
         _noise_scale(run),
         SummaryRow("Cold starts", _total(run, "ledger/cold_starts"), "cells"),
         SummaryRow("False evictions", _total(run, *FALSE_EVICTIONS.values()), "groups"),
@@ -197,10 +174,11 @@ def _held_out(run: RunRecord) -> list[SummaryRow]:
     return rows
 
 
-def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
-    """The mean loss at the end; if none there is finite, the last finite one."""
+def _final_loss(run: RunRecord) -> SummaryRow:
+    """The mean loss of the last tenth of the rows; if none there is finite, the last finite one."""
     losses, label, unit = _finite(run, "loss"), "Final loss", "nats/token"
-    steps = [step for step in end_of(run, window) if step in losses]
+    num_rows = max(min(_MOST_ROWS, len(run.steps) // 10), 1)
+    steps = [step for step in run.steps[-num_rows:] if step in losses]
     if steps:
         mean = statistics.fmean(map(losses.__getitem__, steps))
         return SummaryRow(label, mean, unit, f"mean of {rows_text(steps)}")
@@ -245,9 +223,9 @@ def ran(run: RunRecord) -> list[SummaryRow]:
 # ---- Several runs
 
 
-def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tuple[SummaryRow, ...]]:
+def summaries(runs: Sequence[RunRecord]) -> list[tuple[SummaryRow, ...]]:
     """The results that any of the runs has, those of all side by side."""
-    rows = zip(*(summarize(run, window=window) for run in runs), strict=True)
+    rows = zip(*map(summarize, runs), strict=True)
     return [results for results in rows if any(each.is_told for each in results)]
 
 
@@ -259,11 +237,7 @@ def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def value_text(value: Any) -> str:
-    """A config value as JSON; one that a resume changed: `0.01; 0.001 from step 31 on`."""
-    if isinstance(value, Mapping) and value:
-        first, *later = value.items()
-        parts = [value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)]
-        return "; ".join(parts)[:_MOST_TEXT]
+    """A config value as JSON."""
     if value is None:
         return "–"
     return json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]
@@ -272,44 +246,9 @@ def value_text(value: Any) -> str:
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """(key, its value in each run) for settings that differ; None where a run lacks one.
 
-    Keys are those of `recorded_settings`; a changed value is a mapping (`settings_by_step`).
+    Keys are those of `recorded_settings`; values are those of the last launch.
     """
-    flat = [recorded_settings(run.config, run.environment) | settings_by_step(run) for run in runs]
+    flat = [recorded_settings(run.config, run.environment) for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [one.get(key) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
-
-
-def key_means(runs: Sequence[RunRecord], *, window: int | None = None) -> list[KeyMean]:
-    """Every key of any run, averaged over the end of each (`end_of`), in order of appearance.
-
-    Evaluations within these steps are averaged too. For counters, schedules and running averages,
-    and for keys that are not logged within these steps, the last value is given.
-    """
-    firsts, rows = [min(end_of(run, window), default=0) for run in runs], []
-    for key in dict.fromkeys(key for run in runs for key in run.keys):
-        is_last, unit = key.startswith(_NOT_AVERAGED), lookup(key).unit if is_known(key) else ""
-        means, deviations = list[float | None](), list[float | None]()
-        for run, first in zip(runs, firsts, strict=True):
-            column = _finite(run, key)
-            values = [value for step, value in column.items() if step >= first and not is_last]
-            mean, deviation = _last(run, key), None
-            if values:
-                mean = statistics.fmean(values)
-            if len(values) > 1:
-                deviation = statistics.stdev(values)
-            means.append(mean)
-            deviations.append(deviation)
-        rows.append(KeyMean(key, unit, means, deviations, is_last))
-    return rows
-
-
-def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Why losses may not compare, in words: other held-out data or other objectives."""
-    keys = [key for key, _ in config_differences(runs)]
-    differing = [key for key in keys if key.startswith(_HELD_OUT_SETTINGS) and not key.endswith(".weight")]
-    if differing:
-        yield f"held-out losses may be of different data: {few(differing)} differ"
-    differing = [key for key in keys if key.startswith("objective.") and key not in _SAME_LOSS]
-    if differing:
-        yield f"losses are of different objectives: {few(differing)} differ"

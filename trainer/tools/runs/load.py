@@ -109,7 +109,7 @@ class RunRecord:
     status: Mapping[str, Any] = field(default_factory=dict)  # status.json, as `judged`
     config: Mapping[str, Any] = field(default_factory=dict)  # config.resolved.toml
     environment: Mapping[str, Any] = field(default_factory=dict)  # env.json
-    notes: list[str] = field(default_factory=list)  # lines that were skipped, rows replaced
+    notes: list[str] = field(default_factory=list)  # lines skipped, rows replaced, settings that a resume changed
     label: str = ""  # display name; empty: the name of the directory or file
 
     @property
@@ -243,6 +243,10 @@ def load_run(path: Path | str) -> RunRecord:
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         others = _read_others(metrics.parent, notes)
     restarts = list(filter(None, map(_restart_of, others.get("events", [])))) or reader.restarts
+    for restart in restarts:
+        changes = [f"{key}: {pair['before']} -> {pair['after']}" for key, pair in changes_of(restart)]
+        if changes:
+            notes.append(f"settings changed after step {restart.global_step:,}: {', '.join(changes)}")
     return RunRecord(path, reader.train, reader.evals, restarts, reader.steps_redone, notes=notes, **others)
 
 
@@ -300,29 +304,3 @@ def changes_of(restart: Restart) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for key, pair in changed.items():
         if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
             yield key, pair
-
-
-def settings_by_step(run: RunRecord) -> dict[str, Any]:
-    """For each setting that a restart changed, its value for the rows that count.
-
-    A mapping from the first step of each value to it, or the value itself where these rows have
-    only one: a launch that trained no step changed nothing.
-    """
-    found: dict[str, dict[int, Any]] = {}
-    reached = run.status.get("last_step")
-    if not isinstance(reached, int):
-        reached = max(run.steps, default=0)
-    for restart in run.restarts:
-        for values in found.values():
-            # A branch that was given up.
-            for step in [step for step in values if step > restart.global_step]:
-                del values[step]
-        for key, pair in changes_of(restart):
-            found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
-    settings: dict[str, Any] = {}
-    for key, values in sorted(found.items()):
-        counting = {step: value for step, value in values.items() if step <= max(reached, 1)}
-        settings[key] = counting
-        if len(counting) == 1:
-            settings[key] = counting[1]
-    return settings

@@ -6,7 +6,7 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,16 +23,14 @@ from trainer.errors import UserError
 from trainer.files import did_you_mean, write_file
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import COLOURS, coloured, output, print_json, print_table, refuse_existing, writing
-from trainer.wording import counted, number_text
+from trainer.wording import number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-    from trainer.tools.report.run_summary import SummaryRow
 
 SHOWN_REASON, SHOWN_STEPS = 80, 4
 EXIT_FINDINGS = 3
 ASSETS_HELP = "Put plotly.js (5 MB) next to the page, for all reports of the directory."
-LAST_HELP = "Number of final rows to average (default: the last tenth, at most 20)."
 ALL_HELP = "Say what each rule without anything to measure needs."
 
 
@@ -52,7 +50,6 @@ class RunEntry:
     age_sec: float = math.inf  # since the run last logged, or wrote its state without a log
     verdict: str | None = None  # of `train diagnose`, in a few words
     reason: str | None = None  # why the run ended, if status.json says it
-    changed: list[str] = field(default_factory=list)  # the settings that a resume changed
 
 
 def ls(
@@ -89,7 +86,7 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.metrics.run_status import run_state
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.runs.load import load_run, settings_by_step
+    from trainer.tools.runs.load import load_run
 
     status = run_state(path)
     step, reason = status.get("last_step"), status.get("reason") or None
@@ -107,7 +104,6 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
         values["steps"] = run.setting("train.steps")
     for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
         values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
-    values["changed"] = [key for key, value in settings_by_step(run).items() if isinstance(value, dict)]
     if run.keys:
         values["verdict"] = diagnose(run).brief
     values["step"] = max([*run.steps[-1:], *filter(None, [step])], default=step)  # rows are some steps apart
@@ -134,8 +130,6 @@ def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
         values = [getattr(entry, name) for entry in entries]
         if any(value is not None for value in values):
             columns[heading] = ["-" if value is None else form(value) for value in values]
-    if any(entry.changed for entry in entries):
-        columns["changed"] = [counted(len(entry.changed), "setting") for entry in entries]
     columns["verdict"] = list(map(_verdict_cell, entries))
     return columns
 
@@ -265,98 +259,60 @@ def report(
 
 def compare(
     paths: shared.RunsArgument,
-    last: Annotated[int | None, Option(min=1, help=LAST_HELP)] = None,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Compare runs side by side; two of them key by key too."""
+    """Compare the settings, results and verdicts of runs side by side."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.run_summary import reservations, with_distinct_names
+    from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
     if len(paths) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
     runs = with_distinct_names([load_run(path) for path in paths])
-    diagnoses, remarks = list(map(diagnose, runs)), list(reservations(runs))
+    diagnoses = list(map(diagnose, runs))
     if as_json:
-        print_json({**_as_json(diagnoses, last), "reservations": remarks})
+        print_json(_as_json(diagnoses))
         return
-    output().print(_table(diagnoses, last))
-    if not any(run.config or run.environment for run in runs):
-        remarks.append("no run has recorded its settings: they cannot be compared")
-    for text in [*remarks, *(f"{run.name}: {note}" for run in runs for note in run.notes)]:
-        output().print(Text(text, style=COLOURS["warning"]))
+    output().print(_table(diagnoses))
+    for run in runs:
+        for note in run.notes:
+            output().print(Text(f"{run.name}: {note}", style=COLOURS["warning"]))
 
 
-def _as_json(diagnoses: list[Diagnosis], window: int | None) -> dict[str, Any]:
-    from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
+def _as_json(diagnoses: list[Diagnosis]) -> dict[str, Any]:
+    from trainer.tools.report.run_summary import config_differences, summarize
 
     runs, found = [each.run for each in diagnoses], []
     for each in diagnoses:
         verdict = {"verdict": each.verdict, "findings": [ruling.rule.name for ruling in each.findings]}
-        steps = {"end": end_of(each.run, window), "notes": each.run.notes}
-        found.append({"name": each.run.name, "path": str(each.run.path), **verdict, **steps})
+        found.append({"name": each.run.name, "path": str(each.run.path), **verdict, "notes": each.run.notes})
     outcome = []
-    for rows in zip(*(summarize(run, window=window) for run in runs), strict=True):
+    for rows in zip(*map(summarize, runs), strict=True):
         cells = {"values": [row.value for row in rows], "notes": [row.note for row in rows]}
         outcome.append({"label": rows[0].label, "unit": rows[0].unit, **cells})
     return {
         "runs": found,
         "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
         "outcome": outcome,
-        "metrics": [asdict(row) for row in key_means(runs, window=window)],
     }
 
 
-def _table(diagnoses: list[Diagnosis], window: int | None) -> Table:
-    """A column for each run: the settings that differ, the results and verdicts, and the means of two runs."""
-    from trainer.tools.report.run_summary import config_differences, key_means, summaries, value_text
+def _table(diagnoses: list[Diagnosis]) -> Table:
+    """A column for each run: the settings that differ, the results and the verdict."""
+    from trainer.tools.report.run_summary import config_differences, summaries, value_text
 
     runs = [each.run for each in diagnoses]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column(overflow="fold")
-    for heading in [*(run.name for run in runs), *["difference"] * (len(runs) == 2)]:
-        table.add_column(Text(heading), justify="right", overflow="fold")
-    differing = config_differences(runs)
-    for key, values in differing or [("no setting differs", [])]:
+    for run in runs:
+        table.add_column(Text(run.name), justify="right", overflow="fold")
+    for key, values in config_differences(runs) or [("no recorded setting differs", [])]:
         table.add_row(Text(key), *(Text(value_text(value)) for value in values))
     table.add_section()
-    for results in summaries(runs, window):
-        difference = _difference([each.value for each in results])
-        table.add_row(results[0].heading, *map(_result_cell, results), difference)
+    for results in summaries(runs):
+        cells = [Text.assemble(each.text, (f"\n({each.note})" * bool(each.note), "dim")) for each in results]
+        table.add_row(results[0].heading, *cells)
     styles = {"healthy": COLOURS["healthy"], "findings": COLOURS["warning"]}
     briefs = [Text(each.brief.replace(", ", "\n"), style=styles.get(str(each.verdict), "dim")) for each in diagnoses]
     table.add_row("Verdict", *briefs)
-    if len(runs) > 2:  # every key of them fits no terminal
-        return table
-    table.add_section()
-    for row in key_means(runs, window=window):
-        difference = _difference(row.means)
-        if difference != "0":
-            cells = map(_mean_cell, row.means, row.standard_deviations)
-            table.add_row(Text(f"{row.key}{' (last)' * row.is_last}"), *cells, difference)
     return table
-
-
-def _result_cell(result: SummaryRow) -> Text:
-    """The value; of a loss, epochs or a state with what it is of, and a missing one with the reason."""
-    note = ""
-    if result.note and (result.label == "State" or result.unit in ("nats/token", "epochs") or result.value is None):
-        note = f"\n({result.note})"
-    return Text.assemble(result.text, (note, "dim"))
-
-
-def _mean_cell(mean: float | None, deviation: float | None) -> str:
-    if mean is None:
-        return "–"
-    if not deviation:
-        return number_text(mean)
-    return f"{number_text(mean)} ± {number_text(deviation)}"
-
-
-def _difference(values: list[Any]) -> str:
-    """The second number minus the first; empty for more of them, and where one is missing."""
-    first, second, *others = values
-    if others or not isinstance(first, float) or not isinstance(second, float):
-        return ""
-    sign = "+" if second > first else ""
-    return f"{sign}{number_text(second - first)}"
