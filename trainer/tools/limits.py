@@ -98,8 +98,6 @@ SPIKE_RANGES: Final = 1.5
 SPIKE_GIVEN_BACK: Final = 0.2
 # logged rows: spikes that last as long are a new level.
 NEW_LEVEL: Final = 8
-# steps: before a rise, in which a change of the mix may have caused it.
-MIX_STEPS: Final = 50
 # logged rows: fewer have neither a beginning nor an end.
 DIVERGED_ROWS: Final = 5
 # logged rows: the end of a run is a quarter of them, at least and at most so many.
@@ -113,9 +111,7 @@ DOUBLED: Final = 2.0
 WARM_UP_SHARE: Final = 0.05
 # share of the time of the steps: waiting for data beyond it is a bottleneck, below it jitter.
 DATA_SHARE: Final = 0.15
-# share of a typical step: with less, single steps wait, which reading ahead can hide.
-STEADY_WAIT: Final = 0.05
-# share of the wait: that the stages of reading must explain, or something else took the time.
+# share of the wait: that the slowest stage of reading takes, or something else took the time.
 EXPLAINED_WAIT: Final = 0.5
 # share of a step: that the fastest rank waits for the slowest; less is a matter of batches.
 STRAGGLE_SHARE: Final = 0.25

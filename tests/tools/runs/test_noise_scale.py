@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.records import record_of
-from trainer.tools.runs.readings import NoiseScale, noise_scale_of, why_unknown
+from trainer.tools.runs.readings import NoiseScale, noise_scale_of
 
 
 def record(**columns):
@@ -35,27 +35,3 @@ def test_a_lower_bound_of_0_alone_is_no_number_and_with_an_upper_one_it_is(row, 
     found = noise_scale_of(record(**row))
     assert found is not None
     assert (found.number, found.is_known) == (number, is_known)
-    why = "not known yet: neither a lower nor an upper bound"
-    assert why_unknown(record(**row)) == ("" if is_known else why)
-
-
-@pytest.mark.parametrize(
-    ("enabled", "micro_batches", "ranks", "words"),
-    [
-        (False, 2, 2, "not measured: gns.enabled = false"),
-        (
-            True,
-            1,
-            1,
-            "not measured: one micro-batch per step on one rank has a single batch size, and two are compared",
-        ),
-        (True, 1, 2, "not known yet: no row has it"),
-        (True, {"schedule": "step", "points": {"0": 1, "9": 2}}, 1, "not known yet: no row has it"),
-        (None, None, None, ""),
-    ],
-)
-def test_a_run_without_one_says_why(enabled, micro_batches, ranks, words):
-    config = {} if enabled is None else {"gns": {"enabled": enabled}, "train": {"micro_batches": micro_batches}}
-    run = record_of({"loss": [3.0]}, config=config, environment={"world_size": ranks})
-    assert noise_scale_of(run) is None
-    assert why_unknown(run) == words

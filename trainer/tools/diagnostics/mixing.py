@@ -9,7 +9,6 @@ from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     Knob,
     Outcome,
-    Series,
     aligned,
     batches_through,
     finding,
@@ -23,7 +22,7 @@ from trainer.tools.diagnostics.rule import (
     sources,
 )
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import counted, few, number_text
+from trainer.wording import counted, number_text
 
 SURPRISE = "stream_mixing/active/pick_surprise_max"  # nats; since a reader was last picked
 WAIT = "stream_mixing/active/steps_since_pick_max"  # picks since a reader was last picked
@@ -229,15 +228,12 @@ def low_fill(run: RunRecord) -> Outcome:
         # Whoever chose another mode knows that its batches shrink.
         return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
     rows = run.setting("data.mixing.batch_size")
-    other = "or more data, cut documents (data.max_group_cells) or a shorter data.seq_len"
-    fewer: Knob | None = Knob("data.mixing.batch_size", rows, "fewer", other)
+    knob = Knob("data.source", None, "more data, or cut documents (data.max_group_cells)")
     if run.setting("data.align") == "document" and run.setting("model.target") is None:
-        fewer = Knob("data.align", "document", "stream")
-    elif rows == 1:
-        fewer = None
-    elif isinstance(rows, int):
-        fewer = Knob("data.mixing.batch_size", rows, max(int(mean * rows), 1), other)
-    return finding(words, fill.evidence(), knob=fewer)
+        knob = Knob("data.align", "document", "stream")
+    elif isinstance(rows, int) and rows > 1:
+        knob = Knob("data.mixing.batch_size", rows, max(int(mean * rows), 1))
+    return finding(words, fill.evidence(), knob=knob)
 
 
 @rule("warning", needs=[SHARE_ERROR])
@@ -258,32 +254,17 @@ def shares(run: RunRecord) -> Outcome:
     words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; "
     why = "chance and the longest document explain" if longest else "chance explains"
     words += f"{why} {min(bounds[index], 1):.1%}"
-    off = f"the share of a source differs from its weight {words}"
+    evidence = [errors.evidence(hits)] * bool(hits)
     if ended.positive:
-        repeat = Knob.of(run, "data.mixing.repeat", "true, or more data")
-        what, first_end = _what_ended(run, ended), ended.evidence(ended.positive[:1])
-        if hits:
-            return finding(f"{off}; {what}", errors.evidence(hits), first_end, knob=repeat)
-        if len(sources(run)) > 1:
-            what += "; the other sources give its batches"
-        return finding(what, first_end, knob=repeat, severity="advice")
+        first = ended.steps[ended.positive[0]]
+        words = f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
+        knob = Knob.of(run, "data.mixing.repeat", "true, or more data")
+        evidence.append(ended.evidence(ended.positive[:1]))
+        return finding(words, *evidence, knob=knob, severity=None if hits else "advice")
     if not hits:
         return healthy(f"the shares of the sources differ from their weights {words}")
     knob = Knob("data.source.weight", None, "a weight that the amount of data allows")
-    return finding(off, errors.evidence(hits), knob=knob)
-
-
-def _what_ended(run: RunRecord, ended: Series) -> str:
-    """The exhausted sources, each with its step where events.jsonl (written by rank 0) has it."""
-    events = [event for event in run.events if event.get("event") == "source_ended"]
-    where, names = " on rank 0" if ranks(run) > 1 else "", []
-    for event in events:
-        after = f"after step {event.get('global_step')}{where}"
-        names += [f"{name} {after}" for name in event.get("sources", [])]
-    if names:
-        return f"no further documents of source {few(names)}"
-    first = ended.steps[ended.positive[0]]
-    return f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
+    return finding(f"the share of a source differs from its weight {words}", *evidence, knob=knob)
 
 
 RULES = (stuck_reader, uneven_slices, starved_modality, exhaust_churn, low_fill, shares)

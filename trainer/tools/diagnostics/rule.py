@@ -38,7 +38,6 @@ class Knob:
     key: str
     current: Any  # None: unknown
     suggested: Any  # a value to try
-    condition: str = ""  # when it is worth trying, and what to do otherwise; empty: always
 
     @classmethod
     def of(cls, run: RunRecord, key: str, suggested: Any) -> Knob:
@@ -46,14 +45,13 @@ class Knob:
         return cls(key, run.setting(key), suggested)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; the condition where there is one."""
-        return {name: value for name, value in vars(self).items() if name != "condition" or value}
+        return dict(vars(self))
 
     def __str__(self) -> str:
         text = f"{self.key} = {self.suggested}"
         if self.current is not None:
             text += f" (now {self.current})"
-        return f"{text}, {self.condition}" if self.condition else text
+        return text
 
 
 def lower_lr(run: RunRecord) -> Knob:

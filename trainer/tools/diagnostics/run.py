@@ -21,7 +21,6 @@ from trainer.tools.diagnostics.rule import (
     not_yet,
     rule,
     series,
-    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted
@@ -31,12 +30,11 @@ STEP_TIME = "step_time_sec"
 SLOWEST = "time/slowest_rank_sec"
 FASTEST = "time/fastest_rank_sec"
 
-STAGES = {  # of reading: in words, and what makes them faster
-    "open": ("opening or tokenizing files", "fewer, larger files, or text tokenized ahead (train data tokenize)"),
-    "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
-    "own_code": ("running the own code", "less work for each batch in its own code"),
+STAGES = {  # of reading: what makes them faster
+    "open": "fewer, larger files, or text tokenized ahead (train data tokenize)",
+    "read": "files on a faster disk, or less work for each batch",
+    "own_code": "less work for each batch in its own code",
 }
-UNTESTED = ("causality", "not testable here")
 STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 
 
@@ -67,35 +65,16 @@ def data_bound(run: RunRecord) -> Outcome:
         return healthy(words)
     if lasted < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
-    evidence, stage = [waits.evidence()], _slowest_stage(run, waits.steps[0], waited)
-    if stage is not None:
-        column, of_reading = stage
-        _, name, source = column.key.split("/", 2)
-        what, faster = STAGES[name]
-        words += f". {of_reading:.0%} of the time of reading went into {what}"
-        if source != "all":
-            words += f" of source {source}"
-        elif len(sources(run)) > 1:
-            words += " (metrics.per_source = true names the source)"
-        return finding(words, *evidence, column.evidence(), knob=Knob("data.source", None, faster))
-    typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
-    ahead = run.setting("data.prefetch")
-    if ahead != 0 and typical > limits.STEADY_WAIT:
-        words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
-        return finding(words, *evidence, knob=Knob("data.source", None, STAGES["read"][1]))
-    # Single steps wait, or reading and training take turns: reading ahead can hide it.
-    return finding(words, *evidence, knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
-
-
-def _slowest_stage(run: RunRecord, since: int, waited: float) -> tuple[Series, float] | None:
-    """The stage of reading that took most, and its share; None: they do not explain the wait."""
     keys = [key for key in run.train.keys if key.startswith(STAGE_KEYS)]
-    columns = [series(run, key).since(since) for key in keys]
-    total = sum(column.total for column in columns)
-    if not columns or total < limits.EXPLAINED_WAIT * waited:
-        return None
-    slowest = max(columns, key=lambda column: column.total)
-    return slowest, slowest.total / total
+    stages = [series(run, key).since(waits.steps[0]) for key in keys]
+    slowest = max(stages, key=lambda column: column.total, default=None)
+    if slowest is None or slowest.total < limits.EXPLAINED_WAIT * waited:
+        # Reading takes less than the waits: it and training take turns, which reading ahead can hide.
+        ahead = run.setting("data.prefetch")
+        return finding(words, waits.evidence(), knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
+    words += f"; of the stages of reading, {slowest.key} took most"
+    knob = Knob("data.source", None, STAGES[slowest.key.split("/")[1]])
+    return finding(words, waits.evidence(), slowest.evidence(), knob=knob)
 
 
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
@@ -179,7 +158,9 @@ def model_contract(run: RunRecord) -> Outcome:
         evidence = Evidence("breaches of the contract", tuple(steps), (1.0,) * len(steps))
         return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
     # Every model can be judged for causality: where that one was not testable, nothing was.
-    untested = [each["text"] for _, each in verdicts if (each["check"], each["status"]) == UNTESTED]
+    untested = [
+        each["text"] for _, each in verdicts if each["check"] == "causality" and each["status"] == "not testable here"
+    ]
     if not verdicts or untested:
         why = [*untested, *(str(event["not_tried"]) for event in events if event.get("not_tried"))]
         return not_measured(f"the model was not checked: {why[-1] if why else 'unknown reason'}")

@@ -10,7 +10,6 @@ from statistics import median
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
-    MICRO_BATCHES,
     Knob,
     Outcome,
     Series,
@@ -28,15 +27,14 @@ from trainer.tools.diagnostics.rule import (
     series,
     sources,
 )
-from trainer.tools.runs.load import RunRecord, changes_of
-from trainer.tools.runs.readings import B_BIG, NoiseScale, noise_scale_of, why_unknown
+from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.readings import B_BIG, NoiseScale, noise_scale_of
 from trainer.wording import counted, number_text
 
 CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
 B_SMALL = "gns/b_small"  # sequences of a micro-batch
 TR_SIGMA = "gns/tr_sigma"  # noise: trace of the covariance of a sequence's gradient
 GRAD_SQ = "gns/grad_sq"  # signal: squared norm of the true gradient
-LEFT_OUT = "gns/left_out"  # steps that a document is in twice
 HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
 
 
@@ -102,16 +100,11 @@ def batch_size(run: RunRecord) -> Outcome:
     if scale is not None and scale.is_high:
         return not_measured(f"the noise scale is {scale.number}: it takes more documents")
     if scale is None or not scale.is_known:
-        return not_yet(f"the noise scale is {why_unknown(run)}")
+        return not_yet("the noise scale is not known yet")
     if scale.steps is not None and scale.steps < limits.NOISE_STEPS:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
     words = f"{number_text(scale.batch)} sequences per step, "
     words += f"noise scale {scale.number} ({scale.where})"
-    half = scale.step // 2
-    left_out = series(run, LEFT_OUT).since(half + 1).total
-    if left_out > half / 2:
-        text = f"{left_out:,.0f} of the last {half:,} steps were left out, since two of their micro-batches read one document"
-        return not_measured(f"{text}: it takes more documents; {words}")
     keys = (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)
     rows = [series(run, key).since(scale.step) for key in keys]
     shown = [row.evidence() for row in rows if row]
@@ -128,23 +121,20 @@ def batch_size(run: RunRecord) -> Outcome:
 
 
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
-    """Towards the noise scale, at most tenfold; None where a rank has one sequence per step."""
+    """Towards the noise scale, at most tenfold; None where a rank has one sequence per step, and in other loops."""
+    if not run.config:
+        return None
     # A noise scale is an order of magnitude: no step beyond ten is suggested at once.
     middle = scale.low if scale.value is None else scale.value
     factor = min(middle / scale.batch, 1 / limits.SMALL_BATCH)
-    if not run.config and not series(run, MICRO_BATCHES):
-        wanted = counted(max(round(scale.batch * factor), 1), "sequence")
-        return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
     micros, size = micro_batches(run, since=scale.step), run.setting("data.mixing.batch_size")
     if factor > 1 or micros > 1:
         least = micros + 1 if factor > 1 else 1
         return Knob("train.micro_batches", micros, max(round(micros * factor), least))
     # One micro-batch cannot be fewer: its rows can.
-    if not isinstance(size, int):
-        return Knob("data.mixing.batch_size", size, "smaller")
-    if size <= 1:
-        return None
-    return Knob("data.mixing.batch_size", size, max(round(size * factor), 1))
+    if isinstance(size, int) and size > 1:
+        return Knob("data.mixing.batch_size", size, max(round(size * factor), 1))
+    return None
 
 
 # ---- The loss
@@ -171,8 +161,6 @@ def non_finite(run: RunRecord) -> Outcome:
     what = f"the loss or the gradient of {count} was not finite"
     if not rejected.total:
         what = "NaN or infinite values"
-    elif is_fp16 or run.setting("train.on_non_finite") == "skip":
-        what = f"{count} skipped"
     words = f"{what}, first logged at step {min(evidence.steps[0] for evidence in shown)}"
     if run.config:  # other loops write no events
         words += "; events.jsonl names the batches"
@@ -196,21 +184,7 @@ def loss_spikes(run: RunRecord) -> Outcome:
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
     words += f"{number_text(loss.values[peak])} at step {loss.steps[peak]}, after {_level(before)}"
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
-    mix, knob = _cause(run, loss, peak)
-    return finding(words + mix, loss.evidence(around), knob=knob)
-
-
-def _cause(run: RunRecord, loss: Series, row: int) -> tuple[str, Knob]:
-    """A weight that a resume changed right before a rise in words, or "", and the setting to change."""
-    since = min(loss.steps[max(row - limits.SPIKE_CENTER, 0)], loss.steps[row] - limits.MIX_STEPS)
-    for restart in reversed(run.restarts):
-        step = restart.global_step + 1
-        for key, pair in changes_of(restart):
-            is_weight = key.startswith("data.source.") and key.endswith(".weight")
-            if is_weight and isinstance(pair["before"], int | float) and since < step <= loss.steps[row]:
-                condition = "if the new mix should not have a higher loss"
-                return f"; the mix changed at step {step}", Knob(key, pair["after"], pair["before"], condition)
-    return "", lower_lr(run)
+    return finding(words, loss.evidence(around), knob=lower_lr(run))
 
 
 def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
@@ -227,9 +201,7 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
         return None
     words = f"the run diverged: its loss began with {number_text(first[0])} at step "
     words += f"{loss.steps[0]} and is {_level(end)} at the end"
-    risen = loss.where(lambda value: value >= (first[0] + median(end)) / 2)
-    mix, knob = _cause(run, loss, risen[0])
-    return finding(words + mix, loss.evidence([0, *last]), knob=knob, severity="error")
+    return finding(words, loss.evidence([0, *last]), knob=lower_lr(run), severity="error")
 
 
 def _level(rows: Sequence[float]) -> str:

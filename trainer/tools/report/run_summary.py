@@ -16,7 +16,7 @@ from trainer.metrics.catalog_rows import EPOCHS
 from trainer.tools.diagnostics.rule import sources
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import noise_scale_of, why_unknown
+from trainer.tools.runs.readings import noise_scale_of
 from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
@@ -191,7 +191,7 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
     """The last row's estimate with its bounds; without an upper one, its lower bound."""
     scale, label, unit = noise_scale_of(run), "Noise scale", "sequences"
     if scale is None or not scale.is_known:
-        return SummaryRow(label, None, unit, why_unknown(run))
+        return SummaryRow(label, None, unit)
     if scale.value is None or scale.high is None:
         return SummaryRow(label, scale.number, unit, scale.where)
     between = f", between {number_text(scale.low)} and {number_text(scale.high)}"

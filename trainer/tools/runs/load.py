@@ -244,9 +244,12 @@ def load_run(path: Path | str) -> RunRecord:
         others = _read_others(metrics.parent, notes)
     restarts = list(filter(None, map(_restart_of, others.get("events", [])))) or reader.restarts
     for restart in restarts:
-        changes = [f"{key}: {pair['before']} -> {pair['after']}" for key, pair in changes_of(restart)]
-        if changes:
-            notes.append(f"settings changed after step {restart.global_step:,}: {', '.join(changes)}")
+        changed = restart.details.get("changed")
+        if isinstance(changed, Mapping) and changed:
+            pairs = [
+                f"{key}: {usable(pair).get('before')} -> {usable(pair).get('after')}" for key, pair in changed.items()
+            ]
+            notes.append(f"settings changed after step {restart.global_step:,}: {', '.join(pairs)}")
     return RunRecord(path, reader.train, reader.evals, restarts, reader.steps_redone, notes=notes, **others)
 
 
@@ -294,13 +297,3 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises OSError, ValueError: as `read_json`."""
     found: dict[str, Any] = within_bounds(tomllib.loads, read_bytes(path).decode())
     return found
-
-
-def changes_of(restart: Restart) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The settings that a restart changed, each with its values `before` and `after`."""
-    changed = restart.details.get("changed")
-    if not isinstance(changed, Mapping):
-        return
-    for key, pair in changed.items():
-        if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
-            yield key, pair

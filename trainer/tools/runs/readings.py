@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from trainer.metrics.catalog import ERRORS_SHOWN
-from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
@@ -82,23 +81,6 @@ def noise_scale_of(run: RunRecord) -> NoiseScale | None:
         documents = _column(run, "data/documents").get(step, math.inf)
         return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps), documents)
     return None
-
-
-def why_unknown(run: RunRecord) -> str:
-    """Why the run ends without a noise scale, to follow "the noise scale is"; empty if it has one,
-    and where the record does not say that one was to be measured."""
-    scale = noise_scale_of(run)
-    if scale is not None and scale.is_known:
-        return ""
-    if scale is not None or _column(run, B_BIG):
-        return "not known yet: neither a lower nor an upper bound"
-    if run.setting("gns.enabled") is False:
-        return "not measured: gns.enabled = false"
-    if run.setting("train.micro_batches") == run.world_size == 1:
-        return f"not measured: {ONE_BATCH_SIZE}"
-    if run.setting("gns.enabled"):
-        return "not known yet: no row has it"
-    return ""
 
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:
