@@ -96,24 +96,19 @@ def look(
     eod: int | None = None,
     column: str | None = None,
     report: Report = silent,
-) -> tuple[list[Ints], tuple[int, int]]:
-    """Read the streams once: tokens of each document, by stream; the largest id and its count.
+) -> tuple[list[Ints], int]:
+    """Read the streams once: tokens of each document, by stream; the largest id of token ids.
     Raises UserError: a file cannot be read or is damaged."""
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
     options = ReadOptions(bounded, dtype, eod, format=format, column=column)
     lengths: list[Ints] = []
-    largest, count = 0, 0
+    largest = 0
     for stream in each_stream(streams, report):
         documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
-        if tokenizer != "ids":  # a tokenizer has a vocabulary of its own
-            continue
-        for chunk in token_chunks(documents):
-            top = int(chunk.max(initial=0))
-            if top > largest:
-                largest, count = top, 0
-            count += int((chunk == largest).sum())
-    return lengths, (largest, count)
+        if tokenizer == "ids":  # a tokenizer has a vocabulary of its own
+            largest = max([largest, *(int(chunk.max(initial=0)) for chunk in token_chunks(documents))])
+    return lengths, largest
 
 
 def verify(
@@ -178,9 +173,7 @@ def refuse_empty(streams: Sequence[Stream]) -> None:
     refuse_empty_files([path for path in paths if not os.path.getsize(path)], len(streams))
 
 
-CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
 SEQ_LEN_RANGE = (16, 256)
-SHORT_SEQ_LEN = 128  # of documents that are shorter, several of which a row holds
 LARGEST_BATCH = 8
 TOKENS_PER_STEP, MOST_MICRO_BATCHES = 4096, 8
 STEPS_RANGE = (100, 2000)
@@ -225,31 +218,13 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
             kept, holdout = np.concatenate(left), fraction
             break
     trained = int(kept.sum()) / share
-    seq_len = _seq_len(kept, int(kept.sum()))
-    # A row reads documents in turn; an epoch has to last longer than its longest document.
-    longest = max(int(kept.max()), 32 * seq_len)
-    fitting = min(np.count_nonzero(kept) / share, trained / longest)
-    batch = _power_of_two(int(fitting), 1, LARGEST_BATCH)
+    # A power of two of which little data still gives some cells.
+    seq_len = int(np.clip(1 << max(int(kept.sum()) // 64, 1).bit_length() - 1, *SEQ_LEN_RANGE))
+    batch = int(np.clip(np.count_nonzero(kept), 1, LARGEST_BATCH))
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
     tokens_a_step = batch * seq_len * micro
     steps = int(np.clip(round(trained / tokens_a_step), *STEPS_RANGE))
     return Sizes(seq_len, batch, micro, steps, steps * tokens_a_step / trained, holdout)
-
-
-def _seq_len(lengths: Ints, total: int) -> int:
-    """Half of all tokens are in documents of `CELLS_PER_DOCUMENT` cells, unless most are short."""
-    ordered = np.sort(lengths)
-    typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
-    roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
-    # Most documents fit into a row or two: rows need not be short for the state to matter.
-    if typical < 2 * CELLS_PER_DOCUMENT * SEQ_LEN_RANGE[0] and len(lengths) > 1:
-        return min(SHORT_SEQ_LEN, roomy)
-    return min(_power_of_two(typical // CELLS_PER_DOCUMENT, *SEQ_LEN_RANGE), roomy)
-
-
-def _power_of_two(value: int, lowest: int, highest: int) -> int:
-    """The largest power of two up to `value`, clipped to bounds that are powers of two."""
-    return int(np.clip(1 << max(value, 1).bit_length() - 1, lowest, highest))
 
 
 def starter(
@@ -287,7 +262,7 @@ def starter(
     strange = not_text(chosen, format)
     if strange:
         notes.append(describe(strange, len(chosen)))
-    vocab_size = largest[0] + 1 if tokenizer == "ids" else 0
+    vocab_size = largest + 1 if tokenizer == "ids" else 0
     ids = load_tokenizer(tokenizer, vocab_size=vocab_size)
     sizes, end = choose_sizes(chosen, lengths, share=share), _end_mark(ids)
     # Lines of the template that begin with one of these and a bar are optional.
@@ -308,17 +283,16 @@ def starter(
     head += [f"Note: {note}" for note in notes]
     if format != "auto":
         given["format"] = format
-    suggests_eod = eod is None and any(takes_option(name, "eod") for name in formats)
+    takes_eod = eod is None and any(takes_option(name, "eod") for name in formats)
     text = "".join(lines).format(
         **asdict(sizes) | {"passes": counted(round(sizes.passes, 2), "pass")},
         name=_toml(_run_name(paths[0])),
         tokenizer=_toml(tokenizer),
         head="\n".join(map(_comment, head)),
-        largest=largest[0],
-        times=largest[1],
+        largest=largest,
         vocab_size=vocab_size,
         end=end or ("", 0),
-        source=_source(at, given, largest if suggests_eod else None),
+        source=_source(at, given, takes_eod=takes_eod),
         every=max(sizes.steps // 10, 10),
         warmup=sizes.steps // 20,
         save=max(sizes.steps // 5, 1),
@@ -373,15 +347,14 @@ def _comment(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", **keep)
 
 
-def _source(at: Discovery, keys: dict[str, Any], largest: tuple[int, int] | None) -> str:
-    """The table of the source. `largest`: the largest id and its count, to suggest `eod`."""
+def _source(at: Discovery, keys: dict[str, Any], *, takes_eod: bool) -> str:
+    """The table of the source."""
     where: dict[str, Any] = {"root": at.root}
     if at.root is None:
         where = {"paths": list(at.paths)}
     lines = ["[[data.source]]", f"name = {_toml(_run_name(at.root or at.paths[0]))}"]
     where |= {key: value for key, value in keys.items() if value is not None}
     lines += [f"{key} = {_toml(value)}" for key, value in where.items()]
-    if largest is not None:
-        eod = str(largest[0]) if largest[1] > 1 else "..."  # an id that ends documents occurs often
-        lines.append(f"# eod = {eod}   # id that ends a document; without it a file is one")
+    if takes_eod:
+        lines.append("# eod = ...   # id that ends a document; without it a file is one")
     return "\n".join(lines)
