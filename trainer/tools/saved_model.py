@@ -292,7 +292,7 @@ def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
 
 def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a model's state; tied tensors are written once, with the names of the others.
-    Raises UserError: two tensors overlap in part; OSError: the file cannot be written."""
+    Raises OSError: the file cannot be written."""
     kept: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
@@ -303,13 +303,9 @@ def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
             kept[name] = tensor.detach().cpu().contiguous()
         else:
             shared[name] = owner
-    try:
-        with replacing_path(path) as temporary:
-            described = {**metadata, SHARED_KEY: json.dumps(shared)}
-            safetensors.torch.save_file(kept, str(temporary), described)
-    except RuntimeError as error:  # partially shared tensors, which safetensors names
-        problem = f"cannot be written as safetensors: {error}"
-        raise UserError("model", problem, "give each tensor its own memory") from None
+    with replacing_path(path) as temporary:
+        described = {**metadata, SHARED_KEY: json.dumps(shared)}
+        safetensors.torch.save_file(kept, str(temporary), described)
 
 
 def load_pretrained(folder: str) -> tuple[Adapted, int, str]:

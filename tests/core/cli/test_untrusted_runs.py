@@ -24,7 +24,7 @@ PRECIOUS = "precious, and without a newline"
 
 def verbs(first: Path, second: Path) -> list[list[object]]:
     report = ["report", first, second, "--out", first.parent / "report.html", "--force"]
-    return [["ls", first.parent], ["diagnose", first, "--all"], ["compare", first, second], report]
+    return [["ls", first.parent], ["diagnose", first, "--all"], report]
 
 
 def everything(path: Path) -> Path:
@@ -95,7 +95,7 @@ def test_a_run_whose_names_are_not_utf8_can_be_looked_at_and_resumed(tmp_path, c
     for steps in (2, 3):
         done = run("--config", config, "--run-dir", run_dir, "--steps", steps, "--resume", "auto")
         assert done.returncode == 0, done.stderr
-    more = [["checkpoint", "list", run_dir], ["check", "--config", config]]
+    more = [["checkpoint", "verify", run_dir], ["check", "--config", config]]
     for verb in [*verbs(Path(run_dir), Path(run_dir)), *more]:
         done = program(verb, capsys)
         assert done.returncode in (0, 3), (verb, done.stderr)

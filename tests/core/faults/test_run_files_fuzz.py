@@ -34,13 +34,11 @@ WRONG: tuple[Any, ...] = (*NUMBERS, *WORDS, 2**62, 10**400, None, True, [], {}, 
 MANY = {f"key{number}": number for number in range(100_000)}
 VERBS = """ls {0}/..
 diagnose {0}
-compare {0} {1}
 report {0} {1} --out {2}/page.html --force
 sample {0} --tokens 2
 eval {0}
 export {0} --out {2}/model --force
 data at {0} 3
-checkpoint list {0}
 checkpoint verify {0}
 config diff {0} {1}
 payload validate {0}/metrics.jsonl

@@ -7,16 +7,16 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.markup import escape
 from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, raise_found
 from trainer.files import read_lines
-from trainer.tools.verbs.shared import JsonOption, RunDirArgument, print_json, print_table, put_text, writing
+from trainer.tools.verbs.shared import RunDirArgument, put_text, writing
+from trainer.wording import counted
 
 EXIT_DIFFERENT, EXIT_INVALID = 1, 1
 OutOption = Annotated[str | None, Option(help="File to write; default: stdout.", metavar="FILE")]
@@ -88,51 +88,22 @@ def _lines(file: str) -> Iterator[bytes]:
         yield from read_lines(Path(file))
 
 
-@checkpoint.command("list")
-def list_(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
-    """List the checkpoints a run can resume from, newest first, without reading their tensors."""
-    _print(run_dir, _entries(run_dir, is_deep=False), "complete", as_json=as_json)
-
-
 @checkpoint.command()
-def verify(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
-    """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
-    entries = _entries(run_dir, is_deep=True)
-    _print(run_dir, entries, "verified", as_json=as_json)
-    fix = "resume from an older one: --resume auto does so by itself"
-    raise_found([UserError("checkpoint", entry["problem"], fix) for entry in entries if entry["problem"]])
-
-
-def _entries(run_dir: str, *, is_deep: bool) -> list[dict[str, Any]]:
-    """The run's checkpoints, complete or not, newest first. `problem`: with the marker, or if
-    `is_deep`, with any file; None: whole."""
+def verify(run_dir: RunDirArgument) -> None:
+    """Compare every file of every checkpoint with its hash, newest first; exit with 2 if any differs."""
     from trainer.training.checkpointing import checkpoint as checkpoints
     from trainer.training.checkpointing.tensor_files import CheckpointError
 
-    step_of, entries = checkpoints.step_of, []
-    found = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if step_of(path) >= 0]
+    found = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if checkpoints.step_of(path) >= 0]
     if not found:
         raise UserError(run_dir, "has no checkpoint", "name a run (runs/NAME-TIME) that saved one")
-    read = checkpoints.verify if is_deep else checkpoints.read_state
-    for path in sorted(found, key=step_of, reverse=True):
-        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        entry = {"step": step_of(path), "path": str(path), "num_bytes": size, "world_size": None, "problem": None}
+    problems = []
+    for path in sorted(found, key=checkpoints.step_of, reverse=True):
         try:
-            entry["world_size"] = int(read(path)["world_size"])
+            ranks = counted(int(checkpoints.verify(path)["world_size"]), "rank")
         except CheckpointError as error:
-            entry["problem"] = str(error)
-        entries.append(entry)
-    return entries
-
-
-def _print(run_dir: str, entries: list[dict[str, Any]], good: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"run_dir": run_dir, "checkpoints": entries})
-        return
-    columns = {
-        "step": [f"{entry['step']:,}" for entry in entries],
-        "MB": [f"{entry['num_bytes'] / 1e6:,.1f}" for entry in entries],
-        "ranks": [str(entry["world_size"] or "?") for entry in entries],
-        "state": [escape((entry["problem"] or good).removeprefix(f"{entry['path']}: ")) for entry in entries],
-    }
-    print_table(columns, right=("step", "MB", "ranks"), title=escape(f"checkpoints of {run_dir}"))
+            problems.append(UserError("checkpoint", str(error), "resume from an older one, as --resume auto does"))
+            continue
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        echo(f"{path}: {size / 1e6:,.1f} MB, {ranks}: verified")
+    raise_found(problems)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import inspect
 import itertools
 import os
@@ -17,7 +16,6 @@ from typer import Argument, Option
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
-from trainer.files import did_you_mean
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, require_run, writing
 
@@ -80,8 +78,6 @@ def _write(text: str) -> None:
     if sys.stdout.isatty():
         # A model may write anything; an escape sequence must not reach the terminal as one.
         text = "".join(map(_shown, text))
-    if sys.stdout.encoding.lower().replace("-", "") != "utf8":
-        text = text.encode(sys.stdout.encoding, errors="replace").decode(sys.stdout.encoding)
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -142,7 +138,7 @@ def evaluate(
 
 def _parse_source(text: str) -> EvalSourceTable:
     """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises
-    UserError: it is not of this form, or the path does not exist."""
+    UserError: it is not of this form."""
     from trainer.config.data_tables import EvalSourceTable
 
     name, separator, path = text.partition("=")
@@ -152,9 +148,6 @@ def _parse_source(text: str) -> EvalSourceTable:
         raise UserError("--source", f"{text!r} is not NAME=PATH", fix)
     if os.path.isdir(path):
         path = os.path.join(path, "**", "*")
-    elif not (glob.has_magic(path) or os.path.exists(path)):
-        fix = did_you_mean(path) or "check the path"
-        raise UserError("--source", f"{path}: no such file or directory", fix)
     return EvalSourceTable(name=name, paths=[path])
 
 
