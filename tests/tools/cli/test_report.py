@@ -90,32 +90,14 @@ def check_smoothing(page):
 PLOTS = """[...document.querySelectorAll('.plot')].map(plot => ({
     paths: plot.querySelectorAll('.scatterlayer .trace path').length,
     titles: ['.xtitle', '.ytitle'].map(title => plot.querySelector(title).textContent),
-    ink: plot._fullLayout.font.color,
-    card: plot.parentElement.getBoundingClientRect(),
-    box: plot.querySelector('.main-svg').getBoundingClientRect(),
 }))"""
-
-
-def check_paper(page):
-    """Paper gets every chart and section, in the light theme, and no chart is wider than its card."""
-    dark = page.evaluate(PLOTS)[0]["ink"]
-    page.emulate_media(media="print", color_scheme="dark")
-    page.set_viewport_size({"width": 700, "height": 1000})
-    page.wait_for_function(f"() => document.querySelector('.plot')._fullLayout.font.color !== '{dark}'")
-    assert page.locator("details:not([open]) dl").first.is_visible()
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert not page.locator(".toolbar").is_visible()
-    for plot in page.evaluate(PLOTS):
-        assert plot["paths"]
-        assert plot["box"]["left"] >= plot["card"]["left"] - 1
-        assert plot["box"]["right"] <= plot["card"]["right"] + 1
 
 
 def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_request_leaves_the_page(runs, tmp_path):
     logged = read_rows(runs[0] / "metrics.jsonl")
     with opened(make_report(tmp_path / "one.html", runs[0]), scheme="dark") as seen:
         page = seen.page
-        shown = "Model rglru dim 16, 2 layers.* cpu 1 rank, fp32.* Data first, second .*Parameters 14,032 "
+        shown = "State done .*Data read .* source first; second .*Parameters 14,032 "
         assert re.search(shown, " ".join(page.locator("#outcome").inner_text().split()))
         assert page.locator("#verdict").inner_text().strip()
         page.locator("html[data-drawn=all]").wait_for()
@@ -131,7 +113,6 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
         assert page.locator("nav a", has_text="Ledger").count() == 1
         check_hover_and_zoom(page, logged["train", 10]["loss"])
         check_smoothing(page)
-        check_paper(page)
         assert seen.complaints == []
         assert seen.requests == []
 

@@ -59,7 +59,7 @@ def shown(chart):
 
 
 def test_colors_stand_for_lines_of_one_run_or_for_several_runs():
-    names = ["blocks.10", "blocks.2", "embedding"]
+    names = ["blocks.2", "blocks.10", "embedding"]
     run = record_of(
         {f"layer/{name}/grad_norm": [1.0, 2.0] for name in names}, {1: {"eval_loss": 2.0}, 2: {"eval_loss": 1.0}}
     )
@@ -101,9 +101,8 @@ def test_band_restarts_bad_values_and_the_range_of_buckets_are_drawn():
     assert (max(shade["y"]), max(mean["y"]) < 0.9, len(shade["x"])) == (0.9, True, 2 * len(mean["x"]))
     band, restart = chart.figure["layout"]["shapes"]
     assert (band["y0"], band["y1"], restart["x0"], restart["x1"]) == (None, 0.95, 20, 20)
-    assert [cross["x"] for cross in chart.figure["layout"]["annotations"]] == [2346]
     assert chart.notes == [
-        "1 value not finite, marked by ×",
+        "not finite at step 2,346",
         "points are buckets: the line is the mean, the shade the range",
     ]
 

@@ -7,7 +7,6 @@ under every figure.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -27,15 +26,14 @@ from trainer.metrics.catalog import (
 from trainer.metrics.catalog_rows import MetricSpec
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import B_BIG, DepthCurve, Number, in_words, is_by_depth, last_curves
-from trainer.wording import counted, number_text
+from trainer.wording import few, number_text
 
 # Over all curves: the page stays below 15 MB, including the 5 MB of plotly.
 POINT_BUDGET: Final = 150_000
 MOST_POINTS, FEWEST_POINTS = 1_500, 100  # of a curve
 FEW_POINTS: Final = 25  # drawn with markers
-MOST_MARKS: Final = 100  # restarts, and values of a curve that are not finite
+MOST_MARKS: Final = 100  # of restarts
 NUM_COLORS: Final = 8
-DASHES: Final = ("solid", "dot", "dash", "dashdot")
 OTHER_GROUP: Final = "Not in the catalog"
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
 VARIANTS: Final = ("", "held out", "worst rank")
@@ -138,12 +136,10 @@ def _family(key: str) -> tuple[str, str]:
     return family(key) if is_known(key) else (key, "")
 
 
-def _in_order(key: str) -> tuple[int, list[tuple[str, int]], int]:
-    """For sorting: as in the catalog, `blocks.10` after `blocks.9`, evaluations after training."""
+def _in_order(key: str) -> tuple[int, int]:
+    """For sorting: as in the catalog, evaluations after training."""
     base, variant = _variant(key)
-    place = PLACES.get(_family(base)[0], len(PLACES))
-    numbered = [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", base)]
-    return place, numbered, VARIANTS.index(variant)
+    return PLACES.get(_family(base)[0], len(PLACES)), VARIANTS.index(variant)
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
@@ -209,9 +205,9 @@ def _make_chart(runs: Sequence[RunRecord], name: str, keys: list[str], limit: in
 
 def _draw(chart: Chart, runs: Sequence[RunRecord], lines: list[Line], spec: MetricSpec | None) -> None:
     """The figure of a chart. `spec`: its row in the catalog, if it has a healthy band."""
-    num_bad = sum(len(line.curve.bad_steps) for line in lines)
-    if num_bad:
-        chart.notes.append(f"{counted(num_bad, 'value')} not finite, marked by ×")
+    bad = sorted({step for line in lines for step in line.curve.bad_steps})
+    if bad:
+        chart.notes.append(f"not finite at step {few([f'{step:,}' for step in bad])}")
     if any(line.curve.is_reduced for line in lines):
         chart.notes.append("points are buckets: the line is the mean, the shade the range")
     shapes: list[Json] = []
@@ -229,10 +225,11 @@ def _draw(chart: Chart, runs: Sequence[RunRecord], lines: list[Line], spec: Metr
         steps = {each.global_step for each in runs[number].restarts[-MOST_MARKS:]}
         shapes += [{**mark, "x0": step, "x1": step} for step in sorted(steps)]
     for place, line in enumerate(lines):
-        hue, dash = place, place // NUM_COLORS
+        hue, dash = place, "solid"
         if len(runs) > 1:  # colors stand for runs
-            hue, dash = line.run, place // len(runs)
-        traces += _traces(line, f"c{hue % NUM_COLORS}", DASHES[dash % len(DASHES)])
+            hue = line.run
+            dash = "solid" if place < len(runs) else "dot"
+        traces += _traces(line, f"c{hue % NUM_COLORS}", dash)
     chart.figure = {
         "data": traces,
         "layout": {
@@ -240,9 +237,6 @@ def _draw(chart: Chart, runs: Sequence[RunRecord], lines: list[Line], spec: Metr
             "hovermode": "closest" if len(lines) > NUM_COLORS else "x unified",
             "showlegend": len(runs) == 1 and len(lines) > 1,
             "shapes": shapes,
-            "annotations": [
-                {"x": step, "name": str(line.run)} for line in lines for step in line.curve.bad_steps[:MOST_MARKS]
-            ],
         },
         "canBeLog": all(bool((line.curve.low > 0).all()) for line in lines),
         # The first step opens the data and compiles, which may take as long as a hundred others.

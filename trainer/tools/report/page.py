@@ -14,7 +14,6 @@ from trainer.tools.diagnostics.diagnose import Diagnosis
 from trainer.tools.report.charts import NUM_COLORS, depth_figures, make_charts
 from trainer.tools.report.run_summary import (
     config_differences,
-    ran,
     rows_text,
     summaries,
     summarize,
@@ -53,7 +52,7 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str = "", plotly_file
         num_colors=NUM_COLORS,
         title=title,
         notes=[(run.name, note) for run in runs for note in run.notes],
-        tiles=[row for row in [*ran(runs[0]), *summarize(runs[0])] if row.is_told],
+        tiles=[row for row in summarize(runs[0]) if row.is_told],
         results=summaries(runs),
         differences=config_differences(runs),
         groups={group: list(members) for group, members in groupby(charts, key=lambda chart: chart.group)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.metrics.catalog_rows import EPOCHS
-from trainer.tools.diagnostics.rule import sources
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import noise_scale_of
@@ -196,28 +195,6 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
         return SummaryRow(label, scale.number, unit, scale.where)
     between = f", between {number_text(scale.low)} and {number_text(scale.high)}"
     return SummaryRow(label, scale.value, unit, f"{scale.where}{between}")
-
-
-def ran(run: RunRecord) -> list[SummaryRow]:
-    """The model, the device and the data of a run, as far as they are recorded."""
-    model, name, sizes = run.setting("model"), "", ""
-    if isinstance(model, Mapping):
-        # The default is that of `families.DEFAULT`.
-        name = str(model.get("target") or model.get("family") or "rglru")
-        sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
-    parts = [run.setting("train.precision"), run.setting("distributed.strategy")]
-    if run.world_size:
-        parts.insert(0, counted(run.world_size, "rank"))
-    devices = run.environment.get("devices") or [run.setting("train.device") or ""]
-    if run.setting("train.device") == "cpu":
-        devices = ["cpu"]
-    device_note = ", ".join(map(str, filter(None, parts)))
-    rows = [
-        SummaryRow("Model", name, note=sizes),
-        SummaryRow("Device", few([*dict.fromkeys(devices)]), note=device_note),
-        SummaryRow("Data", few([str(table.get("name")) for table in sources(run)])),
-    ]
-    return [row for row in rows if row.value]
 
 
 # ---- Several runs

@@ -4,7 +4,6 @@
   const $ = (id) => document.getElementById(id);
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const WINDOW = 0.05;  // of the smoothing average, as a fraction of the points
-  const LONGEST_BUSY = 40;  // ms of drawing until the page answers
   const CONFIG = { displayModeBar: false, doubleClick: false, responsive: true };
   const state = { smooth: false, log: false, range: null, hidden: new Set() };  // hidden: runs
   const plots = [...document.querySelectorAll(".plot")];
@@ -78,41 +77,29 @@
       xaxis: { range: [...(state.range ?? span)] },  // plotly writes into it
       yaxis: { ...figure.layout.yaxis, type: isLog ? "log" : "linear", range },
       shapes: figure.layout.shapes.filter(isShown).map((shape) => ({ ...shape, y0: shape.y0 ?? ends[0], y1: shape.y1 ?? ends[1] })),
-      annotations: figure.layout.annotations.filter(isShown),
     };
-  }
-
-  /* A drawing that can be scaled to the width of paper. */
-  function scalable(plot) {
-    for (const svg of plot.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
-    plot.style.setProperty("--ratio", `${plot.clientWidth} / ${plot.clientHeight}`);
   }
 
   function draw(plot) {
     const figure = page.figures[plot.dataset.chart], isFirst = !plot.data, traces = tracesOf(figure);
     Plotly.react(plot, traces, layoutOf(figure, traces), CONFIG);
     if (!isFirst) return;
-    plot.on("plotly_afterplot", () => scalable(plot));
-    scalable(plot);
     plot.on("plotly_doubleclick", () => setRange(null));
     plot.on("plotly_relayout", (change) => {
       if ("xaxis.range[0]" in change && !figure.isOfDepth) setRange([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
     });
   }
 
-  /* Charts close to the screen first, in pieces between which the page answers. */
+  /* Charts close to the screen first; the page answers between them. */
   let turn = 0;
   async function drawAll() {
     const mine = ++turn;
     document.documentElement.dataset.drawn = "some";
     const distance = new Map(plots.map((plot) => [plot, Math.abs(plot.getBoundingClientRect().top - innerHeight / 2)]));
-    let start = performance.now();
     for (const plot of [...plots].sort((a, b) => distance.get(a) - distance.get(b))) {
       draw(plot);
-      if (performance.now() - start < LONGEST_BUSY) continue;
       await new Promise((resolve) => { setTimeout(resolve); });
       if (mine !== turn) return;
-      start = performance.now();
     }
     document.documentElement.dataset.drawn = "all";
   }
@@ -140,10 +127,7 @@
     if (run !== undefined) press(button, state.hidden.delete(Number(run)) || !state.hidden.add(Number(run)));
     if (button) drawAll();
   });
-  /* Paper is light, as the style sheet says. */
-  for (const media of ["(prefers-color-scheme: dark)", "print"]) {
-    matchMedia(media).addEventListener("change", () => { load(); plots.forEach(draw); });
-  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { load(); plots.forEach(draw); });
   for (const { textContent, parentElement } of document.querySelectorAll("section > h2")) {
     const link = document.createElement("a");
     [link.href, link.textContent] = [`#${parentElement.id}`, textContent];
