@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.config.data_tables import MixingTable, SourceTable
-from trainer.config.rules import mixing_of, reads_lanes
+from trainer.config.data_tables import SourceTable
+from trainer.config.rules import reads_lanes
 from trainer.config.schema import RunConfig
 from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
@@ -29,7 +29,6 @@ Doubt = tuple[str, str, str]
 def doubts(config: RunConfig, sources: Sequence[Source], eval_sources: Sequence[Source]) -> list[UserError]:
     """Settings of a run that work, but hardly as meant: warned about, not refused."""
     found = [*trained_on(sources, eval_sources), *_doubted_settings(config, eval_sources)]
-    found += _doubted_readers(config, sources)
     found += _unread(sources, eval_sources)
     if config.eval.holdout_fraction > 0:
         found += _leaks(sources)
@@ -49,18 +48,6 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
         if length and warmup > limits.LONG_WARMUP * length:
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
-
-
-def _doubted_readers(config: RunConfig, sources: Sequence[Source]) -> Iterator[Doubt]:
-    """More readers than a source has streams, where the number is set and not the default."""
-    # A resolved config has the default written out.
-    default = MixingTable.model_fields["num_streams_mixed"].default
-    is_set = config.data.mixing.num_streams_mixed != default
-    for source in sources:
-        wanted, streams = mixing_of(config, source.table).num_streams_mixed, len(source.streams)
-        if (is_set or source.table.mixing.num_streams_mixed is not None) and wanted > streams > 0:
-            problem = f"{wanted} readers, but the source has {counted(streams, 'stream')}: all are open at once"
-            yield f"source {source.name}: mixing.num_streams_mixed", problem, f"set it to at most {streams}"
 
 
 def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:

@@ -60,7 +60,7 @@ class SavedModel:
     step: int | None
 
 
-def find_checkpoint(run_dir: str | Path, step: int | None, *, option: str = "--step") -> Path:
+def find_checkpoint(run_dir: str | Path, step: int | None) -> Path:
     """The run's checkpoint after `step`; None: the latest. Raises UserError: there is none."""
     found = checkpoint.complete_checkpoints(Path(run_dir) / checkpoint.CHECKPOINTS)
     if not found:
@@ -70,7 +70,7 @@ def find_checkpoint(run_dir: str | Path, step: int | None, *, option: str = "--s
         if step in (None, checkpoint.step_of(path)):
             return path
     steps = ", ".join(str(checkpoint.step_of(path)) for path in reversed(found))
-    raise UserError(option, f"{run_dir} has no checkpoint after step {step}", f"use one of {steps}")
+    raise UserError("--step", f"{run_dir} has no checkpoint after step {step}", f"use one of {steps}")
 
 
 def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:

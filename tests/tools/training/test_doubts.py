@@ -38,7 +38,6 @@ DOUBTS = [
         "scheduler.warmup_tokens: 2,000 of 500 tokens: most of the run",
     ),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight"),
-    (["data.source.second.mixing.num_streams_mixed=5"], "mixing.num_streams_mixed: 5 readers"),
 ]
 
 

@@ -126,27 +126,13 @@ class Diagnosis:
 
     @property
     def brief(self) -> str:
-        """A few words: the names of the findings, `healthy`, or how few rules found nothing."""
+        """A few words: the names of the findings, `healthy`, or that little could be checked."""
         return {
             None: "no training rows",
-            "findings": ", ".join(ruling.rule.name for ruling in self.findings),
-            "no_findings": f"no finding by {self.num_judged} of {len(self.rulings)} rules",
+            "findings": f"{counted(len(self.findings), 'finding')}: {', '.join(each.rule.name for each in self.findings)}",
+            "no_findings": "nothing wrong in what was measured",
             "healthy": "healthy",
         }[self.verdict]
-
-    @property
-    def summary(self) -> str:
-        """One sentence: healthy or not, with the names of the findings and of the suggestions."""
-        found = {
-            None: "Not diagnosed: no training rows",
-            "findings": f"{counted(len(self.findings), 'finding')}: {self.brief}",
-            "no_findings": "Nothing wrong was found, but little could be checked",
-            "healthy": "Healthy: nothing wrong was found",
-        }[self.verdict]
-        if self.advice:
-            names = ", ".join(each.rule.name for each in self.advice)
-            found += f"; {counted(len(self.advice), 'suggestion')}: {names}"
-        return found
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""

@@ -49,7 +49,6 @@ class RowTable:
         self._shapes: dict[tuple[str, ...], dict[str, int]] = {}  # each once
         self._columns: dict[str, Column] = {}
         self._steps: array[int] | None = None
-        self.num_replaced = 0
 
     def add(self, step: int, attempt: int, row: Mapping[str, float]) -> None:
         """Add one row; `attempt` is the number of restarts before it."""
@@ -57,8 +56,6 @@ class RowTable:
             before, places, values = self._rows[step]
             if before == attempt:
                 row = {**{key: values[place] for key, place in places.items()}, **row}
-            else:
-                self.num_replaced += 1
         keys = tuple(row)
         if keys not in self._shapes:
             self._shapes[keys] = {key: place for place, key in enumerate(keys)}
@@ -109,7 +106,7 @@ class RunRecord:
     status: Mapping[str, Any] = field(default_factory=dict)  # status.json, as `judged`
     config: Mapping[str, Any] = field(default_factory=dict)  # config.resolved.toml
     environment: Mapping[str, Any] = field(default_factory=dict)  # env.json
-    notes: list[str] = field(default_factory=list)  # lines skipped, rows replaced, settings that a resume changed
+    notes: list[str] = field(default_factory=list)  # lines skipped, settings that a resume changed
     label: str = ""  # display name; empty: the name of the directory or file
 
     @property
@@ -161,7 +158,7 @@ class _Reader:
         self.train, self.evals = RowTable(), RowTable()
         self.restarts: list[Restart] = []
         self.steps_redone = self.num_skipped = self._num_decreases = self._last_step = 0
-        self.first_error = self._cut_off = ""
+        self.first_error = ""
 
     def read(self, path: Path) -> None:
         for number, line in enumerate(read_lines(path), start=1):
@@ -171,7 +168,6 @@ class _Reader:
                 self._take(_parse(line))
             except PayloadError as error:
                 if line[:1] == b"{" and line[-1:] != b"\n":  # the run was killed or is still writing
-                    self._cut_off = "skipped the last line, which is cut off"
                     continue
                 self.num_skipped += 1
                 self.first_error = self.first_error or f"line {number}: {error}"
@@ -188,14 +184,9 @@ class _Reader:
         table.add(found.global_step, len(self.restarts), found.values())
 
     def notes(self) -> Iterator[str]:
-        """Remarks on rows that were skipped or replaced."""
-        if self._cut_off:
-            yield self._cut_off
+        """Remarks on rows that were skipped or are odd."""
         if self.num_skipped:
             yield f"skipped {counted(self.num_skipped, 'damaged line')}, the first at {self.first_error}"
-        replaced = self.train.num_replaced + self.evals.num_replaced
-        if replaced:
-            yield f"{counted(replaced, 'row')} replaced by later rows of the same step"
         if self._num_decreases:
             note = f"global_step decreases without a restart {counted(self._num_decreases, 'time')}"
             yield f"{note}: does the file hold several runs?"
@@ -243,14 +234,17 @@ def load_run(path: Path | str) -> RunRecord:
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         others = _read_others(metrics.parent, notes)
     restarts = list(filter(None, map(_restart_of, others.get("events", [])))) or reader.restarts
-    for restart in restarts:
-        changed = restart.details.get("changed")
-        if isinstance(changed, Mapping) and changed:
-            pairs = [
-                f"{key}: {usable(pair).get('before')} -> {usable(pair).get('after')}" for key, pair in changed.items()
-            ]
-            notes.append(f"settings changed after step {restart.global_step:,}: {', '.join(pairs)}")
+    changes = [(each.global_step, each.details["changed"]) for each in restarts if each.details.get("changed")]
+    notes += [f"settings changed after step {step:,}: {_changes(changed)}" for step, changed in changes]
     return RunRecord(path, reader.train, reader.evals, restarts, reader.steps_redone, notes=notes, **others)
+
+
+def _changes(changed: Any) -> str:
+    """`optimizer.lr: 0.01 -> 0.5`, of each setting; as it stands if somebody has edited the event."""
+    try:
+        return ", ".join(f"{key}: {pair['before']} -> {pair['after']}" for key, pair in changed.items())
+    except (AttributeError, KeyError, TypeError):
+        return str(changed)
 
 
 def _restart_of(event: Mapping[str, Any]) -> Restart | None:

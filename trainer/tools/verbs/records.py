@@ -145,7 +145,7 @@ def _verdict_cell(entry: RunEntry) -> str:
     if entry.state in ("failed", "died", "unknown") and entry.reason is not None:
         reason = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
         verdict = ": ".join(filter(None, (entry.verdict, reason)))
-    if verdict.startswith("no finding"):
+    if verdict.startswith("nothing wrong"):
         return coloured("unknown", verdict)
     return coloured("healthy" if verdict == "healthy" else "warning", verdict)
 
@@ -200,12 +200,8 @@ def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
     if unmeasured:
         text = f"nothing to measure: {', '.join(unmeasured)}; train diagnose --all says what each needs"
         console.print(text, highlight=False)
-    summary = f"{coloured(str(diagnosis.verdict))}; {diagnosis.coverage}"
-    if diagnosis.verdict == "findings":
-        summary = f"{coloured('findings')}: {diagnosis.brief}; {diagnosis.coverage}"
-    elif diagnosis.verdict == "no_findings":
-        summary = f"nothing wrong in what was measured: {diagnosis.coverage}"
-    console.print(summary, highlight=False)
+    brief = coloured(str(diagnosis.verdict), diagnosis.brief, otherwise="none")
+    console.print(f"{brief}; {diagnosis.coverage}", highlight=False)
 
 
 def _finding_lines(ruling: Ruling) -> list[str]:
