@@ -32,13 +32,13 @@ from trainer.data.layout import (
     refuse_unheeded,
     sort_of,
 )
-from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, Tokenizer, load_tokenizer
+from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.metrics.logger import Report, progress_bar, silent
 from trainer.tools.corpora import why_not_text
-from trainer.wording import counted, few, printable
+from trainer.wording import counted, few
 
-CHUNK = 1 << 20  # tokens counted together
+CHUNK = 1 << 20  # tokens
 UNBOUNDED = 1 << 40  # larger than any vocabulary
 
 
@@ -52,17 +52,9 @@ def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
 
 def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
     """Every token of every document, in chunks. Raises UserError: the file is damaged."""
-    waiting: list[TokenArray] = []
-    num_waiting = 0
     for document, length in enumerate(documents.lengths.tolist()):
         for start in range(0, length, CHUNK):
-            waiting.append(documents.read(document, start, min(start + CHUNK, length)))
-            num_waiting += len(waiting[-1])
-            if num_waiting >= CHUNK:
-                yield np.concatenate(waiting)
-                waiting, num_waiting = [], 0
-    if waiting:
-        yield np.concatenate(waiting)
+            yield documents.read(document, start, min(start + CHUNK, length))
 
 
 def guess(
@@ -142,12 +134,9 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
 
 def describe(found: Sequence[str], num_files: int) -> str:
     """A sentence on what `not_text` found among so many files, and what to do."""
-    verb = "are"
-    if len(found) == 1:
-        verb = "is"
-    what = f"{len(found):,} of {counted(num_files, 'file')} {verb} not UTF-8 text"
+    what = f"not UTF-8 text: {len(found):,} of {counted(num_files, 'file')}, {few(found)}"
     fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
-    return f"{what}: {few(found)}; a run would read the bytes as they are; {fix}"
+    return f"{what}; a run would read the bytes as they are; {fix}"
 
 
 def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
@@ -180,8 +169,6 @@ STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
 MOST_HELD_OUT = 0.3
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
-# Names of the mark that ends a text.
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from here on, tied embeddings save most of a small model
 # A string, number, boolean or list of them, as TOML writes it.
@@ -251,10 +238,7 @@ def starter(
     if at.left_out:
         notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
     if tokenizer is None:
-        tokenizer, near = {"text": "bytes", "ids": "ids"}[kind], _tokenizer_near(Path(paths[0]))
-        if near and kind == "text":
-            tokenizer = near
-            notes.append(f"tokenizer: {near}, found near the data; for bytes: --tokenizer bytes")
+        tokenizer = {"text": "bytes", "ids": "ids"}[kind]
     with progress_bar() as report:
         lengths, largest = look(chosen, tokenizer=tokenizer, format=format, report=report, **given)
     if not any(each.any() for each in lengths):
@@ -264,11 +248,10 @@ def starter(
         notes.append(describe(strange, len(chosen)))
     vocab_size = largest + 1 if tokenizer == "ids" else 0
     ids = load_tokenizer(tokenizer, vocab_size=vocab_size)
-    sizes, end = choose_sizes(chosen, lengths, share=share), _end_mark(ids)
+    sizes = choose_sizes(chosen, lengths, share=share)
     # Lines of the template that begin with one of these and a bar are optional.
     shown = {
         "ids": bool(vocab_size),
-        "end": end is not None,
         "large": ids.vocab_size >= TIE_FROM_VOCABULARY,
         "bytes": tokenizer == "bytes",
         "held out": sizes.holdout_fraction > 0,
@@ -291,7 +274,6 @@ def starter(
         head="\n".join(map(_comment, head)),
         largest=largest,
         vocab_size=vocab_size,
-        end=end or ("", 0),
         source=_source(at, given, takes_eod=takes_eod),
         every=max(sizes.steps // 10, 10),
         warmup=sizes.steps // 20,
@@ -308,22 +290,6 @@ def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tup
         return list(streams), 1.0
     chosen = range(0, len(streams), int(np.ceil(total / max_bytes)))
     return [streams[i] for i in chosen], float(sizes[list(chosen)].sum()) / total
-
-
-def _tokenizer_near(path: Path) -> str | None:
-    """A tokenizer.json in the folder of the data, or in the one above."""
-    folder = next(each for each in (path, *path.parents) if each.is_dir())
-    found = (each / "tokenizer.json" for each in (folder, folder.parent))
-    return next((str(each) for each in found if each.is_file()), None)
-
-
-def _end_mark(tokenizer: Tokenizer) -> tuple[str, int] | None:
-    """The mark of the end of a text and its id, by its usual names."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return None
-    special = {each["content"]: int(each["id"]) for each in tokenizer.spec["added_tokens"]}
-    marks = [mark for mark in ENDS if mark in special]
-    return (printable(marks[0]), special[marks[0]]) if marks else None
 
 
 def _run_name(path: str) -> str:

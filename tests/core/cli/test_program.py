@@ -160,7 +160,7 @@ def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_
     first = run(*same)
     assert first.returncode == 0, first.stderr
     assert "the gradient noise scale is not measured: one micro-batch per step on one rank" in first.stderr
-    said = " ".join(program(["diagnose", metrics.parent, "--all"], capsys).stdout.split())
+    said = " ".join(program(["diagnose", metrics.parent], capsys).stdout.split())
     assert "needs gns/b_big; that takes gns.enabled = true and at least two micro-batches per step" in said
     before = metrics.read_bytes()
     again = run(*same)

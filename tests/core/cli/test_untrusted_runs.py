@@ -24,7 +24,7 @@ PRECIOUS = "precious, and without a newline"
 
 def verbs(first: Path, second: Path) -> list[list[object]]:
     report = ["report", first, second, "--out", first.parent / "report.html", "--force"]
-    return [["ls", first.parent], ["diagnose", first, "--all"], report]
+    return [["ls", first.parent], ["diagnose", first], report]
 
 
 def everything(path: Path) -> Path:

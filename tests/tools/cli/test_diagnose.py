@@ -35,15 +35,7 @@ def test_a_run_that_most_rules_could_not_judge_exits_with_0_and_is_not_called_he
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"nothing wrong in what was measured; 4 of {len(RULES)} rules judged the run, ")
-    assert "cold_starts  " not in done.stdout, "nothing to measure is no row of the table"
-    unmeasured = (
-        " ".join(done.stdout.split()).partition("nothing to measure: ")[2].partition("; train diagnose --all")[0]
-    )
-    named = unmeasured.split(", ")
-    assert len(named) == len(set(named)) == len(RULES) - 4
-    assert {"cold_starts", "straggling_rank"} <= set(named)
-    done = diagnosed(tmp_path / "metrics.jsonl", "--all")
-    names = [line.split()[0] for line in done.stdout.splitlines() if line]
+    names = [line.split()[0] for line in lines if line]
     assert {rule.name for rule in RULES} <= set(names)
     assert names.index("restarts") < names.index("cold_starts"), "what could not be judged comes last"
     assert re.search("^cold_starts .*needs ledger/cold_starts", done.stdout, re.M)

@@ -28,7 +28,7 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
     run = record_of(train, {2: {"eval_loss": 2.0, "eval_bits_per_byte": 1.5}, 4: {"eval_loss": 2.5}})
     expected = {"Steps": 4, "Final loss": 2.0, "Held-out loss": 2.5, "Best held-out loss": 2.0}
     expected |= {"Speed": 105.0, "Fill": 0.9, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
-    unknown = ("Parameters", "Tokens per parameter", "Batch", "MFU", "Peak memory", "Time of all steps")
+    unknown = ("Parameters", "Batch", "MFU", "Peak memory", "Time of all steps")
     expected |= dict.fromkeys(unknown)
     assert results(run) == results(run) | expected
     assert notes(run)["Best held-out loss"] == "1.5 bits/byte, best of 2 evaluations, step 2"
@@ -39,7 +39,7 @@ def test_the_size_of_a_run_comes_from_its_environment_and_rows():
     rows |= {"data/epochs/web": [0.2, 0.41], "data/epochs/code": [1.1, 2.3]}
     rows["data/epochs/lost"] = [5.0, math.nan]  # not known any more: no total
     run = record_of(rows, environment={"parameters": 50})
-    expected = {"Tokens per parameter": 2.0, "Batch": 50.0, "MFU": 0.4, "Peak memory": 3.0, "Data read": 2.3}
+    expected = {"Batch": 50.0, "MFU": 0.4, "Peak memory": 3.0, "Data read": 2.3}
     assert results(run) == results(run) | expected
     assert notes(run)["Data read"] == "source code; web 0.41"
     resumed = record_of({"step_time_sec": {110: 11.0, 120: 12.0}}, restarts=[Restart(100)])

@@ -35,11 +35,6 @@ class Ruling:
         return self.outcome.verdict != "not_measured"
 
     @property
-    def had_nothing_to_measure(self) -> bool:
-        """Whether the run lacks what the rule needs, and longer training would not change that."""
-        return not self.is_judged and not self.outcome.is_early
-
-    @property
     def fix(self) -> str:
         """The setting to change, with its value; empty if unknown."""
         knob = self.outcome.knob
@@ -118,7 +113,7 @@ class Diagnosis:
         """How many rules judged: `14 of 24 rules judged the run, 4 could not yet, ...`."""
         text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
-        rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
+        rest = len(self.rulings) - self.num_judged - early
         for number, what in ((early, "could not yet"), (rest, "had nothing to measure")):
             if number:
                 text += f", {number} {what}"

@@ -25,10 +25,10 @@ from trainer.wording import few
 LOOKS: Final = {"healthy": ("✓", "good"), "no_findings": ("?", ""), "findings": ("!", "bad")}
 
 
-def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str = "", plotly_file: str = "") -> str:
+def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
     """The whole page of one run, or of several to overlay in the order of the colors.
 
-    `plotly`: the source of plotly.js; empty: it is in `plotly_file`, next to the page.
+    `plotly`: the source of plotly.js.
     Raises UserError: jinja2 is not installed.
     """
     try:
@@ -61,7 +61,6 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str = "", plotly_file
         css=(assets / "report.css").read_text(encoding="utf-8"),
         script=(assets / "report.js").read_text(encoding="utf-8"),
         plotly=plotly,
-        plotly_file=plotly_file,
     )
 
 

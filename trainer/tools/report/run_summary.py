@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 from trainer.config.load import recorded_settings
@@ -61,36 +62,22 @@ def _finite(run: RunRecord, key: str) -> dict[int, float]:
     return {step: value for step, value in zip(*run.column(key), strict=True) if math.isfinite(value)}
 
 
-def _last(run: RunRecord, key: str) -> float | None:
-    return next(reversed(_finite(run, key).values()), None)
-
-
-def _middle(run: RunRecord, key: str) -> float | None:
-    """The median of a key's finite values."""
-    values = _finite(run, key).values()
+def _reduced(run: RunRecord, how: Callable[[list[float]], float], *keys: str) -> float | None:
+    """One number of the finite values of keys; None without any."""
+    values = [value for key in keys for value in _finite(run, key).values()]
     if not values:
         return None
-    return statistics.median(values)
+    return how(values)
 
 
-def _total(run: RunRecord, *keys: str) -> float | None:
-    columns = [_finite(run, key).values() for key in keys]
-    if not any(columns):
-        return None
-    return math.fsum(map(math.fsum, columns))
+_last = itemgetter(-1)
 
 
 def summarize(run: RunRecord) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order."""
-    tokens, fill = _last(run, "tokens_seen"), _finite(run, "data/fill")
-    parameters = float(run.environment.get("parameters") or 0) or None
-    ratio, batch, of_batch, mean_fill, redone = None, None, "", None, ""
+    tokens, batch, redone = _reduced(run, _last, "tokens_seen"), None, ""
     if tokens is not None:
-        batch, of_batch = tokens / max(run.column("tokens_seen")[0]), "mean of all steps"
-    if tokens is not None and parameters:
-        ratio = tokens / parameters
-    if fill:
-        mean_fill = statistics.fmean(fill.values())
+        batch = tokens / max(run.column("tokens_seen")[0])
     if run.steps_redone:
         redone = f"{counted(run.steps_redone, 'step')} repeated"
     return [
@@ -99,19 +86,18 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
         _time(run),
         SummaryRow("Tokens seen", tokens, "tokens"),
         _epochs(run),
-        SummaryRow("Parameters", parameters),
-        SummaryRow("Tokens per parameter", ratio),
-        SummaryRow("Batch", batch, "tokens/step", of_batch),
-        SummaryRow("Fill", mean_fill, "of full rows"),
-        SummaryRow("Speed", _middle(run, "tokens_per_sec"), "tokens/s"),
-        SummaryRow("MFU", _middle(run, "mfu"), "of the peak"),
-        SummaryRow("Peak memory", _last(run, "gpu/peak_gb"), "GB"),
+        SummaryRow("Parameters", float(run.environment.get("parameters") or 0) or None),
+        SummaryRow("Batch", batch, "tokens/step", "mean of all steps" * (batch is not None)),
+        SummaryRow("Fill", _reduced(run, statistics.fmean, "data/fill"), "of full rows"),
+        SummaryRow("Speed", _reduced(run, statistics.median, "tokens_per_sec"), "tokens/s"),
+        SummaryRow("MFU", _reduced(run, statistics.median, "mfu"), "of the peak"),
+        SummaryRow("Peak memory", _reduced(run, _last, "gpu/peak_gb"), "GB"),
         *_held_out(run),
         _final_loss(run),
         _noise_scale(run),
-        SummaryRow("Cold starts", _total(run, "ledger/cold_starts"), "cells"),
-        SummaryRow("False evictions", _total(run, *FALSE_EVICTIONS.values()), "groups"),
-        SummaryRow("Rejected steps", _total(run, "non_finite_steps"), "steps"),
+        SummaryRow("Cold starts", _reduced(run, math.fsum, "ledger/cold_starts"), "cells"),
+        SummaryRow("False evictions", _reduced(run, math.fsum, *FALSE_EVICTIONS.values()), "groups"),
+        SummaryRow("Rejected steps", _reduced(run, math.fsum, "non_finite_steps"), "steps"),
         SummaryRow("Restarts", float(len(run.restarts)), note=redone),
     ]
 
@@ -183,7 +169,7 @@ def _final_loss(run: RunRecord) -> SummaryRow:
         return SummaryRow(label, mean, unit, f"mean of {rows_text(steps)}")
     if not losses:
         return SummaryRow(label, None, unit)
-    return SummaryRow(label, _last(run, "loss"), unit, f"last finite value, step {max(losses):,}")
+    return SummaryRow(label, losses[max(losses)], unit, f"last finite value, step {max(losses):,}")
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:

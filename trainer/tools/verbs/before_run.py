@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ def check(
     no_contract: Annotated[bool, Option("--no-contract", help="Do not run the model to check its contract.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it.
+    """Validate a config; print the keys that it sets, and the values derived from it.
     Takes train's --steps, --resume, --stdout, --profile, --strategy and --replicas too."""
     config_path = require_config(config, "train check")
     with uncollected():
@@ -83,10 +82,8 @@ def check(
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts | sources})
         return
     # The values are comments, so that the output is itself a config.
-    with_defaults = not sys.stdout.isatty()
-    echo(to_toml(resolved, with_defaults=with_defaults))
-    if not with_defaults:
-        echo("# All other keys have their defaults, which a pipe gets (train check ... | cat).")
+    echo(to_toml(resolved, with_defaults=False))
+    echo("# All other keys have their defaults (train config docs).")
     echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     for line in _lines_of(facts, sources):
         echo(f"#   {line}")
@@ -218,7 +215,7 @@ def init(
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     tokenizer: Annotated[
         str | None,
-        Option(help="As data.tokenizer; default: that of the data, bytes, or ids.", metavar="NAME"),
+        Option(help="As data.tokenizer; default: bytes, or ids.", metavar="NAME"),
     ] = None,
     format: shared.FormatOption = "auto",
     dtype: Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")] = None,

@@ -7,7 +7,6 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 SHOWN_REASON, SHOWN_STEPS = 80, 4
 EXIT_FINDINGS = 3
-ASSETS_HELP = "Put plotly.js (5 MB) next to the page, for all reports of the directory."
-ALL_HELP = "Say what each rule without anything to measure needs."
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,6 @@ def _steps(entry: RunEntry) -> str:
 
 def diagnose(
     run_dir: shared.RunArgument,
-    show_all: Annotated[bool, Option("--all", help=ALL_HELP)] = False,
     as_json: shared.JsonOption = False,
 ) -> None:
     """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
@@ -171,35 +167,31 @@ def diagnose(
     if as_json:
         print_json(diagnosis.to_json())
     elif diagnosis.verdict is not None:
-        _print_diagnosis(diagnosis, shows_all=show_all)
+        _print_diagnosis(diagnosis)
     if diagnosis.verdict is None:
         raise UserError(run_dir, "has no training rows to diagnose", "wait for the first logged step")
     if diagnosis.findings:
         raise typer.Exit(EXIT_FINDINGS)
 
 
-def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
-    """Findings first, then one line per rule that is shown, and one for those that are not."""
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Findings first, then one line per rule, those that could not judge last."""
     from trainer.tools.report.run_summary import rows_text
 
-    console, columns, unmeasured = output(), dict[str, list[str]](rule=[], verdict=[], observation=[]), []
+    console = output()
     lines = [f"{escape(str(diagnosis.run.path))}: {rows_text(diagnosis.run.steps)}"]
     lines += [f"note: {escape(note)}" for note in diagnosis.run.notes]
     for ruling in [*diagnosis.findings, *diagnosis.advice]:
         lines += _finding_lines(ruling)
     for line in lines:
         console.print(line, highlight=False)
-    for ruling in sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged):
-        if ruling.had_nothing_to_measure and not shows_all:
-            unmeasured.append(ruling.rule.name)
-            continue
-        columns["rule"].append(ruling.rule.name)
-        columns["verdict"].append(coloured(ruling.result, otherwise="none"))
-        columns["observation"].append(escape(ruling.outcome.sentence))
+    rulings = sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged)
+    columns = {
+        "rule": [ruling.rule.name for ruling in rulings],
+        "verdict": [coloured(ruling.result, otherwise="none") for ruling in rulings],
+        "observation": [escape(ruling.outcome.sentence) for ruling in rulings],
+    }
     print_table(columns, box=None, pad_edge=False)
-    if unmeasured:
-        text = f"nothing to measure: {', '.join(unmeasured)}; train diagnose --all says what each needs"
-        console.print(text, highlight=False)
     brief = coloured(str(diagnosis.verdict), diagnosis.brief, otherwise="none")
     console.print(f"{brief}; {diagnosis.coverage}", highlight=False)
 
@@ -222,7 +214,6 @@ def report(
     runs: shared.RunsArgument,
     out: Annotated[str, Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
-    assets: Annotated[bool, Option("--assets", help=ASSETS_HELP)] = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
@@ -231,19 +222,14 @@ def report(
     from trainer.tools.runs.load import load_run
 
     target = Path(out)
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise UserError("--out", f"must end in .html, got {out}", "name an .html file")
     plotly = plotly_script()
     refuse_existing(out, force=force)
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
-    file = f"plotly-{metadata.version('plotly')}.min.js"
-    page = render_page(diagnoses, plotly="" if assets else plotly, plotly_file=file)
-    content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
-    with writing("--out"):
+    # Names of files may hold any bytes.
+    content = render_page(diagnoses, plotly=plotly).encode("utf-8", "backslashreplace")
+    with writing(out):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, content, follow=True)
-        if assets:
-            write_file(target.with_name(file), plotly.encode(), follow=True)
     for diagnosis in diagnoses:
         for text in (diagnosis.brief, *(f"note: {note}" for note in diagnosis.run.notes)):
             echo(f"{diagnosis.run.name}: {text}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -93,21 +92,14 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Errors of the operating system become a `UserError`, of `where` unless they name a file."""
+    """Errors of the operating system become a `UserError` of `where`."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        name = str(error.filename2 or error.filename or where)
-        if name.endswith(".tmp"):
-            name = where
-        reason = error.strerror or str(error)
-        if error.errno == errno.EEXIST:  # of a directory to be made: something else has its name
-            reason = os.strerror(errno.ENOTDIR)
-        raise UserError(
-            name, f"cannot be used ({reason})", "check the path, its mode and the room on the disk"
-        ) from None
+        problem = f"cannot be used ({error.strerror or error})"
+        raise UserError(where, problem, "check the path, its mode and the room on the disk") from None
 
 
 def refuse_existing(out: str, *, force: bool) -> None:
