@@ -77,4 +77,4 @@ def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path):
     }
     assert event["global_step"] == min(step for step, count in counts.items() if count)
     said = run("diagnose", tmp_path / "run", "--json")
-    assert f"no further documents of source second after step {event['global_step']}" in said.stdout
+    assert "1 source without further documents, the first by step" in said.stdout
