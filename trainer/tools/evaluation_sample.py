@@ -43,7 +43,7 @@ class Sample:
 
     units: Mapping[int, int]  # group id -> the document, or the drawn file that it is in; from 0
     num_units: int
-    share: float  # of all documents; 0 where documents of drawn files alone were drawn
+    share: float  # of all documents; 0 where only some files were looked at, or documents read to a depth
     weight: float = 1.0  # of the loss of a token in the loss
 
     def error(self, losses: npt.NDArray[np.float64], tokens: npt.NDArray[np.float64]) -> float:
@@ -124,16 +124,18 @@ def draw_sample(
     cells = -(-tokens // seq_len)
     if not len(tokens) or (is_counted and (1 + runs * (cells - 1)).sum() <= budget):
         return f"all {counted(len(tokens), 'document')}, {counted(int(tokens.sum()), 'token')}", None
-    # So that the fewest documents keep to the budget, however long they are.
-    depth = max((budget // LEAST - 1) // runs + 1, 1)
+    fewest = min(LEAST, len(tokens))
+    # So that the fewest documents keep to the budget, however long they are; but two cells show what the second gains.
+    depth = max((budget // fewest - 1) // runs + 1, runs)
     cost = (1 + runs * (np.minimum(cells, depth) - 1)).mean()
-    num = int(np.clip(budget / cost, min(LEAST, len(tokens)), len(tokens)))
+    num = int(np.clip(budget / cost, fewest, len(tokens)))
     chosen = np.sort(generator.permutation(len(tokens))[:num])
     sizes = np.minimum(tokens[chosen], depth * seq_len)
     read = f"{num:,} of {counted(len(tokens), 'document')}, {int(sizes.sum()):,} of {int(tokens.sum()):,} tokens"
+    units, share = np.arange(num), num / len(tokens)
     if cells.max() > depth:
         read += f", each to a depth of {depth * seq_len:,} tokens"
-    units, share = np.arange(num), num / len(tokens)
+        share = 0.0  # what is behind was not read of any
     if not is_counted:
         read += f", in {num_files:,} files"
         units, share = np.unique(owners[chosen], return_inverse=True)[1], 0.0

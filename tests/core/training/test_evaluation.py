@@ -137,9 +137,9 @@ def test_loss_and_error_are_those_of_the_drawn_documents_own_losses(tmp_path, ba
     ((_, losses, sizes),) = seen
     texts, num = held_out_texts(tmp_path, FRACTION), len(losses)
     assert 8 <= num < len(texts)
-    depth = 10**9
+    depth, share = 10**9, num / len(texts)
     if batches < 60:
-        depth = (batches * 4 // 8) * plan.config.data.seq_len
+        depth, share = (batches * 4 // 8) * plan.config.data.seq_len, 0.0
         assert f", each to a depth of {depth:,} tokens" in read
     assert read.startswith(f"{num} of {len(texts)} documents, {int(sizes.sum()):,} of {sum(map(len, texts)):,} tokens")
     weight = plan.config.objective.token_ce
@@ -154,7 +154,7 @@ def test_loss_and_error_are_those_of_the_drawn_documents_own_losses(tmp_path, ba
     residuals = losses - losses.sum() / sizes.sum() * sizes
     effective = sizes.sum() ** 2 / np.square(sizes).sum()
     error = math.sqrt(np.square(residuals).sum() * effective / (effective - 1)) / sizes.sum()
-    error *= math.sqrt(1 - num / len(texts)) * t_quantile(1.96, effective - 1) / 1.96
+    error *= math.sqrt(1 - share) * t_quantile(1.96, effective - 1) / 1.96
     assert found["eval_loss_se"] == pytest.approx(weight * error, rel=1e-6)
 
 
@@ -234,7 +234,13 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
     (once,) = eval_sets(dear, RankInfo(), CPU, has_state=False)
     assert 0.7 * 240 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 240
     (least,) = eval_sets(plan_of(tmp_path, "eval.every=1", long), RankInfo(), CPU)
-    assert re.match(r"8 of \d+ documents, 1\d\d of .*, each to a depth of 16 tokens$", least.read)
+    assert re.match(r"8 of \d+ documents, [12]\d\d of .*, each to a depth of 32 tokens$", least.read)
+    # Of few documents, each gets its part of the budget of 60 cells, and the error is not that of a set that was read whole.
+    (few,) = eval_sets(plan_of(tmp_path, "eval.every=50", long, "eval.holdout_fraction=0.1"), RankInfo(), CPU)
+    num, depth = map(int, re.match(r"(\d) of \1 documents, .*, each to a depth of (\d+) tokens$", few.read).groups())
+    assert num < 8
+    assert depth == ((60 // num - 1) // 2 + 1) * 16
+    assert few.sample.share == 0
 
 
 def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_files(tmp_path, monkeypatch):

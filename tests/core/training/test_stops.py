@@ -44,7 +44,7 @@ def go(tmp_path, monkeypatch):
         ({"step": 4}, 4, []),
         ({"step": STEPS}, STEPS, [4]),
         ({"mode": "eval", "step": 1, "micro": 0}, 4, []),
-        ({"mode": "eval", "step": 16, "micro": 0}, STEPS, [4]),
+        ({"mode": "eval", "step": 3, "micro": 0}, STEPS, [4]),
     ],
 )
 def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, fault, last, logged):
