@@ -35,6 +35,7 @@ _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count",
 REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "alert": (({"command": []},), "use the scheduler's mail, or alerts of wandb"),
     "distributed.accumulate": (("shards",), "gradients of shards are averaged in every micro-batch"),
+    "checkpoint.background": ((False,), "save less often: training waits for a save"),
     "data.cache_gb": ((100.0,), "delete what no run reads in data.cache_dir"),
     "gns.components_every": ((0,), "gns/consistency below 1 shows rows that share a stream"),
     "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),

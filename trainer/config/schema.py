@@ -299,8 +299,6 @@ class CheckpointTable(Table):
     """Number of newest checkpoints to keep."""
     keep_every: WholeNumber = 0
     """Also keep checkpoints at multiples of this step; 0: none."""
-    background: bool = False
-    """Write the files in a background thread while training continues."""
     remote: Text | None = None
     """URL to upload checkpoints to, "s3://bucket/prefix", one per run (docs/reliability.md)."""
     resume: Text = "off"

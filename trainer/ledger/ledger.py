@@ -215,10 +215,6 @@ class Ledger:
             shard["rows"] = torch.cat([empty, *self.held_rows()])
         return shard
 
-    @property
-    def num_row_bytes(self) -> int:
-        return self._index.num_live * self._slab.width * self._slab.dtype.itemsize
-
     def held_rows(self) -> Iterator[Tensor]:
         """The states held, in pieces [n, state_width] of some megabytes, on the CPU."""
         slots = self._index.held_slots()

@@ -140,7 +140,6 @@ def _run_to_end(run: Run) -> int:
             reason = run_loop(run)
         run.watchdog.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
-        run.saver.close()  # publishes a background save
         # Without a checkpoint, a script must not take a stopped run for done.
         if state == FINISHED or run.saver.last_saved >= 0:
             code = 0
@@ -217,7 +216,7 @@ def run_loop(run: Run) -> str:
         run.extensions.call("step_launched", position.step + (in_flight is not None))
     if run.saver.last_saved != position.step and position.step > 0:
         run.watchdog.at("checkpoint", position.step, may_wait=True)
-        run.saver.save(position, in_background=False)
+        run.saver.save(position)
     return reason or "all steps are done"
 
 
@@ -252,7 +251,6 @@ def take_step(
         launched = run.train_step.launch(
             lr=batch.lr,
             stop=run.stop.requested,
-            saved=run.saver.pending is not None and run.saver.is_written(),
             save_due=time.monotonic() >= run.saver.due_time,
             exhausted=all(map(attrgetter("is_filler"), window)),
         )

@@ -164,7 +164,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             info=info,
             state=state,
             extensions=extensions,
-            device=device,
             shared={
                 "wandb_run_id": wandb_run_id,
                 "config": config.model_dump(mode="json"),

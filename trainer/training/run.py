@@ -194,16 +194,13 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
     end_step(run, taken, outcome, operations, is_logged=logs(run, step))
     if run.extensions.failure:  # before anything is saved
         raise CorruptedError(run.extensions.failure)
-    if outcome.all_saved:  # agreed by all ranks
-        run.watchdog.at("checkpoint", step, may_wait=True)
-        run.saver.publish_pending()
     every, is_last = run.config.eval.every, step == position.last_step
     position.evaluation_is_due = run.evaluator is not None and (is_last or step % every == 0)
     if outcome.should_stop or not at_boundary(run, is_last=is_last):
         return stopped_by(run)
     if outcome.save_is_due:
         # Later: the next step may be in flight, and the weights no longer those of this step.
-        run.saver.must_save = run.saver.began_at != step
+        run.saver.must_save = run.saver.last_saved != step
     return None
 
 
@@ -334,7 +331,7 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     is_due = run.saver.must_save or (table.every and position.step % table.every == 0)
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
-        run.saver.save(position, in_background=table.background)
+        run.saver.save(position)
     return True
 
 

@@ -8,7 +8,7 @@ have equally many micro-batches). DDP or FSDP averages over the W ranks, and the
 by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Besides those of DDP or FSDP there is one all-reduce per step, of token and loss sums,
-the votes (stop, background save written, save due, data exhausted), the noise scale's sums and the
+the votes (stop, save due, data exhausted), the noise scale's sums and the
 squared gradient norm, of which a rank may hold shards only. A NaN on one rank is a NaN in the sum,
 so all ranks see it. Extensions that sum over ranks share a second all-reduce after the update.
 
@@ -45,8 +45,8 @@ from trainer.training.extension import Extensions, Measured
 from trainer.training.optimizer import set_lr
 
 # Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
-TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXHAUSTED = range(6)
-HEAD = 6
+TOKENS, LOSS_SUM, STOP, SAVE_DUE, EXHAUSTED = range(5)
+HEAD = 5
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class StepOutcome:
     grad_norm: float
     """Norm of the true gradient before clipping; for a skipped step, the squared norm as it was."""
     should_stop: bool  # a rank was asked to stop
-    all_saved: bool  # every rank has written its background save
     save_is_due: bool  # the time between two saves has passed
 
 
@@ -212,7 +211,6 @@ class TrainStep:
         *,
         lr: float,
         stop: bool,
-        saved: bool,
         save_due: bool = False,
         exhausted: bool = False,
     ) -> Launched:
@@ -222,12 +220,11 @@ class TrainStep:
 
         Args:
             stop: this rank was asked to stop.
-            saved: this rank's background save is written.
             save_due: by this rank's clock it is time to save.
             exhausted: this rank had no batch of its own, only masked copies.
         """
         # Filled on the device: a tensor made from host numbers would be copied, and waited for.
-        votes = map(partial(torch.full_like, self._tokens), (stop, saved, save_due, exhausted))
+        votes = map(partial(torch.full_like, self._tokens), (stop, save_due, exhausted))
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self.gns is not None:
             sums = self._gns_guard.run(self.gns.local_sums)
@@ -297,6 +294,5 @@ class TrainStep:
             tokens_trained=trained,
             grad_norm=math.sqrt(grad_sq) / factor if is_taken else grad_sq,
             should_stop=reduced[STOP] > 0,
-            all_saved=reduced[SAVED] == self.world_size,
             save_is_due=reduced[SAVE_DUE] > 0,
         )

@@ -132,7 +132,6 @@ def test_elastic_restart_comes_back_by_itself(uninterrupted, tmp_path):
 TIMED_STEPS = 12
 TIMED = (
     "distributed.strategy=fsdp",
-    "checkpoint.background=true",
     f"train.steps={TIMED_STEPS}",
     "metrics.log_interval=5",
 )

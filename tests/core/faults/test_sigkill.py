@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 KILLS_A_CHAIN = 10
 MOMENTS = {"start": "starting up", "step": "in steps", "save": "inside a checkpoint's writing"}
 RENDEZVOUS_SEC = 30
-CHAINS = {"plain": (), "background": ("--set", "checkpoint.background=true"), "often": ("--set", "checkpoint.every=1")}
+CHAINS = {"plain": (), "often": ("--set", "checkpoint.every=1")}
 STRATEGIES = {"ddp": (), "fsdp": ("--set", 'distributed.strategy="fsdp"')}
 
 
@@ -62,7 +62,7 @@ def test_a_run_killed_ten_times_ends_as_the_one_nobody_touched(untouched, tmp_pa
     arguments += ("--set", f"distributed.timeout_sec={RENDEZVOUS_SEC}")
     chance = random.Random(f"kill {chain}" if strategy == "ddp" else f"kill {strategy} {chain}")
     hits: list[str] = []
-    needs_saves = KILLS_A_CHAIN if (strategy, chain) == ("fsdp", "background") else 0
+    needs_saves = KILLS_A_CHAIN if (strategy, chain) == ("fsdp", "often") else 0
     while len(hits) < KILLS_A_CHAIN or sum(hit.startswith("save") for hit in hits) < needs_saves:
         moment = "save" if needs_saves else chance.choices(["start", "step", "save"], weights=[1, 3, 4])[0]
         with Ranks(arguments, logs=tmp_path / f"try{len(hits)}", is_fresh=moment == "start") as ranks:

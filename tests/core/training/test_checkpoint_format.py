@@ -22,10 +22,11 @@ from trainer.training.checkpointing.tensor_files import (
     CheckpointError,
     Rows,
     TensorFiles,
+    TensorPart,
     model_file,
     pack,
     unpack,
-    write_tensors,
+    write_part,
 )
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -68,7 +69,7 @@ def same(one: Any, other: Any) -> bool:
 def test_any_nest_comes_back_from_a_file(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("nest") / "x.safetensors"
     values, tensors = pack(value, "it")
-    write_tensors(path, {name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values)
+    write_part(path, TensorPart({name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values))
     found = TensorFiles([path])
     assert same(unpack(found.values, found.read), value)
 
@@ -95,7 +96,7 @@ def test_rows_are_joined_from_any_cut_into_files(tmp_path_factory, data):
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
         paths.append(folder / f"{number}.safetensors")
         rows = {"w": Rows(whole[start:stop], start, tuple(whole.shape))}
-        write_tensors(paths[-1], rows, shapes={"w": tuple(whole.shape)} if number == 0 else {})
+        write_part(paths[-1], TensorPart(rows, shapes={"w": tuple(whole.shape)} if number == 0 else {}))
     first, *others = paths
     found = TensorFiles([first, *data.draw(st.permutations(others))])
     low = data.draw(st.integers(0, len(whole)))
@@ -118,7 +119,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / "x.safetensors"
-    write_tensors(path, {"w": Rows.all_of(torch.ones(100))}, {"a": 1})
+    write_part(path, TensorPart({"w": Rows.all_of(torch.ones(100))}, {"a": 1}))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"x\.safetensors"):
         TensorFiles([path]).read("w")
@@ -128,7 +129,8 @@ def test_torchs_own_reader_reads_the_same_tensors(tmp_path):
     expected = {"a": torch.randn(5, 3), "b": torch.randn(7), "c": torch.randn(())}
     for rank, (start, stop) in enumerate([(0, 2), (2, 7)]):
         rows = {name: Rows(expected[name][start:stop], start, tuple(expected[name].shape)) for name in "ab"}
-        write_tensors(tmp_path / model_file(rank), rows | ({"c": Rows.all_of(expected["c"])} if rank == 0 else {}))
+        rows |= {"c": Rows.all_of(expected["c"])} if rank == 0 else {}
+        write_part(tmp_path / model_file(rank), TensorPart(rows))
     given = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(given, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert all(torch.equal(given[name], tensor) for name, tensor in expected.items())

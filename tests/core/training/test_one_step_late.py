@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 from tests.support.fault_runs import events, run_differences
 from tests.support.grouped import train
 from tests.support.in_process import train_here
-from tests.support.ranks import checkpoint_differences
 from tests.support.runs import evaluating, read_rows, write_tiny_config
 from trainer.data.loader import Reading, take_apart
 from trainer.distributed.env import RankInfo
 from trainer.training import run
-from trainer.training.checkpointing import train_state
 
 EXTRA = '\nstdout = "off"\n' + evaluating(14, saves=11, keep_last=9)
 STEPS = 16
@@ -61,7 +58,7 @@ EXHAUSTED = (
     [
         (("ledger.wipe_mode=full", "ledger.wipe_every=3", "metrics.per_source=true"), {}),
         (("train.micro_batches=1", "gns.enabled=false", "train.on_non_finite=skip"), {}),
-        (("sample.every=10", "sample.tokens=2", "checkpoint.background=true", *LRU), {}),
+        (("sample.every=10", "sample.tokens=2", *LRU), {}),
         (SKIPS, {"what": "nan", "step": 7, "micro": 1}),
         (SKIPS, {"what": "inf_gradient", "step": 11, "micro": 1}),
         ((), {"what": "nan_state", "step": 3, "micro": 0}),  # of one row, while the loss is finite
@@ -135,20 +132,6 @@ def test_a_stop_of_a_single_rank_takes_effect_before_it_reads_for_the_next_step(
     # Resumed, both run to the end.
     resumed = both()
     assert [line for line in run_differences(*resumed) if not line.startswith(("events", "checkpoints"))] == []
-
-
-def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, monkeypatch):
-    path, write = write_tiny_config(tmp_path, EXTRA), train_state.write_part
-
-    def write_late(*given: Any) -> None:
-        time.sleep(0.5)  # while training goes on
-        write(*given)
-
-    monkeypatch.setattr(train_state, "write_part", write_late)
-    for name in ("true", "false"):
-        train_here(path, tmp_path / name, f"train.steps={STEPS}", f"checkpoint.background={name}")
-    name = "checkpoints/step_00000011"
-    assert checkpoint_differences(tmp_path / "true" / name, tmp_path / "false" / name) == []
 
 
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():

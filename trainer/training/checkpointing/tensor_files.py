@@ -2,15 +2,14 @@
 
 The header names each tensor's first row as torch.distributed.checkpoint does
 (`HuggingFaceStorageWriter` with `save_distributed`), so that `HuggingFaceStorageReader` reads the
-same files. That module itself is not used: it exchanges plans between all ranks, which a thread
-that writes while training continues cannot.
+same files.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,21 +45,34 @@ class Rows(NamedTuple):
         return cls(tensor, 0, tuple(tensor.shape))
 
 
-def write_tensors(
-    path: Path, rows: Mapping[str, Rows], values: Any = None, *, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> None:
-    """Write tensors and JSON values to a file, atomically and synced to disk.
+class TensorPart(NamedTuple):
+    """A file of tensors and plain values."""
 
-    `shapes`: of all tensors of which the ranks write rows; None: of `rows`.
-    """
+    rows: Mapping[str, Rows]
+    values: Any = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    """Of all tensors of which the ranks write rows; None: of `rows`."""
+
+
+Part = TensorPart | Iterator[Tensor]  # the latter: a file of states, in pieces [n, width] on the CPU
+
+
+def write_part(path: Path, part: Part) -> None:
+    """Write one file of a checkpoint, atomically and synced to disk."""
+    if not isinstance(part, TensorPart):
+        with replacing(path) as file:
+            for piece in part:
+                file.write(piece.view(torch.uint8).numpy().data)
+        return
+    rows, values, shapes = part
     offsets = {}
     for name, (_, start, shape) in rows.items():
         first = [start, *[0] * (len(shape) - 1)] if shape else []  # only rows are split
         offsets[name] = {"saved_offsets": first}
     if shapes is None:
-        shapes = {name: part.shape for name, part in rows.items()}
+        shapes = {name: own.shape for name, own in rows.items()}
     metadata = {_OFFSETS: json.dumps(offsets), _SHAPES: json.dumps(shapes), _VALUES: json.dumps(values)}
-    tensors = _apart({name: part.tensor.detach().cpu().contiguous() for name, part in rows.items()})
+    tensors = _apart({name: own.tensor.detach().cpu().contiguous() for name, own in rows.items()})
     with replacing_path(path) as temporary:
         try:
             safetensors.torch.save_file(tensors, str(temporary), {"format": "pt", **metadata})
@@ -246,39 +258,6 @@ def rank_file(rank: int) -> str:
 def rows_file(rank: int) -> str:
     """Name of the file with the states of a rank's ledger."""
     return f"rank_{rank:03d}.rows"
-
-
-class TensorPart(NamedTuple):
-    """A file of tensors and plain values, see `write_tensors`."""
-
-    rows: Mapping[str, Rows]
-    values: Any = None
-    shapes: Mapping[str, tuple[int, ...]] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(part.tensor.nbytes for part in self.rows.values())
-
-
-class StatePart(NamedTuple):
-    """A file of states, as pieces [n, width] on the CPU, which are taken one by one."""
-
-    num_bytes: int
-    pieces: Iterable[Tensor]
-
-
-Part = TensorPart | StatePart
-
-
-def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint to disk, not only to the page cache."""
-    if isinstance(part, TensorPart):
-        write_tensors(path, part.rows, part.values, shapes=part.shapes)
-        return
-    with replacing(path) as file:
-        for piece in part.pieces:
-            file.write(piece.view(torch.uint8).numpy().data)
 
 
 def read_rank(path: Path, rank: int) -> dict[str, Any]:

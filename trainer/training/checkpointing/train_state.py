@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +29,6 @@ from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.tensor_files import (
     Part,
     Rows,
-    StatePart,
     TensorFiles,
     TensorPart,
     model_file,
@@ -258,7 +254,6 @@ class Saver:
     info: RankInfo
     state: TrainState
     extensions: Extensions
-    device: torch.device
     shared: Mapping[str, Any]
     """Further values, equal on all ranks, that fit JSON: config, versions, the wandb run."""
     on_saving: Callable[[float], None]
@@ -269,13 +264,6 @@ class Saver:
     """Called with a new checkpoint, to prune the others (rank 0); None: by `table`."""
 
     def __post_init__(self) -> None:
-        # One thread: files are written one by one while training continues.
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writes: list[Future[None]] = []
-        self.pending: tuple[int, dict[str, Any]] | None = None
-        """Step and shared state of a save whose files are not a checkpoint yet."""
-        self._needed = 0  # bytes of the save
-        self.began_at = self.last_saved
         self.must_save = False
         """A timed save is due, on all ranks alike: the next step is saved before another starts."""
         self._set_clock()
@@ -286,22 +274,12 @@ class Saver:
         if self.info.is_main and self.table.every_minutes:
             self.due_time = time.monotonic() + 60 * self.table.every_minutes
 
-    def is_written(self) -> bool:
-        """Whether this rank's part of a background save is on disk, or failed."""
-        return all(write.done() for write in self._writes)
-
-    def save(self, position: Position, *, in_background: bool) -> None:
+    def save(self, position: Position) -> None:
         """Save the state after the last finished step. Collective; a SaveError is raised on all ranks."""
         started = time.monotonic()
-        self._conclude()
-        step = position.step
-        self.began_at, self.must_save = step, False
+        step, self.must_save = position.step, False
         self._set_clock()
         staging = files.staging_dir(self.directory, step)
-        parts = self._parts(position)  # refer to the tensors, without copies
-        own = sum(part.num_bytes for part in parts.values())
-        self._needed = sum(gather_from_ranks(own, world_size=self.info.world_size))
-        # Before any rank writes: what else is on the disk may need the rest of it.
         self._together(lambda: self._make_staging(staging))
         shared = {
             "step": step,
@@ -315,44 +293,19 @@ class Saver:
             "extensions": self.extensions.state_dict(),
             **self.shared,
         }
-        self.pending = step, shared
-        if in_background:
-            # The tensors change while the thread writes: it gets copies.
-            for name, part in _copies(parts, is_pinned=self.device.type == "cuda").items():
-                self._writes.append(self._writer.submit(write_part, staging / name, part))
-        else:
 
-            def write_all() -> None:
-                for name, part in parts.items():
-                    write_part(staging / name, part)
+        def write_all() -> None:
+            for name, part in self._parts(position).items():
+                write_part(staging / name, part)
 
-            self._together(write_all)
-            self._conclude()
-        self.on_saving(time.monotonic() - started)
-
-    def publish_pending(self) -> None:
-        """Publish the checkpoint of a pending save, if any. Collective, as `save`."""
-        started = time.monotonic()
-        self._conclude()
-        self.on_saving(time.monotonic() - started)
-
-    def _conclude(self) -> None:
-        if self.pending is None:
-            return
-        (step, shared), self.pending = self.pending, None
-        writes, self._writes = self._writes, []
         # All ranks must have written before rank 0 publishes.
-        self._together(lambda: [write.result() for write in writes])
+        self._together(write_all)
         self._together(lambda: self._publish(step, shared))
         self.last_saved = step
-
-    def close(self) -> None:
-        """Conclude what is pending, and end the thread."""
-        self._conclude()
-        self._writer.shutdown()
+        self.on_saving(time.monotonic() - started)
 
     def _parts(self, position: Position) -> dict[str, Part]:
-        """The files that this rank writes."""
+        """The files that this rank writes; they refer to the tensors, without copies."""
         state, rank = self.state, self.info.rank
         parts: dict[str, Part] = {}
         for index, shard in enumerate(state.shards):
@@ -362,7 +315,7 @@ class Saver:
             if ledger is not None:
                 own["ledger"] = ledger.state_dict(with_rows=False)
                 own["unlogged"]["ledger"] = ledger.undrained()
-                parts[rows_file(shard.number)] = StatePart(ledger.num_row_bytes, ledger.held_rows())
+                parts[rows_file(shard.number)] = ledger.held_rows()
             values, tensors = pack(own)
             rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
             parts[rank_file(shard.number)] = TensorPart(rows, values)
@@ -376,8 +329,6 @@ class Saver:
             return
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        if shutil.disk_usage(staging).free < self._needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging))
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         if not self.info.is_main:
@@ -403,31 +354,10 @@ class Saver:
         if problems:
             if self.info.is_main:
                 files.discard_staging(self.directory)  # or the disk stays full
-            raise SaveError(f"the checkpoint could not be written: {problems[0]}; it needs {self._needed / 1e6:.1f} MB")
+            raise SaveError(f"the checkpoint could not be written: {problems[0]}")
 
     def _free(self) -> str:
         try:
             return f"; {shutil.disk_usage(self.directory).free / 1e6:.1f} MB are free"
         except OSError:
             return ""
-
-
-def _copies(parts: Mapping[str, Part], *, is_pinned: bool) -> dict[str, Part]:
-    """The parts with copies of their tensors on the host, pinned to copy faster from CUDA."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        # torch keeps pinned memory for the next save.
-        place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
-        return place.copy_(tensor.detach(), non_blocking=True)
-
-    copied: dict[str, Part] = {}
-    for name, part in parts.items():
-        if isinstance(part, StatePart):
-            copied[name] = part._replace(pieces=list(part.pieces))  # which are copies
-        else:
-            rows = {key: each._replace(tensor=copy(each.tensor)) for key, each in part.rows.items()}
-            copied[name] = part._replace(rows=rows)
-    if is_pinned:
-        # Asynchronous copies must be done before the thread writes and the next step trains.
-        torch.cuda.current_stream().synchronize()
-    return copied
