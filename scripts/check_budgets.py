@@ -143,7 +143,7 @@ def count_step(kind: str) -> dict[str, int]:
     """What one step enters."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(ROOT))
-    from trainer.cli.main import run
+    from trainer.cli.main import main
     from trainer.training.run_dir import RunDir
 
     setattr(RunDir, "keep_status", lambda *_, **__: None)  # noqa: B010 - it goes by the clock
@@ -163,7 +163,7 @@ def count_step(kind: str) -> dict[str, int]:
         sys.setprofile(counter)
         try:
             with redirect_stderr(said):
-                run()
+                main()
         except SystemExit as end:
             if end.code:
                 raise SystemExit(said.getvalue()) from None

@@ -171,9 +171,8 @@ def _run_program(
         code: Python that runs in the program's place.
         is_last: end as the program ends.
     """
-    from trainer.cli.main import main, run
+    from trainer.cli.main import main
 
-    signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -191,7 +190,7 @@ def _run_program(
         if code:
             exec(code, {"__name__": "__main__"})
         else:
-            (main if is_last else run)()
+            main()
         ended = 0
     except SystemExit as end:
         if is_last:

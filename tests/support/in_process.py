@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.main import run
+from trainer.cli.main import main
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.ending import STOP_SIGNALS
@@ -40,7 +40,7 @@ def exit_code(arguments: Sequence[object]) -> int:
     code: object = None
     try:
         with own_signal_handlers():
-            run()
+            main()
     except SystemExit as end:
         code = end.code
     finally:

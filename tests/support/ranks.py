@@ -128,29 +128,22 @@ class Launched:
         self.process = subprocess.Popen(
             line, env=environment(extra), stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-        self.ranks: list[int] = []
 
     def __enter__(self) -> Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
+        for each in (self.process.pid, *children(self.process.pid)):
+            os.kill(each, signal.SIGKILL)
         self.process.wait()
-        for rank in filter(is_there, self.ranks):
-            os.kill(rank, signal.SIGKILL)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until the step is logged; from then on the ranks are known."""
+        """Wait until the step is logged."""
         while last_logged(self.metrics) < step:
             assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
             time.sleep(0.01)
-        self.ranks = children(self.process.pid)
-
-    def wait_for_ranks(self, timeout: float = PATIENCE_SEC) -> None:
-        """Wait until all ranks have ended."""
-        wait_for_end(self.ranks, timeout)
 
 
 def stat(pid: int) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import refuse, uncollected
 from trainer.config.load import load_config, located
-from trainer.ending import PARENT, STOP_SIGNALS, stop_with_parent
+from trainer.ending import STOP_SIGNALS
 from trainer.errors import UserError
 from trainer.import_path import PROGRAM
 from trainer.training.signals import StopRequest, say_stopping
@@ -27,6 +27,7 @@ from trainer.wording import counted
 
 # Smaller blocks would be mapped anew, and the heap's end be returned, in each step.
 MALLOC_OPTIONS = {"M_MMAP_THRESHOLD": (-3, 4 * 2**20), "M_TRIM_THRESHOLD": (-1, 64 * 2**20)}
+IS_LAUNCHED = "TRAINER_IS_LAUNCHED"  # set for the ranks of `--nproc`
 POLL_SEC = 0.1
 KILL_AFTER_SEC = 30.0  # of ranks that go on after another one has failed
 
@@ -42,7 +43,7 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
         faulthandler.enable()
     config = load_config(config_path, overrides)
     give_back_freed_blocks()
-    if nproc is not None and PARENT not in os.environ:  # which its ranks have
+    if nproc is not None and IS_LAUNCHED not in os.environ:  # which its ranks have
         if "RANK" in os.environ:
             problem = "this process is already a rank of torchrun"
             raise UserError("--nproc", problem, "use torchrun or --nproc, not both")
@@ -56,8 +57,6 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     # Before torch is imported, whose import a signal would otherwise kill.
     stop = StopRequest(say_stopping)
     stop.install()
-    timeout = config.distributed.timeout_sec
-    stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=timeout, end=stop.end)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
         from trainer.training.main import train
@@ -97,7 +96,7 @@ def launch_ranks(nproc: int) -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environ = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PARENT: str(os.getpid())}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), IS_LAUNCHED: "1"}
     environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
     command = [sys.executable, "-u", str(PROGRAM), *sys.argv[1:]]
     ranks: list[subprocess.Popen[bytes]] = []

@@ -18,7 +18,6 @@ import typer
 
 from trainer.cli.parts import VERBS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, refuse, require_config
-from trainer.ending import leave_soon
 from trainer.errors import UserError
 from trainer.import_path import Parts
 
@@ -97,19 +96,7 @@ def train(
 
 
 def main() -> None:
-    """Run the program in a process of its own, and exit."""
-    code = 1
-    try:
-        run()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-        raise
-    finally:
-        leave_soon(code)
-
-
-def run() -> None:
-    """Run the program and exit. Python may still wait for a user's threads."""
+    """Run the program and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Bytes of paths that are not UTF-8 are shown as escapes, not as a traceback.

@@ -4,8 +4,7 @@ On each rank a thread publishes every few seconds how many collectives the rank 
 activity, and how long ago it made progress: it has noted a phase, entered a collective, read a
 micro-batch, or used a processor. The step itself only assigns one attribute. Rank 0 compares; every
 rank that reads of a hang writes its stacks to its log, and ends its process unless the main thread
-returns. After a request to stop, the run ends as soon as no rank makes progress any more: a long
-step is finished and saved.
+returns.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
-# Without progress for so long, a run that was asked to stop ends: torchrun kills after 30 s.
-GRACE_SEC = 10.0
 HANG_KEY = "hang"
 DATA = "data"  # the phase in which a message says what is read
 GONE = "it is gone (killed, for want of memory perhaps, or its machine is lost)"
@@ -50,17 +47,15 @@ class Heartbeat:
     activity: str  # of the main thread
     stayed_sec: float  # since either changed
     idle_sec: float  # since the last progress
-    is_asked: bool  # whether the rank was asked to stop
     count: int  # number of this heartbeat
 
 
-def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float, grace_sec: float = GRACE_SEC) -> str | None:
+def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float) -> str | None:
     """Describes the ranks that others wait for, or that make no progress; None if there are none.
 
     Args:
         beats: the last heartbeat of each rank; None before its first.
         limit_sec: duration from which a wait counts as a hang.
-        grace_sec: the same once any rank was asked to stop, if no rank makes progress.
     """
     heard = {rank: beat for rank, beat in enumerate(beats) if beat is not None}
     most = max((beat.collectives for beat in heard.values()), default=0)
@@ -74,14 +69,8 @@ def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float, grace_sec:
     if missing and any(heard[rank].stayed_sec > limit_sec for rank in waiting):
         return described(missing)
     # A rank that waits for a missing one cannot make progress: only the missing ones can.
-    idle = {rank: heard[rank].idle_sec for rank in missing or waiting if rank in heard}
-    stuck = [rank for rank, seconds in idle.items() if seconds > limit_sec]
-    if stuck:
-        return described(missing or stuck)
-    is_asked = any(beat.is_asked for beat in heard.values())
-    if is_asked and idle and min(idle.values()) > grace_sec:
-        return f"asked to stop, but {described(missing or [*idle])}"
-    return None
+    stuck = [rank for rank in missing or waiting if rank in heard and heard[rank].idle_sec > limit_sec]
+    return described(missing or stuck) if stuck else None
 
 
 def _describe(rank: int, beat: Heartbeat | None, most: int) -> str:
@@ -103,7 +92,6 @@ class Watchdog:
         collectives: number of collectives entered so far; called in the thread.
         on_end: called with the reason before the process is ended because its main thread hangs.
         reading: what is being read, another text for every micro-batch; called in the thread.
-        is_asked: whether this process was asked to stop; called in the thread.
     """
 
     def __init__(
@@ -116,7 +104,6 @@ class Watchdog:
         collectives: Callable[[], int],
         on_end: Callable[[str], None],
         reading: Callable[[], str] = lambda: "",
-        is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store, self._info = dist.PrefixStore("watchdog", store), info
         self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
@@ -124,7 +111,7 @@ class Watchdog:
         self._limit = timeout_sec - 4 * self._interval
         self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
         self._collectives, self._on_end = collectives, on_end
-        self._reading, self._is_asked = reading, is_asked
+        self._reading = reading
         self._notes = itertools.count()
         self._note: tuple[str, int, bool, int] = ("starting", 0, True, 0)
         self._use = ProcessorUse()
@@ -192,7 +179,7 @@ class Watchdog:
             beat = self._own_heartbeat()
             if self._if_store_lives(partial(self._exchange, beat)):
                 self._heard_at = self._time
-            elif self._time - self._heard_at > (GRACE_SEC if beat.is_asked else self._limit):
+            elif self._time - self._heard_at > self._limit:
                 own = _describe(self._info.rank, beat, beat.collectives)
                 self.hang = f"rank 0, which hosts the store, does not answer; {own}"
             if self.hang is not None:
@@ -219,7 +206,7 @@ class Watchdog:
             self._progress_at = self._time
         self._place, self._signs = place, signs
         stayed, idle = self._time - self._moved_at, self._time - self._progress_at
-        return Heartbeat(collectives, activity, stayed, idle, self._is_asked(), self._count)
+        return Heartbeat(collectives, activity, stayed, idle, self._count)
 
     def _exchange(self, beat: Heartbeat) -> bool:
         self._store.set(f"rank_{self._info.rank}", json.dumps(astuple(beat)))

@@ -3,8 +3,7 @@
 A step's numbers are read after the next step is launched, so that the device has work while the
 host reads. A stop, an end of the data and a streak of skipped steps therefore take effect one step
 later, on all ranks alike. A step that logs, evaluates, samples, saves or may let the batch grow is
-read at once, and so is the one after a timed save became due. A single rank that is asked to stop
-does not read another batch: no other rank has to agree, and data may never come.
+read at once, and so is the one after a timed save became due.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ from trainer.training.run import (
     agreed_operations,
     evaluate,
     finish,
-    interruptible,
     is_read_at_once,
     log_change,
     logs,
@@ -59,7 +57,7 @@ from trainer.training.run import (
     stopped_by,
 )
 from trainer.training.run_dir import FINISHED, RunDir
-from trainer.training.signals import StopNow, exits_as_errors
+from trainer.training.signals import exits_as_errors
 from trainer.wording import error_text
 
 logger = get_logger(__name__)
@@ -234,11 +232,8 @@ def take_step(
             return reason, None
     run.tracker.start_step()  # waiting for data is part of a step's time
     run.watchdog.at(DATA, step)
-    try:
-        with run.tracker.section("data"), interruptible(run):
-            window = run.reading.window(batch.num_micros)
-    except StopNow:
-        return finish(run, previous, operations) or stopped_by(run), None
+    with run.tracker.section("data"):
+        window = run.reading.window(batch.num_micros)
     if window is None:
         return "data exhausted", None
     if len(run.micro_batches.points) > 1:

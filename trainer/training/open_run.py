@@ -124,7 +124,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         # Called from another thread when this one hangs: nothing here may wait for it.
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
-        is_asked=lambda: launch.stop.is_heard or launch.stop.requested,
         groups=strategy.groups,
     )
     stack.callback(watchdog.close)

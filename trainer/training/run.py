@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from trainer.training.extension import CorruptedError, Extensions
 from trainer.training.optimizer import Length, Schedule
 from trainer.training.plan import Plan
 from trainer.training.run_dir import RunDir
-from trainer.training.signals import StopNow, StopRequest
+from trainer.training.signals import StopRequest
 from trainer.training.step import Launched, StepOutcome, TrainStep
 from trainer.wording import few
 
@@ -247,19 +246,6 @@ def logs(run: Run, step: int) -> bool:
     return run.tracker.will_log(step) or step == run.position.last_step
 
 
-@contextmanager
-def interruptible(run: Run) -> Iterator[None]:
-    """Around reads that may wait for ever: on a single rank, a request to stop raises `StopNow`."""
-    run.stop.interrupts = run.info.world_size == 1
-    try:
-        # Requested just before: no signal will come again.
-        if run.stop.interrupts and run.stop.requested:
-            raise StopNow
-        yield
-    finally:
-        run.stop.interrupts = False
-
-
 def end_step(
     run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations, *, is_logged: bool, drains: bool = True
 ) -> None:
@@ -345,9 +331,7 @@ def evaluate(run: Run) -> bool:
         return run.stop.requested
 
     should_stop()  # tells the watchdog, also if a set has no batch
-    found: dict[str, float] | None = None
-    with suppress(StopNow), interruptible(run):
-        found = run.evaluator.run(position.step, should_stop)
+    found = run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
     if found is None:
         return False

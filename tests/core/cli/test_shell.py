@@ -17,11 +17,11 @@ COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m"
 
 EACH_IN_TURN = """
 import os, sys
-from trainer.cli.main import run
+from trainer.cli.main import main
 for line in os.environ["COMMANDS"].splitlines():
     sys.argv = ["train", *line.split()]
     try:
-        run()
+        main()
     except SystemExit as ended:
         print(f"<{ended.code}>", flush=True)
 """
@@ -58,11 +58,11 @@ LOADS = {
 }
 LOADED = """
 import sys
-from trainer.cli.main import run
+from trainer.cli.main import main
 for line in sys.argv[1:]:
     sys.argv = ["train", *line.split()]
     try:
-        run()
+        main()
     except SystemExit as ended:
         print(ended.code, *sorted({"torch", "numpy", "pydantic", "wandb"} & {*sys.modules}), file=sys.stderr)
 from trainer.cli import launch

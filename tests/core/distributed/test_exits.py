@@ -119,16 +119,6 @@ def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(launched,
     check_stopped(tmp_path / "run", "stopped by SIGINT")
 
 
-def test_ranks_whose_launcher_is_killed_save_and_end(launched, tmp_path):
-    launched.process.kill()
-    launched.process.wait()
-    launched.wait_for_ranks()
-    # Whichever rank notices it first.
-    reason = status(tmp_path / "run")["reason"]
-    assert reason in ("stopped by the end of its launcher", "stopped by a signal on another rank")
-    check_stopped(tmp_path / "run", reason)
-
-
 START_TIMEOUT_SEC = 5
 MOMENTS = {
     "before it opens the store": "trainer.distributed.env:rendezvous_store",

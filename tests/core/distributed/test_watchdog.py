@@ -8,11 +8,11 @@ import torch.distributed as dist
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Heartbeat, Watchdog, find_hang, is_of_a_collective
 
-LIMIT, GRACE = 10.0, 3.0
+LIMIT = 10.0
 
 
-def beat(collectives: int, *, stayed: float = 0.0, idle: float = 0.0, is_asked: bool = False) -> Heartbeat:
-    return Heartbeat(collectives, "step 2: data", stayed, idle, is_asked, 1)
+def beat(collectives: int, *, stayed: float = 0.0, idle: float = 0.0) -> Heartbeat:
+    return Heartbeat(collectives, "step 2: data", stayed, idle, 1)
 
 
 LONG = {"stayed": 11.0, "idle": 11.0}
@@ -29,18 +29,12 @@ TABLE = {
     ),
     "a rank that comes late": ([beat(8, stayed=9, idle=9), beat(7, stayed=20)], None),
     "a rank that never was": ([beat(8, **LONG), None], "rank 1 is missing: no heartbeat since the run began"),
-    "asked, and one works": ([beat(8, stayed=8, idle=8, is_asked=True), beat(7, stayed=8)], None),
-    "asked, and none works": (
-        [beat(8, idle=8, is_asked=True), beat(7, stayed=8, idle=8)],
-        "asked to stop, but rank 1 is missing: step 2: data, for 8.0 s (it entered 7 collectives, the others 8)",
-    ),
-    "not asked": ([beat(7, idle=8), beat(7, idle=8)], None),
 }
 
 
 @pytest.mark.parametrize(("beats", "hang"), TABLE.values(), ids=TABLE)
 def test_a_hang_is_what_the_heartbeats_say(beats, hang):
-    assert find_hang(beats, limit_sec=LIMIT, grace_sec=GRACE) == hang
+    assert find_hang(beats, limit_sec=LIMIT) == hang
 
 
 def test_what_comes_of_the_process_group_is_told_from_what_does_not():

@@ -123,17 +123,6 @@ def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeyp
         assert f"train data at {run_dir} 6" in status["reason"]
 
 
-@pytest.mark.parametrize(("fault", "last"), [({"step": 2, "micro": 1}, 2), ({"step": 7}, 7)])
-def test_a_stop_of_a_single_rank_takes_effect_before_it_reads_for_the_next_step(both, fault, last):
-    _, late = both(fault={"what": "signal", **fault})
-    status = json.loads((late / "status.json").read_text())
-    assert (status["state"], status["last_step"]) == ("stopped", last)
-    assert (late / "checkpoints" / f"step_{last:08d}" / "COMPLETE").exists()
-    # Resumed, both run to the end.
-    resumed = both()
-    assert [line for line in run_differences(*resumed) if not line.startswith(("events", "checkpoints"))] == []
-
-
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     batch = {"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)}
     micro = replace(take_apart(batch, None), state="after 1", metrics={"lr": 1.0})
