@@ -39,7 +39,7 @@ SETTINGS = {
     "strategy": "distributed.strategy",
     "replicas": "distributed.replicas",
 }
-RESUME_HELP = "off, auto, or a checkpoint's path or URL (checkpoint.resume)."
+RESUME_HELP = "off, auto, or a checkpoint's path (checkpoint.resume)."
 STRATEGY_HELP = "How ranks share the model (distributed.strategy)."
 STDOUT_HELP = "Format of stdout: json, line or off (metrics.stdout)."
 PROFILE_HELP = "Record N steps from the 11th on with torch's profiler (metrics.profile)."

@@ -302,7 +302,7 @@ class CheckpointTable(Table):
     remote: Text | None = None
     """URL to upload checkpoints to, "s3://bucket/prefix", one per run (docs/reliability.md)."""
     resume: Text = "off"
-    """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path or URL."""
+    """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path."""
 
 
 class DistributedTable(Table, StrategyOptions):

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.errors import UserError
-from trainer.files import is_url, read_bytes, remove_tree, sync_directory, write_file
+from trainer.files import read_bytes, remove_tree, sync_directory
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
@@ -50,10 +50,9 @@ class Store:
     """The checkpoints below a URL. Methods raise StoreError if the backend fails.
 
     Raises UserError: the URL has a password, its protocol is unknown, or a package is missing.
-    `key`: the config key or option that the URL comes from.
     """
 
-    def __init__(self, url: str, *, key: str = KEY) -> None:
+    def __init__(self, url: str) -> None:
         protocol, _, rest = url.partition("://")
         self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
         self._has_directories = protocol not in OBJECT_STORES
@@ -71,7 +70,7 @@ class Store:
             if isinstance(error, ImportError):
                 fix = "run: pip install fsspec s3fs, or the package that is named"
             problem = f"{self.url} cannot be used as a store: {_reason_of(error)}"
-            raise UserError(key, problem, fix) from None
+            raise UserError(KEY, problem, fix) from None
         self._root = str(root).rstrip("/")
 
     def names(self) -> dict[int, set[str]]:
@@ -87,12 +86,6 @@ class Store:
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, newest first."""
         return sorted((step for step, names in self.names().items() if MARKER in names), reverse=True)
-
-    def marker(self, step: int) -> bytes:
-        """The content of a checkpoint's marker. A CheckpointError if there is none."""
-        name = f"{checkpoint_name(step)}/{MARKER}"
-        with self._translating(name):
-            return bytes(self._fs.cat_file(self._path(name)))
 
     def put(self, local: Path) -> None:
         """Upload a complete checkpoint in place of any other of its step, the marker last."""
@@ -119,11 +112,9 @@ class Store:
         staging.mkdir(parents=True)
         started = time.monotonic()
         try:
-            marker = self.marker(step)
-            write_file(staging / MARKER, marker)
-            for file in parse_marker(marker, f"{self.url}/{name}/{MARKER}"):
-                with self._translating(f"{name}/{file}"):
-                    self._fs.get_file(self._path(name, file), str(staging / file))
+            self._get_file(name, MARKER, staging)
+            for file in parse_marker(read_bytes(staging / MARKER), f"{self.url}/{name}/{MARKER}"):
+                self._get_file(name, file, staging)
             state = checkpoint.verify(staging)
             if target.exists():
                 remove_tree(target)
@@ -135,6 +126,10 @@ class Store:
         sync_directory(checkpoints)
         logger.info("downloaded %s/%s in %.1f s", self.url, name, time.monotonic() - started)
         return target, state
+
+    def _get_file(self, name: str, file: str, to: Path) -> None:
+        with self._translating(f"{name}/{file}"):
+            self._fs.get_file(self._path(name, file), str(to / file))
 
     def prune(self, *, keep_last: int, keep_every: int) -> None:
         """Delete checkpoints as those on disk are."""
@@ -195,47 +190,27 @@ def _reason_of(error: Exception) -> str:
 
 def find_checkpoint(
     config: RunConfig, run_dir: RunDir, resume: str, prepare: Callable[[], None]
-) -> tuple[Found | None, Store | None]:
+) -> tuple[Found | None, Store]:
     """The checkpoint to continue from, made a local one, and the run's store (rank 0).
 
-    `resume`: `off`, `auto`, or a checkpoint's path or URL. `prepare` makes and locks the run
-    directory, before something is downloaded into it. Raises UserError: the store cannot be used,
-    or holds another run's checkpoints; or as `checkpoint.find`.
+    `prepare` makes and locks the run directory, before something is downloaded into it. Raises
+    UserError: the store cannot be used, or holds another run's checkpoints; or as `checkpoint.find`.
     """
-    key, store = "--resume", None
+    assert config.checkpoint.remote is not None
+    store = Store(config.checkpoint.remote)
     try:
-        if config.checkpoint.remote is not None:
-            key, store = KEY, Store(config.checkpoint.remote)
-            own = (f"{store.url}/", f"{run_dir.checkpoints.absolute()}/")
-            store.claim(config.run.name, resumes=resume == "auto" or resume.startswith(own))
-            if resume == "auto":
-                return _newest(store, run_dir, prepare), store
-        if is_url(resume):
-            key = "--resume"
-            return _named(run_dir, resume, prepare), store
+        is_own = Path(resume).absolute().parent == run_dir.checkpoints.absolute()
+        store.claim(config.run.name, resumes=resume == "auto" or is_own)
+        if resume == "auto":
+            return _newest(store, run_dir, prepare), store
     except (StoreError, CheckpointError) as error:
         # During an outage the directory's own checkpoints do.
-        found = None if is_url(resume) else checkpoint.find(run_dir.checkpoints, resume)
+        found = checkpoint.find(run_dir.checkpoints, resume)
         if found is None:
-            raise UserError(key, f"cannot be used: {error}", "check the URL, endpoint and credentials") from None
+            raise UserError(KEY, f"cannot be used: {error}", "check the URL, endpoint and credentials") from None
         logger.warning("%s; resuming without the store, and each save tries it again", error)
         return found, store
     return checkpoint.find(run_dir.checkpoints, resume), store
-
-
-def _named(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -> Found:
-    """The checkpoint of a URL, unless the directory has it already."""
-    parent, _, name = resume.rstrip("/").rpartition("/")
-    step, local = step_of(Path(name)), run_dir.checkpoints / name
-    store = Store(parent, key="--resume")
-    if step < 0 or name != checkpoint_name(step):
-        raise CheckpointError(f"{resume} is no checkpoint, such as URL/step_00000100")
-    if not (local / MARKER).exists():
-        prepare()
-        return store.get(step, run_dir.checkpoints)
-    if read_bytes(local / MARKER) != store.marker(step):
-        raise CheckpointError(f"{run_dir.path} has another {name} than {resume}; name another --run-dir")
-    return local, checkpoint.verify(local)
 
 
 def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:

@@ -20,7 +20,6 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, Strategy, layout_for, shard_units, strategy_for
 from trainer.errors import UserError
-from trainer.files import is_url
 from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
@@ -56,8 +55,6 @@ class Plan:
     tokenizer: Tokenizer
     facts: Facts
     eval_sources: Sequence[Source] = ()  # the validation sets of `[[eval.source]]`
-    here: Path = field(default_factory=Path.cwd)
-    """The working directory before any user code was imported, which may leave it."""
     parts: Parts = NO_PARTS  # the parts that a run may have beyond the core
     lane_sets: Mapping[int, int] = field(default_factory=dict)
     """Those of the checkpoint that is resumed; see `recorded_sets`."""
@@ -77,16 +74,6 @@ class Plan:
         if part is None:
             return None
         return part(*args)
-
-    def place(self, path: str) -> str:
-        """A path of the config, absolute; a URL as it is."""
-        return path if is_url(path) else str(self.here / path)
-
-    @property
-    def resume(self) -> str:
-        """`checkpoint.resume`; a path is absolute."""
-        given = self.config.checkpoint.resume
-        return given if given in ("off", "auto") else self.place(given)
 
     @property
     def vocab_size(self) -> int:
@@ -151,7 +138,6 @@ def make_plan(
     config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
 ) -> Plan:
     """Check the config, and warn about settings that cannot be meant, if `logs_doubts`."""
-    here = Path.cwd()
     # First of all, so that every rank and every check sees the same settings.
     config = _for_this_device(config)
     num_shards = data_shards(config, world_size)
@@ -166,7 +152,6 @@ def make_plan(
     find_doubts = parts.find("doubts")
     if find_doubts is not None:
         doubted = find_doubts(config, sources, eval_sources)
-    # User code is imported from here on, and may change the directory: hence `here`.
     check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
@@ -178,7 +163,7 @@ def make_plan(
     if logs_doubts:
         for doubt in doubted:
             logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts, eval_sources, here, parts)
+    return Plan(config, sources, tokenizer, facts, eval_sources, parts)
 
 
 def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -218,7 +203,7 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
     if path is None:
         return
     load_weights = plan.parts.need("initial weights", "model.weights")
-    metadata: dict[str, str] = load_weights(model, plan.place(path))
+    metadata: dict[str, str] = load_weights(model, path)
     logger.info("beginning with the weights of %s", path)
     # Files of other programs do not say.
     trained_with = metadata.get("tokenizer", plan.tokenizer.name)

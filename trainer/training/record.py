@@ -14,7 +14,6 @@ from trainer.config.load import flatten
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
-from trainer.files import is_url
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
@@ -52,15 +51,14 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
 
 
 def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    config, resume, store = plan.config, effective_resume(plan.resume), None
-    table = config.run.model_copy(update={"dir": plan.place(config.run.dir)})
-    run_dir = choose_run_dir(config.model_copy(update={"run": table}), given, resume)
+    config, store = plan.config, None
+    resume = effective_resume(config.checkpoint.resume)
+    run_dir = choose_run_dir(config, given, resume)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
         stack.enter_context(run_dir.lock())
-    if config.checkpoint.remote is not None or is_url(resume):
-        key = "checkpoint.resume" if config.checkpoint.remote is None else "checkpoint.remote"
-        find = plan.parts.need("checkpoints in a store", key)
+    if config.checkpoint.remote is not None:
+        find = plan.parts.need("checkpoints in a store", "checkpoint.remote")
         found, store = find(config, run_dir, resume, partial(_make_ready, run_dir, stack))
     else:
         found = checkpoint.find(run_dir.checkpoints, resume)

@@ -20,7 +20,7 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import is_url, read_bytes, refuse_special, remove_leftovers, write_file, write_json
+from trainer.files import read_bytes, refuse_special, remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, run_state, take_lock, write_status
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
@@ -169,8 +169,8 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     """The run's directory; rank 0 decides, and tells the others.
 
     `given` (--run-dir) wins. Otherwise `resume = auto` takes the newest run of this name that has a
-    checkpoint and is not done, and a checkpoint's path the run that it belongs to. Otherwise (also
-    for the URL of a checkpoint, which is downloaded) it is a new one, named by the time.
+    checkpoint and is not done, and a checkpoint's path the run that it belongs to. Otherwise it is
+    a new one, named by the time.
 
     A UserError if there is no such checkpoint, or if the directory is refused, see `refuse_taken`.
     """
@@ -184,7 +184,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         open_runs = [run for run in earlier if run.has_saved() and run.status().get("state") != FINISHED]
         if open_runs:
             return max(open_runs, key=lambda run: run.path.name)
-    elif resume != "off" and not is_url(resume):
+    elif resume != "off":
         refuse_absent(resume)  # RUN_DIR/checkpoints/step_...
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))

@@ -53,10 +53,6 @@ def test_a_run_resumed_from_the_store_alone_equals_the_run_that_was_never_stoppe
     assert complete(server, "alone") == ["step_00000004", "step_00000006"]
     said = train(config, tmp_path / "third", code=2, extra=extra)
     assert "checkpoint.remote: s3://bucket/alone holds the checkpoints of another run;" in said
-    by_url = ("--resume", "s3://bucket/alone/step_00000006", "--steps", 8)
-    said = train(config, tmp_path / "branch", "checkpoint.remote=s3://bucket/branch", more=by_url, extra=extra)
-    assert "resuming after step 6" in said
-    assert complete(server, "branch") == ["step_00000008"]
 
 
 @pytest.mark.parametrize(

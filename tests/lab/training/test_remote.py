@@ -99,14 +99,6 @@ def test_the_newest_whole_one_of_directory_and_store_is_found(stored, checkpoint
         found_by(url, tmp_path / "third")
 
 
-def test_one_is_taken_by_its_url(stored, tmp_path, checkpoints, url):
-    for run_dir in (tmp_path / "new", checkpoints.parent):
-        assert found_by(url, run_dir, f"{url}/step_00000002") == "step_00000002"
-    for name, problem in (("step_00000009", "step_00000009/COMPLETE"), ("typo", "is no checkpoint")):
-        with pytest.raises(UserError, match=problem):
-            found_by(url, checkpoints.parent, f"{url}/{name}")
-
-
 def test_a_prefix_is_of_one_run_and_an_outage_is_no_reason_not_to_resume(
     stored, tmp_path, checkpoints, url, monkeypatch
 ):
@@ -135,7 +127,7 @@ def test_what_cannot_be_opened_is_refused_by_its_key_and_no_password_is_shown(ur
     if url.startswith("without"):
         monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(UserError, match=problem) as found:
-        Store(url, key="checkpoint.remote")
+        Store(url)
     assert found.value.key == "checkpoint.remote"
     assert "verysecret" not in found.value.message
 

@@ -138,7 +138,6 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """Refuse what a run refuses before it builds anything. Reads weights, but no data.
     Raises UserError: the first of them."""
     from trainer.distributed.strategy import shard_units
-    from trainer.files import is_url
     from trainer.lab.optimizers import resolve_own
     from trainer.lab.pieces import recompute_blocks
     from trainer.lab.remote import Store
@@ -153,7 +152,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
 
     config, model = plan.config, plan.weightless_model()
     if config.model.weights is not None:
-        weights, _ = read_weights(plan.place(config.model.weights))
+        weights, _ = read_weights(config.model.weights)
         check_fit(model, weights, key="model.weights", path=config.model.weights)
     groups = parameter_groups(model, config.optimizer)
     if config.optimizer.target is not None:
@@ -166,11 +165,11 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     if plan.layout is not None:
         shard_units(model)
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
-    for key, url in (("checkpoint.remote", config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
-        if url is not None and is_url(url):
-            Store(url, key=key)  # which sends nothing
-    if plan.resume not in ("off", "auto") and not is_url(plan.resume):
-        state = checkpoint.named(plan.resume, checkpoint.read_state)
+    if config.checkpoint.remote is not None:
+        Store(config.checkpoint.remote)  # which sends nothing
+    resume = config.checkpoint.resume
+    if resume not in ("off", "auto"):
+        state = checkpoint.named(resume, checkpoint.read_state)
         refuse_gone(state)
         check_config(state["config"], with_sizes(config, state["config"]))
 
