@@ -20,9 +20,7 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import trained_on
-from trainer.tools.saved_model import find_checkpoint, load_model, refuse_code
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import check_data
+from trainer.tools.saved_model import load_model, refuse_code
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
 from trainer.training.plan import Plan, make_auxiliary, make_plan, model_and_loss
 from trainer.training.sources import resolve_sources
@@ -77,10 +75,6 @@ def evaluate_checkpoint(
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
     plan = _plan(config, sets, directory / "config.resolved.toml", batches)
     info, diagnostics = RankInfo(), Diagnostics()
-    if not sets and (directory / checkpoint.CHECKPOINTS).is_dir():
-        # Which documents are held out follows from the names that the run had for its files.
-        state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
-        plan, _ = check_data(plan, state, info, compares=False)
     row_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
     auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)

@@ -72,7 +72,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     # A run's beginning has no record of its data: its first checkpoint says what they were.
     witness = state or saved or None
     try:
-        plan, _ = check_data(plan, witness, RankInfo())
+        check_data(plan, witness, RankInfo())
     except UserError as error:
         error.key, error.fix = str(run_dir), "put the data back"
         raise

@@ -77,7 +77,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     # Sizes that the config leaves to the model family are those of the checkpoint.
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
     # Before the model is built, which may take minutes.
-    plan, fingerprint = check_data(plan, saved, info)
+    fingerprint = check_data(plan, saved, info)
     plan = replace(plan, lane_sets=recorded_sets(plan, saved))
     config = plan.config
     strategy = make_strategy(config, info, device)

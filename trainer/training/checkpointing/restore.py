@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
 from trainer.training.plan import Plan
 from trainer.training.sources import Source
-from trainer.wording import counted, few, printable
+from trainer.wording import counted
 
 logger = get_logger(__name__)
 
@@ -181,17 +180,11 @@ def changed_settings(
     return {key: each for key, each in changes.items() if each.before != each.after}
 
 
-def check_data(
-    plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, *, compares: bool = True
-) -> tuple[Plan, Fingerprint]:
+def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo) -> Fingerprint:
     """Fingerprint the data files and compare them with a checkpoint's. Each rank reads its share.
 
-    Returns the plan, in which files that moved have the names of the checkpoint, and the
-    fingerprint. A UserError if a file cannot be read, or is empty, or if the data changed.
-
-    Args:
-        saved: the checkpoint's state.json; None for a run that begins.
-        compares: False: only find files that moved.
+    `saved`: the checkpoint's state.json; None for a run that begins. A UserError if a file cannot be
+    read, or is empty, or if the data changed.
     """
     world_size = info.world_size
     sources = {source.name: source for source in plan.sources}
@@ -214,11 +207,8 @@ def check_data(
         # Refused now: a run would find them when it comes to read them, perhaps hours later.
         empty = [path for (_, path), mark in by_file.items() if mark.startswith("0:")]
         refuse_empty_files(empty, len(names))
-    marked = _by_source(by_file, sources, before)
+    now = Fingerprint(blocks, tokenizer, _by_source(by_file, sources, before))
     if before is not None:
-        plan = _with_former_names(plan, before, marked)
-    now = Fingerprint(blocks, tokenizer, marked)
-    if before is not None and compares:
         changed = compare(before, now)
         with raise_on_all_ranks(world_size=world_size):
             if changed:
@@ -228,28 +218,7 @@ def check_data(
         for name in before.sources.keys() - now.sources.keys():
             if not name.startswith(EVAL):
                 logger.warning("source %s: continuing without it, since the config lacks it", name)
-    return plan, now
-
-
-def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[str, str]]) -> Plan:
-    """Give files of `paths` that moved together the checkpoint's names, also in `marked`."""
-
-    def kept(source: Source, prefix: str = "") -> Source:
-        key = prefix + source.name
-        names, marks = before.sources.get(key, {}), marked[key]
-        is_other = names.keys() != marks.keys() and [*names.values()] == [*marks.values()]
-        if source.table.paths is None or not is_other:
-            return source
-        logger.info("source %s: its files moved: %s", key, few([*marks]))
-        marked[key] = dict(names)
-        streams = []
-        for stream, name in zip(source.streams, names, strict=True):
-            label = printable(PurePath(name).parent.name) or stream.modality
-            streams.append(replace(stream, relative_path=name, modality=label))
-        return replace(source, streams=streams)
-
-    sources = [kept(source) for source in plan.sources]
-    return replace(plan, sources=sources, eval_sources=[kept(source, EVAL) for source in plan.eval_sources])
+    return now
 
 
 def _by_source(
