@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial
-from typing import Any
 
 from trainer.wording import printable
 
@@ -29,16 +27,16 @@ class UserError(ValueError):
     speaker: int | None = None
     """The rank that prints it; None while the ranks have not agreed on one."""
 
-    def __init__(self, key: str, problem: str, fix: str = "", *, where: str = "") -> None:
+    def __init__(self, key: str, problem: str, fix: str = "", where: str = "") -> None:
+        # All arguments, so that a process of a pool can hand it to the one that speaks.
+        super().__init__(key, problem, fix, where)
         self.key = key
         self.problem = problem
         self.fix = fix
         self.where = where
-        super().__init__(self.message)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """So that a process of a pool can hand it to the one that speaks."""
-        return partial(type(self), where=self.where), (self.key, self.problem, self.fix)
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def message(self) -> str:
@@ -52,11 +50,8 @@ class UserErrors(UserError):
 
     def __init__(self, errors: list[UserError]) -> None:
         first, self.errors = errors[0], errors
-        super().__init__(first.key, first.problem, first.fix, where=first.where)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """See `UserError`."""
-        return type(self), (self.errors,)
+        super().__init__(first.key, first.problem, first.fix, first.where)
+        self.args = (errors,)
 
     @property
     def message(self) -> str:

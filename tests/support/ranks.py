@@ -134,7 +134,8 @@ class Launched:
 
     def __exit__(self, *_: object) -> None:
         for each in (self.process.pid, *children(self.process.pid)):
-            os.kill(each, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
         self.process.wait()
         assert self.process.stderr is not None
         self.process.stderr.close()

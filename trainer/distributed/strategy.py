@@ -339,29 +339,20 @@ class Sharded(Strategy):
 def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time.
 
-    They are what `model.shard_units()` returns, or `blocks_of` it, or else its children, without
-    those that share a parameter with another part of the model: FSDP would break the tie. A
-    UserError if a parameter has no rows, or `shard_units` does not give such modules.
+    They are `blocks_of` the model, or else its children, without those that share a parameter with
+    another part of the model: FSDP would break the tie. A UserError if a parameter has no rows.
     """
     # Shards are rows, which a scalar has none of.
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise UserError(KEY, f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
-    own = getattr(model, "shard_units", None)
-    if own is not None:
-        units = list(own()) if callable(own) else []
-        if not _fit(model, units):
-            problem = f"{type(model).__name__}.shard_units() must give modules inside the model"
-            fix = "name each module once, with a forward of its own and no parameter of another part of the model"
-            raise UserError(KEY, problem, fix)
-        return units
     blocks = blocks_of(model)
     if blocks:
         return _apart(model, blocks)
     children = [child for child in model.children() if num_parameters(child) and _has_forward(child)]
     units = _apart(model, children)
     names = [name for name, child in model.named_children() if child in units]
-    text = "%s has no blocks to be sharded one by one (shard_units(), or an nn.ModuleList): using %s"
+    text = "%s has no blocks to be sharded one by one (an nn.ModuleList): using %s"
     logger.info(text, type(model).__name__, few(names) or "the whole model as one")
     return units
 
@@ -383,13 +374,6 @@ def compile_blocks(model: nn.Module) -> None:
         whole = list(model.children())
     for block in blocks_of(model) or whole:
         block.compile()
-
-
-def _fit(model: nn.Module, units: Sequence[object]) -> bool:
-    """Whether a model names modules that can be gathered one at a time."""
-    inside = set(model.modules()) - {model}
-    modules = [unit for unit in units if isinstance(unit, nn.Module) and unit in inside and _has_forward(unit)]
-    return bool(units) and len(set(modules)) == len(units) and _apart(model, modules) == modules
 
 
 def _apart(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
@@ -417,8 +401,7 @@ def bypassed(error: Exception) -> UserError | None:
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
     problem = "the model uses a part of a block without calling the block, so its parameters are not gathered"
-    fix = "call blocks through their forward, or return other modules from shard_units()"
-    return UserError(KEY, problem, fix)
+    return UserError(KEY, problem, "call blocks through their forward")
 
 
 def _unused(names: Sequence[str], fix: str, otherwise: str = "") -> UserError:

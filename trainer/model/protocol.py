@@ -52,8 +52,7 @@ class SequenceModel(Protocol):
 
     Optional: `flops_per_token` (MFU is logged only with it); `resets`, passed where rows hold
     several documents; `resets_in_one_pass = True` if such rows run at one shape and cost no more
-    than others; `shard_units()`, the modules that FSDP gathers one by one; `loss_keys` and
-    `metric_keys`, the names of the output's losses and metrics.
+    than others; `loss_keys` and `metric_keys`, the names of the output's losses and metrics.
     """
 
     state_width: int

@@ -251,11 +251,10 @@ class Extensions:
         self._measure(())
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the extensions that have one, by name; of one that is off, its last."""
+        """The states by name; of an extension that is off, its last."""
         found = {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}
         self._states |= {name: state for name, state in found.items() if state is not None}
-        names = [*found, *self._diagnostics.disabled]
-        return {name: self._states[name] for name in names if name in self._states}
+        return dict(self._states)
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from saved states; an extension without one starts anew."""

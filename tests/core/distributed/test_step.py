@@ -58,7 +58,7 @@ def one_step(
             inner.embedding.weight[window[-1].inputs["tokens"][0, 0]] = float("nan")
     before = {name: value.clone() for name, value in inner.state_dict().items()}
     step.accumulate(1, window)
-    outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))
+    outcome = step.finish(step.launch(lr=1.0, stop=False))
     change = {name: before[name] - value for name, value in inner.state_dict().items()}
     return outcome, change, int(ledger.drain_metrics()["ledger/live_groups"])
 
@@ -114,7 +114,7 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
     tokens, targets = rows()
     window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
     step.accumulate(1, window)
-    step.finish(step.launch(lr=1.0, stop=False, saved=False))
+    step.finish(step.launch(lr=1.0, stop=False))
     assert step.gns is not None
     return step.gns.metrics()
 

@@ -252,8 +252,6 @@ class Units(nn.Module):
         self.how, self.state_width = how, 0
         self.emb, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
         self.layers = nn.ModuleList(Layer(dim) for _ in range(num_layers))
-        if how == "list":
-            self.shard_units = lambda: [self.layers]
         if how == "scalar":
             self.scale = nn.Parameter(torch.ones(()))
         if how == "unused":
@@ -276,7 +274,6 @@ def build(**settings):
     [
         ("called", ""),
         ("bypassed", "uses a part of a block without calling the block"),
-        ("list", "Units.shard_units() must give modules inside the model"),
         ("scalar", "scale: a scalar cannot be sharded"),
         ("unused", "2 parameters took no part in a step's last micro-batch"),
     ],

@@ -253,12 +253,8 @@ def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_
     newest = make_checkpoint(tmp_path / "run" / "checkpoints", 5)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for wrong, message in (
-        (tmp_path / "run", "is a run, not a checkpoint; continue it with --resume auto --run-dir "),
-        (newest.parent, f"is a directory of checkpoints; name one, such as {newest}"),
-        (tmp_path / "ran", r"no such directory; did you mean .*run\?"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for wrong in (tmp_path / "run", newest.parent, tmp_path / "ran"):
+        with pytest.raises(UserError, match="is no checkpoint; "):
             choose_run_dir(config, None, str(wrong))
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="is no checkpoint; "):
             files.find(tmp_path, str(wrong))

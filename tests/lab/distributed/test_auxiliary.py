@@ -126,7 +126,7 @@ def one_step(rank: int, world: int, micros: int, kind: str, loss: str, poison: f
     parts = [slice(first, first + share) for first in range(rank * micros * share, (rank + 1) * micros * share, share)]
     before = {name: whole(value) for name, value in model.named_parameters()}
     step.accumulate(1, [MicroBatch({"tokens": tokens[part]}, targets[part], None, {}) for part in parts])
-    outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))
+    outcome = step.finish(step.launch(lr=1.0, stop=False))
     change = {name: before[name] - whole(value) for name, value in model.named_parameters()}
     return outcome, change, step.gns.metrics()
 

@@ -225,18 +225,10 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
 
 def refuse_absent(path: str) -> None:
     """Refuse a `--resume` that names nothing, a run, or its directory of checkpoints."""
-    checkpoints = Path(path) / CHECKPOINTS
-    if not Path(path).is_dir():
-        example = "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
-        problem, fix = f"{path}: no such directory", did_you_mean(path) or example
-    elif checkpoints.is_dir():
-        problem = f"{path} is a run, not a checkpoint"
-        fix = f"continue it with --resume auto --run-dir {path}, or name {checkpoints / LATEST}"
-    elif newest := complete_checkpoints(Path(path))[:1]:
-        problem, fix = f"{path} is a directory of checkpoints", f"name one, such as {newest[0]}"
-    else:
-        return
-    raise UserError("--resume", problem, fix)
+    given = Path(path)
+    if not given.is_dir() or (given / CHECKPOINTS).is_dir() or complete_checkpoints(given):
+        fix = "name one, such as RUN_DIR/checkpoints/latest, or continue a run with --resume auto --run-dir RUN_DIR"
+        raise UserError("--resume", f"{path} is no checkpoint", did_you_mean(path) or fix)
 
 
 def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
