@@ -138,14 +138,6 @@ MOST_BYTES: Final = 1 << 28  # of a file that is read as a whole; none of ours c
 LONGEST_LINE: Final = 1 << 24
 _MOST_LEVELS: Final = 64
 _MOST_BITS: Final = 1023  # of an integer, which a float can still be made of
-_KINDS: Final = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def open_descriptor(path: str | Path, flags: int) -> int:
@@ -157,12 +149,11 @@ def open_descriptor(path: str | Path, flags: int) -> int:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            refuse_special(Path(path))
+            raise _not_plain(path) from None
         raise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _not_plain(path, mode)
+        raise _not_plain(path)
     return descriptor
 
 
@@ -172,12 +163,9 @@ def open_plain(path: str | Path, mode: str = "rb") -> io.BufferedRandom:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse anything but a plain file at a path to write to by an OSError that says what it is."""
-    if not os.path.lexists(path):
-        return
-    mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode):
-        raise _not_plain(path, mode)
+    """Refuse anything but a plain file at a path to write to by an OSError."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise _not_plain(path)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -239,9 +227,8 @@ def _check_bounds(value: Any, levels: int) -> None:
             _check_bounds(each, levels - 1)
 
 
-def _not_plain(path: str | Path, mode: int) -> OSError:
-    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    return OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))
+def _not_plain(path: str | Path) -> OSError:
+    return OSError(errno.EINVAL, "not a plain file", str(path))
 
 
 def allow_open_files() -> int:

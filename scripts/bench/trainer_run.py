@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.cli.launch import give_back_freed_blocks
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
@@ -117,7 +116,6 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, watcher: StepWat
     with open("/dev/null", "w") as nowhere, contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(nowhere))
         WatchSteps.watcher = watcher
-        give_back_freed_blocks()  # as `train` does
         run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)
         assert run is not None
         run_loop(run)

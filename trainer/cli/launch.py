@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import math
@@ -12,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,8 +23,6 @@ from trainer.import_path import PROGRAM
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import counted
 
-# Smaller blocks would be mapped anew, and the heap's end be returned, in each step.
-MALLOC_OPTIONS = {"M_MMAP_THRESHOLD": (-3, 4 * 2**20), "M_TRIM_THRESHOLD": (-1, 64 * 2**20)}
 IS_LAUNCHED = "TRAINER_IS_LAUNCHED"  # set for the ranks of `--nproc`
 POLL_SEC = 0.1
 KILL_AFTER_SEC = 30.0  # of ranks that go on after another one has failed
@@ -42,7 +38,6 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
         # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
         faulthandler.enable()
     config = load_config(config_path, overrides)
-    give_back_freed_blocks()
     if nproc is not None and IS_LAUNCHED not in os.environ:  # which its ranks have
         if "RANK" in os.environ:
             problem = "this process is already a rank of torchrun"
@@ -71,16 +66,6 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
             return train(config, launch)
     except UserError as error:
         refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
-
-
-def give_back_freed_blocks(environ: Mapping[str, str] = os.environ) -> None:
-    """Have glibc return freed blocks of 4 MiB and more, unless the user has set its threshold."""
-    # Its own threshold rises to 32 MiB with the blocks that are freed, and smaller ones stay.
-    if "MALLOC_MMAP_THRESHOLD_" in environ or "mmap_threshold" in environ.get("GLIBC_TUNABLES", ""):
-        return
-    with suppress(OSError, AttributeError):  # another C library
-        for option in MALLOC_OPTIONS.values():
-            ctypes.CDLL(None).mallopt(*option)
 
 
 def _say(text: str) -> None:

@@ -53,17 +53,6 @@ REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "train.micro_batches.unit": (("steps",), "give the points in optimizer steps"),
     "train.max_skips": ((10,), "a run ends after more than 10 skipped steps in a row"),
 }
-# Name in other trainers, or in the requests -> key here.
-FOREIGN: Final = {
-    "d_model": "model.dim",
-    "gpu_peak_tflops": "metrics.peak_tflops",
-    "gradient_accumulation_steps": "train.micro_batches",
-    "learning_rate": "optimizer.lr",
-    "max_grad_norm": "train.clip_grad_norm",
-    "max_steps": "train.steps",
-    "num_active": "data.mixing.num_streams_mixed",
-    "save_steps": "checkpoint.every",
-}
 # pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
 _MUST = {
     "greater_than_equal": "be >= {ge}",
@@ -371,8 +360,6 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     table."""
     word, known = str(path[-1]), keys_of(model, path[:-1])
     found = difflib.get_close_matches(word, known, n=1)
-    if word in FOREIGN:
-        found = [FOREIGN[word]]
     if not found:
         found = [".".join(keys) for keys in _all_keys(model) if keys[-1] == word]
     if 0 < len(found) <= 2:

@@ -36,7 +36,6 @@ EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
 HANG_KEY = "hang"
 DATA = "data"  # the phase in which a message says what is read
-GONE = "it is gone (killed, for want of memory perhaps, or its machine is lost)"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Heartbeat:
     activity: str  # of the main thread
     stayed_sec: float  # since either changed
     idle_sec: float  # since the last progress
-    count: int  # number of this heartbeat
 
 
 def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float) -> str | None:
@@ -119,7 +117,6 @@ class Watchdog:
         self._place: object = None
         self._time, self._looked_at = 0.0, time.monotonic()
         self._moved_at = self._progress_at = self._heard_at = 0.0
-        self._count = 0
         self._is_closed = threading.Event()
         self.hang: str | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -139,23 +136,15 @@ class Watchdog:
         if not is_of_a_collective(error):
             self.tell(own)
             return own
-        before = self._if_store_lives(self._heartbeats)
-        # Long enough for two heartbeats of every live rank.
+        # Long enough for a rank that fails to say why.
         failed: dict[int, str] | None = None
         end = time.monotonic() + 2.5 * self._interval
         while time.monotonic() < end and not failed and self.hang is None:
             time.sleep(self._interval / 5)
             failed = self._if_store_lives(self._failed_ranks)
-        after = self._if_store_lives(self._heartbeats)
-        if self.hang is not None and not failed:
-            return self.hang
-        if before is None or after is None:
-            failed = failed or {0: GONE}  # it hosts the store
-        elif not failed:
-            failed = {rank: GONE for rank in range(len(after)) if before[rank] == after[rank]}
-            for rank in failed:  # for the others: this rank will be silent too
-                self._if_store_lives(partial(self._store.set, f"failed_{rank}", GONE))
-        return "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items()) or own
+        if failed:
+            return "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
+        return self.hang or f"another rank has ended without a word, killed perhaps (here: {own})"
 
     def write(self, text: str) -> None:
         """Write details to this rank's log that do not belong on stderr."""
@@ -193,7 +182,6 @@ class Watchdog:
         now = time.monotonic()
         self._time += min(now - self._looked_at, 3 * self._interval)
         self._looked_at = now
-        self._count += 1
         what, step, may_wait, _ = note = self._note
         reading, collectives = self._reading(), self._collectives()
         activity = f"step {step}: {what}"
@@ -206,7 +194,7 @@ class Watchdog:
             self._progress_at = self._time
         self._place, self._signs = place, signs
         stayed, idle = self._time - self._moved_at, self._time - self._progress_at
-        return Heartbeat(collectives, activity, stayed, idle, self._count)
+        return Heartbeat(collectives, activity, stayed, idle)
 
     def _exchange(self, beat: Heartbeat) -> bool:
         self._store.set(f"rank_{self._info.rank}", json.dumps(astuple(beat)))

@@ -214,15 +214,8 @@ def find_checkpoint(
 
 
 def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
-    """The newest checkpoint that is whole, of the directory and the store; of the same step the
-    local one. Raises UserError: there are some, and none is whole."""
-    found, newest, refusal = None, -1, None
-    try:
-        found = checkpoint.find(run_dir.checkpoints, "auto")
-        if found is not None:
-            newest = step_of(found[0])
-    except UserError as error:  # none here is whole
-        refusal = error
+    """The newest checkpoint that is whole, of the directory and the store; of the same step the local one."""
+    newest = max(map(step_of, checkpoint.complete_checkpoints(run_dir.checkpoints)), default=-1)
     later = [step for step in store.steps() if step > newest]
     for step in later:
         prepare()  # not before: a run that is refused leaves no directory
@@ -230,9 +223,9 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
             return store.get(step, run_dir.checkpoints)
         except CheckpointError as error:
             logger.warning("%s; falling back to the checkpoint before it", error)
-    if found is None and (later or refusal):
-        problem = f"no checkpoint in {run_dir.checkpoints} or {store.url} is whole"
-        raise UserError("--resume auto", problem, "start a new run")
+    found = checkpoint.find(run_dir.checkpoints, "auto")
+    if found is None and later:
+        raise UserError("--resume auto", f"no checkpoint in {store.url} is whole", "start a new run")
     return found
 
 

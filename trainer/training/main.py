@@ -8,8 +8,6 @@ read at once, and so is the one after a timed save became due.
 
 from __future__ import annotations
 
-import errno
-import shutil
 import time
 import traceback
 from contextlib import ExitStack
@@ -56,7 +54,7 @@ from trainer.training.run import (
     next_step,
     stopped_by,
 )
-from trainer.training.run_dir import FINISHED, RunDir
+from trainer.training.run_dir import FINISHED
 from trainer.training.signals import exits_as_errors
 from trainer.wording import error_text
 
@@ -145,7 +143,9 @@ def _run_to_end(run: Run) -> int:
         reason = str(error)
         logger.error("%s", reason)
     except OSError as error:
-        reason = _describe(error, run_dir)
+        reason = error_text(error)
+        if error.filename is not None:
+            reason = f"{error.filename}: {error.strerror}"
         run.watchdog.tell(reason)
         every_rank_logger.error("%s", reason)
         raise RunFailed from error
@@ -188,16 +188,6 @@ def _report_failure(run: Run, error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own:
         run.diagnostics.best_effort("out of memory").run(run.plan.call, "out of memory", run)
     return reason
-
-
-def _describe(error: OSError, run_dir: RunDir) -> str:
-    """The message for a file that cannot be written or read."""
-    if error.filename is None:
-        return error_text(error)
-    text = f"{error.filename}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):  # full disk, or quota
-        text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
-    return text
 
 
 def run_loop(run: Run) -> str:

@@ -25,7 +25,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
 from trainer.objective.loss import Auxiliary, Loss
-from trainer.training.checkpointing.checkpoint import loading
+from trainer.training.checkpointing.checkpoint import loading, prune_after
 from trainer.training.checkpointing.restore import check_data, restore
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import Position, Saver, TrainState
@@ -99,7 +99,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     stack.push(partial(_leave_reason, run_dir, info, position))
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    retain: Callable[[Path], None] | None = None
+    retain: Callable[[Path], None] = partial(prune_after, config.checkpoint)
     if store is not None:
         start = plan.parts.need("uploads", "checkpoint.remote")
         uploads = start(store, run_dir, config.checkpoint, position.step, diagnostics)
@@ -159,7 +159,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         extensions=extensions,
         saver=Saver(
             directory=run_dir.checkpoints,
-            table=config.checkpoint,
+            every_minutes=config.checkpoint.every_minutes,
             info=info,
             state=state,
             extensions=extensions,

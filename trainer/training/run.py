@@ -19,7 +19,6 @@ from trainer.metrics.aggregate import Operations, Recorder, Reported, rank_opera
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog_rows import RankReduction
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
 from trainer.options import MicroBatches
@@ -86,11 +85,6 @@ class Run:
     def model(self) -> nn.Module:
         """The model itself, without DDP."""
         return self.state.model
-
-    @property
-    def gns(self) -> GradientNoiseScale | None:
-        """None if the noise scale is off."""
-        return self.state.gns
 
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.

@@ -151,7 +151,7 @@ def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name,
     config, whole = trained
     run_dir = copy_with(whole, tmp_path, name, kind)
     said = resume(config, run_dir, code=2)
-    assert f"{run_dir / name}: cannot be written: {kind}, not a plain file; choose another" in said
+    assert f"{run_dir / name}: cannot be written: not a plain file; choose another" in said
     assert "Traceback" not in said
     assert (tmp_path / "victim").read_text() == PRECIOUS
     if kind != "a directory":

@@ -1,4 +1,4 @@
-"""Unknown keys and those of other trainers: the fix names the key to write; what is refused is refused in our own words."""
+"""Unknown keys: the fix names the key to write; what is refused is refused in our own words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.config_fuzz import Path as KeyPath
 from tests.support.config_fuzz import schema_keys
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
-from trainer.config.load import FOREIGN, REMOVED, hint, keys_of, load_config, load_dataset_file, user_errors
+from trainer.config.load import REMOVED, hint, keys_of, load_config, load_dataset_file, user_errors
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
@@ -24,8 +24,6 @@ from trainer.errors import UserError
 @pytest.mark.parametrize(
     ("written", "fix"),
     [
-        ("gpu_peak_tflops", "did you mean metrics.peak_tflops?"),  # a name of the requests
-        ("train.max_steps", "did you mean train.steps?"),  # of other trainers
         ("train.log_interval", "did you mean metrics.log_interval?"),  # of another table
         ("data.mixing.num_stream_mixed", "did you mean num_streams_mixed?"),  # misspelt
         ("train.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size?"),
@@ -51,8 +49,7 @@ def exists(key: str) -> bool:
     return name in keys_of(RunConfig, tuple(table))
 
 
-def test_the_keys_that_are_named_exist_and_the_unknown_ones_do_not():
-    assert [key for key in FOREIGN.values() if not exists(key)] == []
+def test_the_keys_that_are_gone_do_not_exist():
     assert [key for key in REMOVED if exists(key)] == []
 
 

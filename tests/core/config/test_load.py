@@ -98,7 +98,7 @@ def test_files_that_are_no_config(tmp_path, data, message):
 def test_a_directory_a_pipe_a_device_or_a_nul_byte_is_no_config(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(UserError, match=f"^{path}: cannot be read: .*, not a plain file"):
+        with pytest.raises(UserError, match=f"^{path}: cannot be read: not a plain file"):
             load_config(path)
     with pytest.raises(UserError, match="cannot be"):
         load_config("x\0.toml")

@@ -1,43 +1,16 @@
-"""A run that is out of memory says what took it; a process gives back what it has freed; a trace of steady steps."""
+"""A run that is out of memory says what took it; a trace of steady steps."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
-import platform
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.in_process import train_here
-from tests.support.runs import ROOT, losses, train, write_tiny_config
-
-FREED = """
-import ctypes
-from pathlib import Path
-from trainer.cli.launch import give_back_freed_blocks
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-give_back_freed_blocks()
-libc.free(libc.malloc(16 * 2**20))
-before, blocks = resident(), []
-for _ in range(20):
-    blocks.append(libc.malloc(6 * 2**20))
-    ctypes.memset(blocks[-1], 1, 6 * 2**20)
-    libc.malloc(500_000)  # stays behind it, so that none is at the end of the heap
-for block in blocks:
-    libc.free(block)
-print(resident() - before)
-"""
-
+from tests.support.runs import losses, train, write_tiny_config
 
 FULL = """
 import itertools, torch
@@ -65,14 +38,6 @@ def test_a_run_out_of_memory_says_what_took_it(tmp_path, device, monkeypatch, ca
     sizes = {name: float(size.replace(",", "")) for name, size in re.findall(r"([a-z ]+) ([\d,.]+) MB", said[1])}
     assert 0 < sizes["weights"] == sizes[" gradients"]
     assert sizes[" optimizer"] == pytest.approx(2 * sizes["weights"], rel=0.02)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.parametrize("kept", [False, True])
-def test_freed_blocks_are_given_back_unless_the_user_wants_otherwise(kept):
-    environment = {**os.environ, **({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"} if kept else {})}
-    found = subprocess.run([sys.executable, "-c", FREED], env=environment, capture_output=True, check=True, cwd=ROOT)
-    assert (int(found.stdout) > 100e6) == kept
 
 
 def profiled(directory: Path, steps: int) -> tuple[Path, str]:

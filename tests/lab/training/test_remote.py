@@ -85,8 +85,8 @@ def found_by(url, run_dir, resume="auto"):
 
 
 def test_the_newest_whole_one_of_directory_and_store_is_found(stored, checkpoints, url, tmp_path, caplog):
-    (checkpoints / "step_00000003" / FILES[0]).write_bytes(b"short")
-    assert found_by(url, checkpoints.parent) == "step_00000003", "damaged here, whole there"
+    (checkpoints / "step_00000003" / MARKER).unlink()
+    assert found_by(url, checkpoints.parent) == "step_00000003", "incomplete here, whole there"
     assert checkpoint.verify(checkpoints / "step_00000003") == {}
     assert found_by(url, tmp_path / "new") == "step_00000003"
     spoil(stored, 3)
@@ -95,7 +95,7 @@ def test_the_newest_whole_one_of_directory_and_store_is_found(stored, checkpoint
     assert not list((tmp_path / "other" / "checkpoints").glob(".tmp*"))
     for step in (1, 2):
         spoil(stored, step)
-    with pytest.raises(UserError, match=r"no checkpoint in .* or .* is whole"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
         found_by(url, tmp_path / "third")
 
 

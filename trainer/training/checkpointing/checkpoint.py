@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.config.load import flatten, without_removed
+from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.files import (
     did_you_mean,
@@ -108,6 +109,11 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | N
         step = step_of(path)
         if step != spared and (not keep_every or step % keep_every):
             remove_tree(path)
+
+
+def prune_after(table: CheckpointTable, path: Path) -> None:
+    """Prune the checkpoints beside a new one as `[checkpoint]` says."""
+    prune(path.parent, keep_last=table.keep_last, keep_every=table.keep_every)
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:

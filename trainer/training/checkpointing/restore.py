@@ -145,18 +145,11 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def refuse_gone(saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a batch that `"auto"` has grown, since no plan by steps says when it
-    did; and one whose rows were several cells."""
+    """Refuse a checkpoint whose rows were several cells."""
     if saved["tbptt_cells"] != 1:
         tokens = saved["config"]["data"]["seq_len"] * saved["tbptt_cells"]
         problem = f"the checkpoint was made with train.tbptt_cells = {saved['tbptt_cells']}, which is gone"
         fix = f"begin a run with its weights ([model] weights) and data.seq_len = {tokens}, which has the same gradient"
-        raise UserError("--resume", problem, fix)
-    before = saved["config"]["train"]["micro_batches"]
-    if isinstance(before, Mapping) and before["schedule"] == "auto" and saved["micro_batches"][0] > before["start"]:
-        grown = saved["micro_batches"][0]
-        problem = f'the batch had grown to train.micro_batches = {grown} by "auto", which is gone'
-        fix = f"begin a run with its weights ([model] weights) and train.micro_batches = {grown}"
         raise UserError("--resume", problem, fix)
 
 

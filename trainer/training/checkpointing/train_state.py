@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import CheckpointTable
 from trainer.data.blend import BlendDataset
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import as_shard, layout_of, own_range, part_to_save, saving_ranks
@@ -250,7 +249,7 @@ class Saver:
     """Writes the checkpoints of a run."""
 
     directory: Path
-    table: CheckpointTable
+    every_minutes: float
     info: RankInfo
     state: TrainState
     extensions: Extensions
@@ -258,10 +257,10 @@ class Saver:
     """Further values, equal on all ranks, that fit JSON: config, versions, the wandb run."""
     on_saving: Callable[[float], None]
     """Called with the seconds that training has waited for a save."""
+    retain: Callable[[Path], None]
+    """Called with a new checkpoint, to prune the others (rank 0)."""
     last_saved: int = -1
     """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
-    retain: Callable[[Path], None] | None = None
-    """Called with a new checkpoint, to prune the others (rank 0); None: by `table`."""
 
     def __post_init__(self) -> None:
         self.must_save = False
@@ -271,8 +270,8 @@ class Saver:
     def _set_clock(self) -> None:
         self.due_time = math.inf
         """`every_minutes` after the last save began; only rank 0's clock counts."""
-        if self.info.is_main and self.table.every_minutes:
-            self.due_time = time.monotonic() + 60 * self.table.every_minutes
+        if self.info.is_main and self.every_minutes:
+            self.due_time = time.monotonic() + 60 * self.every_minutes
 
     def save(self, position: Position) -> None:
         """Save the state after the last finished step. Collective; a SaveError is raised on all ranks."""
@@ -333,12 +332,9 @@ class Saver:
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         if not self.info.is_main:
             return
-        path, table = files.finish(self.directory, step, shared), self.table
+        path = files.finish(self.directory, step, shared)
         logger.info("saved %s", path)
-        if self.retain is not None:
-            self.retain(path)
-        else:
-            files.prune(self.directory, keep_last=table.keep_last, keep_every=table.keep_every)
+        self.retain(path)
 
     def _together(self, action: Callable[[], object]) -> None:
         """Do `action`, part of a save; if it fails on any rank, all raise."""
@@ -346,18 +342,12 @@ class Saver:
         try:
             action()
         except OSError as error:
-            problem = f"rank {self.info.rank}: {error.strerror} ({error.filename}){self._free()}"
+            problem = f"rank {self.info.rank}: {error.strerror} ({error.filename})"
         except RuntimeError as error:
             # torch raises it if the disk is full while it writes the last of a file.
-            problem = f"rank {self.info.rank}: {str(error).splitlines()[0]}{self._free()}"
+            problem = f"rank {self.info.rank}: {str(error).splitlines()[0]}"
         problems = list(filter(None, gather_from_ranks(problem, world_size=self.info.world_size)))
         if problems:
             if self.info.is_main:
                 files.discard_staging(self.directory)  # or the disk stays full
             raise SaveError(f"the checkpoint could not be written: {problems[0]}")
-
-    def _free(self) -> str:
-        try:
-            return f"; {shutil.disk_usage(self.directory).free / 1e6:.1f} MB are free"
-        except OSError:
-            return ""
