@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.strategy import as_shard, own_rows
 from trainer.errors import UserError
-from trainer.files import parse_json
+from trainer.files import open_plain, parse_json
 from trainer.model.protocol import tied_names
 
 WEIGHTS_FILE = "model.safetensors"
@@ -27,7 +27,11 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if file.is_dir():
         file = file / WEIGHTS_FILE
     try:
-        with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
+        # By its descriptor: safetensors opens no path that is not UTF-8.
+        with (
+            open_plain(file) as plain,
+            safetensors.safe_open(f"/dev/fd/{plain.fileno()}", framework="pt", device="cpu") as opened,
+        ):
             names: list[str] = list(opened.keys())
             tensors = {name: opened.get_tensor(name) for name in names}
             metadata: dict[str, str] = opened.metadata() or {}

@@ -35,7 +35,7 @@ def go(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "last", "logged"),
     [
-        ({"step": 2, "micro": 1}, 3, []),
+        ({"step": 2, "micro": 1}, 2, []),
         ({"step": 4}, 4, []),
         ({"step": STEPS}, STEPS, [4]),
         ({"mode": "eval", "step": 1, "micro": 0}, 4, []),

@@ -148,8 +148,9 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            with open_plain(path):  # refuses what is no file
-                opened: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
+            with open_plain(path) as file:  # refuses what is no file
+                # By its descriptor: safetensors opens no path that is not UTF-8.
+                opened: Any = safetensors.safe_open(f"/dev/fd/{file.fileno()}", framework="pt", device="cpu")
             self._file, self._names = opened, set(opened.keys())
             self._metadata: dict[str, str] = opened.metadata() or {}
             self._offsets = self.metadata(_OFFSETS)
