@@ -100,7 +100,7 @@ def launch_ranks(nproc: int) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for the end of all ranks, and see to it once one has failed. Returns its exit code, or 0."""
+    """Wait for all ranks, and end them once one has failed. Returns its exit code, or 0."""
     running, kill_at = ranks, math.inf
     first: subprocess.Popen[bytes] | None = None
     while running:

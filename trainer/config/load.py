@@ -1,4 +1,4 @@
-"""Configs as files: TOML with `--set` overrides, validated, written and compared; and what is said of mistakes."""
+"""Configs as files: TOML with `--set` overrides, validated, written and compared; messages."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
     if train.precision == "fp16" and train.device == "cpu":
         yield "train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
-        problem = "does not go with distributed.find_unused_parameters: the output layer would seem unused"
+        problem = "makes the output layer seem unused to distributed.find_unused_parameters"
         yield "objective.chunk_tokens", problem, "set one of them off"
 
 
@@ -185,7 +185,7 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
     for table, keys in {**given, **own}.items():
         for name in ("batch_size_by_modality", "batch_size"):
             if keys.get(name):
-                problem = 'does not go with batching_mode "per_row": rows hold documents of all sources'
+                problem = 'does not go with batching_mode "per_row", whose rows are of all sources'
                 yield f"{table}{name}", problem, "remove it, or choose another batching_mode"
 
 
@@ -204,9 +204,9 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     micros = table.shards // world_size * config.micro_batches.most
     if table.shards % world_size:
         problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
-        yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
+        yield "distributed.shards", problem, "start a divisor of them, or set a multiple of the ranks"
     elif micros > MOST_MICRO_BATCHES:
-        problem = f"makes {micros:,} micro-batches of a step on each rank, more than {MOST_MICRO_BATCHES:,}"
+        problem = f"makes {micros:,} micro-batches of a step on a rank; most: {MOST_MICRO_BATCHES:,}"
         yield "distributed.shards", problem, "start more ranks, or lower it"
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
@@ -217,7 +217,7 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     if table.strategy == "ddp":  # nothing below concerns it
         return
     if config.train.precision == "fp16":
-        yield "train.precision", f'"fp16" with {strategy}: loss scaling does not work on shards', 'use "bf16"'
+        yield "train.precision", f'"fp16" scales losses, which {strategy} cannot', 'use "bf16"'
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"

@@ -57,7 +57,7 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
 
 
 def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
-    """The layout by `fully_shard`, or a ValueError, and the group that averages gradients, if any."""
+    """The layout by `fully_shard`, or a ValueError, and any group that averages gradients."""
     meshes = []
     for parameter in parameters:
         if not is_dtensor(parameter):
@@ -400,7 +400,7 @@ def bypassed(error: Exception) -> UserError | None:
     """The message about an error that a parameter in shards has caused; None for any other."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
-    problem = "the model uses a part of a block without calling the block, so its parameters are not gathered"
+    problem = "the model uses a part of a block without calling the block, which gathers its parameters"
     return UserError(KEY, problem, "call blocks through their forward")
 
 

@@ -123,7 +123,7 @@ class Watchdog:
         self._thread.start()
 
     def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
-        """Record the main thread's activity. Each call is progress; `may_wait`: as long as it takes."""
+        """Record the main thread's activity, which is progress; `may_wait`: as long as it takes."""
         self._note = (what, step, may_wait, next(self._notes))
 
     def tell(self, reason: str) -> None:

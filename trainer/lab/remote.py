@@ -194,7 +194,7 @@ def find_checkpoint(
     """The checkpoint to continue from, made a local one, and the run's store (rank 0).
 
     `prepare` makes and locks the run directory, before something is downloaded into it. Raises
-    UserError: the store cannot be used, or holds another run's checkpoints; or as `checkpoint.find`.
+    UserError: the store is unusable, or holds another run's checkpoints; or as `checkpoint.find`.
     """
     assert config.checkpoint.remote is not None
     store = Store(config.checkpoint.remote)

@@ -74,7 +74,7 @@ class Extension:
         """After a backward pass."""
 
     def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
-        """Before clipping and the update, with each gradient's squared norm (for a shard, its share)."""
+        """Before clipping and the update, with each gradient's squared norm (a shard's share)."""
 
     def updated(self) -> Tensor | None:
         """After the update. Returns float64 [num_sums], to be summed over ranks."""
@@ -99,7 +99,7 @@ class Extension:
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step that the next one waits for: a logged one, every `boundary_every`-th, others."""
+        """After a step that the next one waits for: logged, every `boundary_every`-th, others."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run: fits JSON, and is the same on all ranks."""

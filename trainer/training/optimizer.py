@@ -22,7 +22,7 @@ TRIED = 1000  # steps at which a custom schedule is tried before the run
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
 Schedule = Callable[[int], float]
-"""Maps the progress after a step (see `Length`: 1 .. `train.steps`, or tokens) to its learning rate."""
+"""Maps the progress after a step (see `Length`: steps from 1, or tokens) to its rate."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
     if config.model.target is None:
         least = family_of(config.model).least_tokens
     if config.data.seq_len < least:
-        problem = f"rows of {config.data.seq_len} tokens are too short to train {config.model.family}"
+        problem = f"rows of {config.data.seq_len} tokens are too short for {config.model.family}"
         raise UserError("data.seq_len", problem, f"set it to {least} or more")
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
@@ -208,7 +208,7 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
     # Files of other programs do not say.
     trained_with = metadata.get("tokenizer", plan.tokenizer.name)
     if trained_with != plan.tokenizer.name:
-        text = "%s was trained with the tokenizer %s, this run has %s: its ids may mean other tokens"
+        text = "%s was trained with the tokenizer %s, not %s: its ids may mean other tokens"
         logger.warning(text, path, trained_with, plan.tokenizer.name)
 
 

@@ -65,7 +65,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
     if found is None and resume == "auto":
         reached = run_dir.status().get("last_step")
         if isinstance(reached, int) and reached > 0:
-            text = "--resume auto: %s was at step %d and has no checkpoint; starting again at step 0"
+            text = "--resume auto: %s was at step %d and has no checkpoint; starting at step 0"
             logger.warning(text, run_dir.path, reached)
         else:
             logger.info("--resume auto: no checkpoint found; starting at step 0")
@@ -93,7 +93,7 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
 
 
 def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
-    """Lock the directory, set aside work beyond `step`, open this rank's log. `claim` may rename it."""
+    """Lock the directory (`claim` may rename it), set aside work beyond `step`, open the log."""
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             _make_ready(run_dir, stack)

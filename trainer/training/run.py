@@ -198,7 +198,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
 
 
 def end_of_data(run: Run, taken: StepInFlight, operations: Operations) -> None:
-    """Log, evaluate and sample after the last step, as at the planned end. `taken` found no data."""
+    """Log, evaluate and sample after the last step, as at the end; `taken` found no data."""
     position, step = run.position, run.position.step
     if not step or position.last_step == step:  # another step without data may be in flight
         return
@@ -335,7 +335,7 @@ def evaluate(run: Run) -> bool:
 
 
 def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations) -> None:
-    """Record the batches of a step that is not finite, and continue or raise, on all ranks alike."""
+    """Record the batches of a step that is not finite, and continue or raise (all ranks)."""
     position, table = run.position, run.config.train
     position.skipped_in_a_row += 1
     run.record("non_finite_steps", 1.0)

@@ -87,7 +87,7 @@ def test_a_resume_that_finds_no_checkpoint_says_which_steps_are_lost(go, tmp_pat
     assert "has no checkpoint" not in caplog.text
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     go("run", {})
-    assert f"was at step {STEPS} and has no checkpoint; starting again at step 0" in caplog.text
+    assert f"was at step {STEPS} and has no checkpoint; starting at step 0" in caplog.text
 
 
 def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):

@@ -167,7 +167,7 @@ def test_rows_that_a_family_cannot_be_trained_on_are_refused_by_check(tmp_path, 
     own = ["--set", f"model.family={family}", "--set", read, "--set", f"data.seq_len={length}", "--no-contract"]
     checked = program(["check", "--config", write_tiny_config(tmp_path), *own], capsys)
     assert checked.returncode == code, checked.stderr
-    assert ("data.seq_len: rows of 1 tokens are too short to train mamba2" in checked.stderr) == (code == 2)
+    assert ("data.seq_len: rows of 1 tokens are too short for mamba2" in checked.stderr) == (code == 2)
 
 
 # Source -> the lengths of the documents of each of its files.

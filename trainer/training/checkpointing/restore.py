@@ -176,8 +176,8 @@ def changed_settings(
 def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo) -> Fingerprint:
     """Fingerprint the data files and compare them with a checkpoint's. Each rank reads its share.
 
-    `saved`: the checkpoint's state.json; None for a run that begins. A UserError if a file cannot be
-    read, or is empty, or if the data changed.
+    `saved`: the checkpoint's state.json; None for a run that begins. A UserError if a file cannot
+    be read, or is empty, or if the data changed.
     """
     world_size = info.world_size
     sources = {source.name: source for source in plan.sources}

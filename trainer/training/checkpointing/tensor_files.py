@@ -54,7 +54,7 @@ class TensorPart(NamedTuple):
     """Of all tensors of which the ranks write rows; None: of `rows`."""
 
 
-Part = TensorPart | Iterator[Tensor]  # the latter: a file of states, in pieces [n, width] on the CPU
+Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] on the CPU
 
 
 def write_part(path: Path, part: Part) -> None:
@@ -164,10 +164,10 @@ class _OpenFile:
         try:
             return json.loads(self._metadata[key])
         except (KeyError, ValueError, RecursionError):
-            raise CheckpointError(f"{self._path}: cannot be read: its header has no {key}") from None
+            raise CheckpointError(f"{self._path}: its header has no {key}") from None
 
     def rows(self, name: str, start: int, stop: int) -> tuple[int, int, Tensor] | None:
-        """The file's part of rows [start, stop): its first, their number and they; None: it has none."""
+        """The file's part of rows [start, stop): the first, their number and they; None: none."""
         if name not in self._names:
             return None
         try:
@@ -221,7 +221,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {tag: items} if tag else items
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     problem = f"is a {kind}; a checkpoint keeps plain values, lists, tuples, dicts and tensors"
-    raise UserError(name or "checkpoint", problem, "keep it in another form, such as a list or a tensor")
+    raise UserError(name or "checkpoint", problem, "keep it as a list or a tensor")
 
 
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:

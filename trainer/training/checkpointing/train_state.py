@@ -165,7 +165,7 @@ def model_part(
         is_whole = layout_of([tensor]) is None
         # A single number, such as a count of steps, is the same on all ranks.
         if is_whole and is_sharded and tensor.numel() > 1 and name.startswith("optimizer."):
-            problem = f"keeps {name.removeprefix('optimizer.')}, which is not sharded as its parameter is"
+            problem = f"keeps {name.removeprefix('optimizer.')}, not sharded as its parameter is"
             fix = "make it with torch.zeros_like(parameter), which gives a shard"
             raise UserError("optimizer.target", problem, fix)
         part = part_to_save(tensor, rank)
@@ -274,7 +274,7 @@ class Saver:
             self.due_time = time.monotonic() + 60 * self.every_minutes
 
     def save(self, position: Position) -> None:
-        """Save the state after the last finished step. Collective; a SaveError is raised on all ranks."""
+        """Save the state after the last finished step. Collective; all raise a SaveError."""
         started = time.monotonic()
         step, self.must_save = position.step, False
         self._set_clock()
