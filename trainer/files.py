@@ -7,7 +7,6 @@ hang the program nor make it write elsewhere, and any content is at worst report
 
 from __future__ import annotations
 
-import difflib
 import errno
 import io
 import json
@@ -28,21 +27,6 @@ _LEFTOVER = re.compile(r"\..+\.\d+\.tmp")  # see `_temporary`
 def is_url(text: str) -> bool:
     """Whether a path in a config or on the command line names a store."""
     return "://" in text
-
-
-def did_you_mean(path: str | Path) -> str:
-    """ "did you mean PATH?", for an existing path with a similar name; empty if there is none."""
-    wanted = Path(path)
-    missing = next((each for each in reversed([wanted, *wanted.parents]) if not each.exists()), None)
-    if missing is None or not os.access(missing.parent, os.R_OK):
-        return ""
-    names = sorted(each.name for each in missing.parent.iterdir())
-    rest = wanted.relative_to(missing)
-    for name in difflib.get_close_matches(missing.name, names, n=3):
-        close = missing.with_name(name) / rest
-        if close.exists():
-            return f"did you mean {close}?"
-    return ""
 
 
 @contextmanager

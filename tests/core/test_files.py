@@ -13,7 +13,6 @@ import pytest
 from tests.support.runs import ROOT
 from trainer.files import (
     MOST_BYTES,
-    did_you_mean,
     is_file_name,
     open_plain,
     parse_json,
@@ -110,15 +109,6 @@ def test_links_and_trees_are_replaced_and_removed(tmp_path: Path) -> None:
     (tmp_path / ".two.1").write_text("not ours")
     remove_leftovers(tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == [".two.1", "latest", "two"]
-
-
-def test_a_did_you_mean_differs_in_one_name_and_exists(tmp_path: Path) -> None:
-    (tmp_path / "corpus" / "python").mkdir(parents=True)
-    assert did_you_mean(tmp_path / "corpsu") == f"did you mean {tmp_path / 'corpus'}?"
-    assert did_you_mean(tmp_path / "corpsu" / "python") == f"did you mean {tmp_path / 'corpus' / 'python'}?"
-    assert did_you_mean(tmp_path / "corpsu" / "cpp") == ""
-    assert did_you_mean(tmp_path / "corpus" / "java") == ""
-    assert did_you_mean(tmp_path / "corpus") == ""
 
 
 def test_names_of_files():

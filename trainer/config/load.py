@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from trainer.config.data_tables import FORMS, TAGS, DatasetFile
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
-from trainer.files import did_you_mean, read_bytes
+from trainer.files import read_bytes
 from trainer.wording import few, short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -187,7 +187,7 @@ def _read(path: str | Path) -> str:
         data = read_bytes(Path(path))
     except (OSError, ValueError) as error:
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise UserError(str(path), problem, did_you_mean(path) or "check the path") from None
+        raise UserError(str(path), problem, "check the path") from None
     try:
         return data.decode("utf-8-sig")  # some editors begin with a byte order mark
     except UnicodeDecodeError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from trainer.config.data_tables import (
     PLAIN_NAME,
@@ -119,13 +119,6 @@ class CoordTable(Table, CoordOptions):
     """`[objective] coord`: supervision of coordinate tokens, which are ordered bins."""
 
 
-def _weight_of(value: Any) -> Any:
-    """The weight in a table, as configs of earlier versions have it."""
-    if isinstance(value, Mapping) and value.get("target"):
-        raise ValueError("a target is gone: return the loss from the model (docs/models.md#losses-and-metrics)")
-    return value.get("weight", 1.0) if isinstance(value, Mapping) else value
-
-
 class ObjectiveTable(Table, ObjectiveOptions):
     """`[objective]`: the loss."""
 
@@ -138,7 +131,7 @@ class ObjectiveTable(Table, ObjectiveOptions):
     """Also report loss and accuracy by token type, if the tokenizer has types."""
     chunk_tokens: WholeNumber = 0
     """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
-    losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Annotated[Factor, BeforeValidator(_weight_of)]] = {}
+    losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Factor] = {}
     """Name -> weight of a loss of the model's output; absent: 1; 0: computed and not trained on."""
 
     def check(self) -> None:

@@ -22,7 +22,6 @@ from trainer.data.formats import (
     takes_option,
 )
 from trainer.errors import UserError
-from trainer.files import did_you_mean
 from trainer.wording import counted, few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put next to data (`_SUCCESS`)
@@ -186,7 +185,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     check_format(format)
     base = Path(root)
     if not base.is_dir():
-        fix = did_you_mean(root) or "set root to a directory with one directory per modality"
+        fix = "set root to a directory with one directory per modality"
         raise UserError(str(root), "no such directory", fix)
     directories = _modalities(base)
     present = [name for name in directories if not name.startswith(IGNORED)]
@@ -244,7 +243,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
                 fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
                 raise UserError(str(given), "is a directory, and only files and globs can be listed", fix)
             if not glob.has_magic(text) and not os.path.exists(text):
-                raise UserError(str(given), "no such file or directory", did_you_mean(text) or "check the path")
+                raise UserError(str(given), "no such file or directory", "check the path")
             raise _nothing_found(given, others)
         unread.update(others)
         for path in read:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import shlex
@@ -88,7 +87,7 @@ class RunDir:
             raise UserError(where, problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
-        """Write config and environment (rank 0), and keep earlier ones: `config.resolved.1.toml`.
+        """Write config and environment (rank 0).
 
         Args:
             source: where the config was read from.
@@ -97,8 +96,8 @@ class RunDir:
         with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
-                _write_kept(self.path / CONFIG, read_bytes(source))
-            _write_kept(self.resolved_config, to_toml(config).encode())
+                write_file(self.path / CONFIG, read_bytes(source))
+            write_file(self.resolved_config, to_toml(config))
             write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
 
     def lock(self) -> BinaryIO:
@@ -154,15 +153,6 @@ class RunDir:
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank_{rank:03d}.log"
-
-
-def _write_kept(path: Path, data: bytes) -> None:
-    """Write a file. Its former content, if different, is kept under the next free number."""
-    before = read_bytes(path) if path.is_file() else data
-    if before != data:
-        kept = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
-        write_file(next(name for name in kept if not name.exists()), before)
-    write_file(path, data)
 
 
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:

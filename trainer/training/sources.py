@@ -35,7 +35,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import allow_open_files, did_you_mean, is_url
+from trainer.files import allow_open_files, is_url
 from trainer.import_path import resolve_target
 from trainer.on_device import memory_of
 from trainer.wording import counted
@@ -148,8 +148,7 @@ def _streams(table: SourceTable, name: str, *, file: str = "") -> list[Stream]:
         if error.key != "paths":
             problem = f"{error.key}: {problem}"
         if root is not None and url is None and not Path(root).exists():
-            fix = f"make it (train data build pytext --out {root}, or train data build text)"
-            fix = did_you_mean(str(root)) or f"{fix}, or set root to your data"
+            fix = f"make it (train data build pytext --out {root}, or train data build text), or set root"
         raise UserError(key, problem, fix, where=file) from None
     return []
 

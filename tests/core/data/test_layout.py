@@ -72,7 +72,7 @@ def test_what_is_not_there_is_refused(root):
         (root, ["c"], r"root/c: has no stream files \(it does not read 1 file \(.csv\): c/x.csv\)"),
         ([str(root / "*.npy")], None, "has no stream files"),
         ([str(root / "c")], None, "is a directory"),
-        ([str(root / "b" / "zz.txt")], None, "no such file or directory; did you mean .*z.txt"),
+        ([str(root / "b" / "zz.txt")], None, "no such file or directory; check the path"),
         ([], None, "is empty"),
     ):
         with pytest.raises(UserError, match=problem):

@@ -92,26 +92,6 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
     keep(2, f"full disk: {what}", lost=LOST)
 
 
-def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpoint(tmp_path):
-    config = make_config(tmp_path)
-    steps = ("--steps", 20, "--set", "metrics.log_interval=5")
-    whole = whole_run(config, tmp_path / "whole", *steps)
-    run_dir = whole_run(config, tmp_path / "run", *steps, fault=STOP_AT_5)
-    model = run_dir / "checkpoints" / "step_00000005" / "model_000.safetensors"
-    limit = model.stat().st_size // 2
-    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *steps)
-    limited = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-    limited += "from trainer.cli.main import main\nmain()"
-    said = end_with(1, arguments, tmp_path / "limited", program=limited)
-    assert "the checkpoint could not be written: rank 0: " in said
-    assert "File too large" in said, said
-    assert "Traceback" not in said
-    assert not list((run_dir / "checkpoints").glob(".tmp*"))
-    end_with(0, arguments, tmp_path / "again")
-    assert_same(whole, run_dir, 20)
-    keep(2, "a file-size limit in the middle of a checkpoint's file", lost=LOST)
-
-
 @pytest.fixture
 def read_only(tmp_path):
     place = tmp_path / "read_only"

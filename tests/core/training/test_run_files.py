@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 
@@ -91,6 +92,8 @@ DAMAGES = {
     "another version": in_marker(lambda marker: marker.update(format_version=99)),
     "no files listed": in_marker(lambda marker: marker.update(files={})),
     "a file elsewhere": in_marker(lambda marker: marker["files"].update({"../a": marker["files"][model_file(0)]})),
+    "the directory above": in_marker(lambda marker: marker["files"].update({"..": marker["files"][model_file(0)]})),
+    "endless bytes": in_marker(lambda marker: marker["files"][model_file(0)].update(bytes=math.inf)),
     "an unlisted shard": in_marker(lambda marker: marker["files"].pop(rank_file(0))),
     "cut": lambda path: os.truncate(path / model_file(0), (path / model_file(0)).stat().st_size - 1),
     "a flipped bit": flip,

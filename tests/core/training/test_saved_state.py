@@ -126,23 +126,6 @@ def copied(saved, tmp_path):
     return config_path, Path(shutil.copytree(path, tmp_path / path.name))
 
 
-@pytest.mark.parametrize(
-    ("place", "new"),
-    [
-        (("files", ".."), {"bytes": 0, "sha256": ""}),
-        (("files", files.STATE_FILE, "bytes"), math.inf),
-        (("files",), []),
-    ],
-)
-def test_a_marker_that_cannot_be_is_damage(copied, place, new):
-    config_path, path = copied
-    marker = json.loads((path / files.MARKER).read_text())
-    (path / files.MARKER).write_text(json.dumps(changed(marker, place, new)))
-    with pytest.raises(CheckpointError, match=r"is damaged|is no file of the checkpoint"):
-        files.verify(path)
-    assert "\n" not in resume(config_path, path)
-
-
 @pytest.mark.parametrize("name", [files.MARKER, model_file(0)])
 @pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 @pytest.mark.timeout(60)

@@ -160,10 +160,6 @@ def test_ranks_that_shard_the_model_report_the_same_numbers(config):
         (("objective.losses.enrgy=1",), "objective.losses.enrgy: the model has no such loss; its loss_keys are energy"),
         (("model.target=own_losses:bad_keys",), "model.target: Regular.loss_keys is ['energy']; make it a dict"),
         (
-            ("objective.losses.energy={target='own_losses:penalty'}",),
-            "losses.energy: a target is gone: return the loss",
-        ),
-        (
             ("model.args.returned=metrics",),
             "model.target: Regular.metric_keys is ['loss']; make it a tuple of names that",
         ),

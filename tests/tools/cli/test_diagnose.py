@@ -81,11 +81,8 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
     assert ruling["fix"].startswith("try ledger.stale_threshold = 10 (now 5)")
 
 
-def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    write(tmp_path / "smoke", 0.0)
-    message = f"is neither a run directory nor a file; did you mean {tmp_path / 'smoke/metrics.jsonl'}?"
-    assert message in diagnosed(tmp_path / "smokee/metrics.jsonl").stderr
-    assert "pass a run directory" in diagnosed(tmp_path / "else").stderr
+def test_what_is_no_run_is_refused(tmp_path: Path, diagnosed: Diagnosed) -> None:
+    assert "is neither a run directory nor a file; pass a run" in diagnosed(tmp_path / "else").stderr
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'

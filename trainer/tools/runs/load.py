@@ -18,7 +18,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from trainer.errors import UserError
-from trainer.files import did_you_mean, is_count, parse_json, read_bytes, read_json, read_lines, within_bounds
+from trainer.files import is_count, parse_json, read_bytes, read_json, read_lines, within_bounds
 from trainer.metrics.payload_contract import (
     RESTART,
     SCHEMA_VERSION,
@@ -226,7 +226,7 @@ def load_run(path: Path | str) -> RunRecord:
     except OSError as error:
         path, problem = metrics, f"cannot be read: {error.strerror}"
     if problem:
-        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
+        raise UserError(str(path), problem, f"pass a run directory or a {METRICS_NAME}")
     if reader.first_error and not reader.train.steps and not reader.evals.steps:
         problem = f"has no row that this reader can use; {reader.first_error}"
         raise UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")

@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
-from trainer.files import did_you_mean, write_file
+from trainer.files import write_file
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
 from trainer.wording import number_text
@@ -67,8 +67,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     found: dict[Path, None] = {}  # a set in order
     for given in map(Path, paths):
         if not given.is_dir():
-            fix = did_you_mean(given) or "name a directory of runs, such as runs/"
-            raise UserError(str(given), "is not a directory", fix)
+            raise UserError(str(given), "is not a directory", "name a directory of runs, such as runs/")
         for path in (given, *sorted(given.iterdir())):
             files = (path / "status.json", path / "metrics.jsonl")
             if path.is_dir() and any(file.is_file() for file in files):

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
-from trainer.files import did_you_mean, write_file
+from trainer.files import write_file
 from trainer.wording import printable_lines
 
 TRUST_HELP = "Import the code that the run's config names: your own, or of somebody you trust."
@@ -49,7 +49,7 @@ def require_run(run_dir: str) -> Path:
     """The directory, looked at before torch is imported. Raises UserError: there is none."""
     if not Path(run_dir).is_dir():
         fix = "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
-        raise UserError(run_dir, "is not a directory", did_you_mean(run_dir) or fix)
+        raise UserError(run_dir, "is not a directory", fix)
     return Path(run_dir)
 
 

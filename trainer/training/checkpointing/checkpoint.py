@@ -27,7 +27,6 @@ from trainer.config.load import flatten, without_removed
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.files import (
-    did_you_mean,
     is_file_name,
     open_plain,
     parse_json,
@@ -234,7 +233,7 @@ def refuse_absent(path: str) -> None:
     given = Path(path)
     if not given.is_dir() or (given / CHECKPOINTS).is_dir() or complete_checkpoints(given):
         fix = "name one, such as RUN_DIR/checkpoints/latest, or continue a run with --resume auto --run-dir RUN_DIR"
-        raise UserError("--resume", f"{path} is no checkpoint", did_you_mean(path) or fix)
+        raise UserError("--resume", f"{path} is no checkpoint", fix)
 
 
 def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
