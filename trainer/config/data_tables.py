@@ -175,7 +175,7 @@ def _no_other_form(value: Any) -> Any:
     if isinstance(value, Mapping):
         form = value.get("schedule", "step")
     if isinstance(form, str) and form != "step":
-        raise ValueError(f'must be an integer, or a table with schedule = "step"; got {short_repr(form)}')
+        raise ValueError(f'must be an integer or a table with schedule = "step"; got {short_repr(form)}')
     return value
 
 
