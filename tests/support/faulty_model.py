@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -82,10 +81,8 @@ class Fault:
             EXITS[what](0)
         if what == "interrupt":
             raise KeyboardInterrupt
-        if what in ("signal", "killed compiler"):
+        if what == "signal":
             os.kill(os.getpid(), getattr(signal, self.settings.get("name", "SIGTERM")))
-        if what == "killed compiler":
-            subprocess.run(["sh", "-c", "kill -TERM $$"], check=True)
         return output
 
 

@@ -155,12 +155,7 @@ def _run_to_end(run: Run) -> int:
         run.watchdog.tell(reason)
         raise
     except Exception as error:
-        if run.stop.requested and run.position.step == max(run.saver.last_saved, 0):
-            # Nothing is lost. The same Ctrl-C may have ended a compiler.
-            state = "stopped"
-            reason = f"{stopped_by(run)}; it ended {shorten(error_text(error), 150)}"
-        else:
-            reason = _report_failure(run, error)
+        reason = _report_failure(run, error)
         raise RunFailed from error
     finally:
         run.watchdog.at("end", run.position.step, may_wait=True)

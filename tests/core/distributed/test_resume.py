@@ -69,14 +69,6 @@ def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_pat
     assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
-    config, whole = uninterrupted
-    latest = whole / "checkpoints" / "latest"
-    said = train(config, tmp_path / "run", *SETS, "train.steps=34", more=("--resume", latest))
-    assert "resuming with another config: train.steps: 30 -> 34" in said
-    assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [31, 32, 33, 34]
-
-
 def test_a_run_on_fewer_ranks_is_told_the_capacity_that_it_needs(uninterrupted, tmp_path):
     """Of a checkpoint of two ranks, one rank keeps all groups, beside those that it has in flight itself."""
     config, whole = uninterrupted
@@ -91,20 +83,6 @@ def test_a_run_on_fewer_ranks_is_told_the_capacity_that_it_needs(uninterrupted, 
     assert "may be evicted" not in resume(needed)
     rows = read_rows(tmp_path / str(needed) / "metrics.jsonl")
     assert sum(row["ledger/cold_starts"] for (mode, _), row in rows.items() if mode == "train") == 0
-
-
-def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_by_path(uninterrupted, tmp_path):
-    (config, _), run_dir = uninterrupted, tmp_path / "run"
-    train(config, run_dir, "train.steps=20")
-    damaged = run_dir / "checkpoints" / "step_00000020" / "model_000.safetensors"
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    by_path = train(config, tmp_path / "other", "train.steps=22", more=("--resume", damaged.parent), code=2)
-    assert f"{damaged}: is damaged" in by_path
-    auto = train(config, run_dir, "train.steps=20", more=("--resume", "auto"))
-    assert "falling back to the checkpoint before it" in auto
-    assert "resuming after step 10" in auto
 
 
 @pytest.mark.slow

@@ -75,13 +75,6 @@ def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_a_compiler_that_a_stop_ends_is_no_failure_unless_steps_are_lost(go):
-    for step, state in ((1, "stopped"), (2, "failed")):
-        ended = go("run", {"what": "killed compiler", "step": step}, code=1)
-        assert (ended["state"], ended["last_step"]) == (state, step - 1)
-        assert ended["reason"].startswith("stopped by SIGTERM" if state == "stopped" else "CalledProcessError")
-
-
 def test_a_resume_that_finds_no_checkpoint_says_which_steps_are_lost(go, tmp_path, caplog):
     go("run", {})
     assert "has no checkpoint" not in caplog.text

@@ -55,22 +55,6 @@ def test_a_run_resumed_from_the_store_alone_equals_the_run_that_was_never_stoppe
     assert "checkpoint.remote: s3://bucket/alone holds the checkpoints of another run;" in said
 
 
-@pytest.mark.parametrize(
-    ("remote", "environ", "problem"),
-    [
-        ("s3://nobucket/x", {}, "The specified bucket does not exist"),
-        ("s3://bucket/x", {"AWS_SECRET_ACCESS_KEY": "wrong"}, "PermissionError"),
-    ],
-)
-def test_a_store_that_cannot_be_used_is_refused_before_the_run_in_one_line(server, tmp_path, remote, environ, problem):
-    config, own = config_in(tmp_path), f"checkpoint.remote={remote}"
-    said = train(config, tmp_path / "run", own, code=2, extra={**server.environment(), **environ})
-    assert said.startswith("--set checkpoint.remote=")
-    assert problem in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 STEPS, KILLS = 60, 3
 LAST = f"step_{STEPS:08d}"
 
