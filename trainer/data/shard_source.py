@@ -217,6 +217,7 @@ class StreamSource(ABC):
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
         self._exhaust_events = self._num_picks = 0
+        self.deals_few = True  # False: continues a state of a version that had no `FewDocuments`
         self._dealers: dict[int, FewDocuments | None] = {}  # by the number of shards
         self._uniforms = KeyedUniforms("pick", self.name, mix.seed, *self._key(shard, num_shards))
         self._begin(0, {})
@@ -415,6 +416,7 @@ class StreamSource(ABC):
         self._note()
         return {
             **self.fixed_state,
+            "deals_few": self.deals_few,
             "epoch": self.epoch,
             "index": self._index,
             "pool": [[reader.stream.stream_id, *reader.cursor] for reader in self._pool.readers],
@@ -436,6 +438,7 @@ class StreamSource(ABC):
         own = states[0]
         if len(states) == self._num_shards:
             own = states[self._shard]
+        self.deals_few = own.get("deals_few", self.deals_few)
         self._pool = ActivePool(self.modalities, self._mix.pick_mode, self._guard)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)
@@ -509,7 +512,7 @@ class ShardSource(StreamSource):
 
     def _few(self, num_shards: int) -> FewDocuments | None:
         """Deals them one by one if there are few for each of so many shards."""
-        if num_shards == 1 or len(self.streams) >= FEW * num_shards:
+        if not self.deals_few or num_shards == 1 or len(self.streams) >= FEW * num_shards:
             return None
         if num_shards not in self._dealers:
             found: list[tuple[int, int, int]] = []
