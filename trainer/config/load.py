@@ -354,14 +354,28 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+FOREIGN: Final = {
+    "block_size": "data.seq_len",
+    "gradient_accumulation_steps": "train.micro_batches",
+    "hidden_size": "model.dim",
+    "interval": "every",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "train.clip_grad_norm",
+    "max_steps": "train.steps",
+    "min_lr": "scheduler.min_lr_ratio",
+}
+"""Names that other trainers use, and the keys here."""
+
+
 def hint(path: KeyPath, model: type[BaseModel]) -> str:
     """The fix for the unknown key at `path` of a config that `model` describes: the keys that may
-    be meant (the closest of this table, or those of the same name in others), or all of this
+    be meant (those of the same name in other tables, or the closest of this one), or all of this
     table."""
     word, known = str(path[-1]), keys_of(model, path[:-1])
-    found = difflib.get_close_matches(word, known, n=1)
-    if not found:
-        found = [".".join(keys) for keys in _all_keys(model) if keys[-1] == word]
+    if word in FOREIGN:
+        return f"did you mean {FOREIGN[word]}?"
+    found = [".".join(keys) for keys in _all_keys(model) if keys[-1] == word]
+    found = found or difflib.get_close_matches(word, known, n=1)
     if 0 < len(found) <= 2:
         return f"did you mean {' or '.join(found)}?"
     return f"known keys: {', '.join(known)}" if known else ""
