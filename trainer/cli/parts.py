@@ -13,6 +13,7 @@ VERBS = {
     "doctor": "trainer.tools.verbs.models:doctor",
     "diagnose": "trainer.tools.verbs.records:diagnose",
     "report": "trainer.tools.verbs.records:report",
+    "compare": "trainer.tools.verbs.records:compare",
     "sample": "trainer.tools.verbs.models:sample",
     "eval": "trainer.tools.verbs.models:evaluate",
     "export": "trainer.tools.verbs.models:export",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -27,9 +28,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_every_launch_keeps_its_config_and_the_restart_says_what_changed(resumed: Path) -> None:
-    first, last = (resumed / "changed" / f"config.resolved{number}.toml" for number in (".1", ""))
-    assert [tomllib.loads(each.read_text())["optimizer"]["lr"] for each in (first, last)] == [0.01, 0.5]
+def test_the_restart_says_what_changed(resumed: Path) -> None:
+    last = (resumed / "changed" / "config.resolved.toml").read_text()
+    assert tomllib.loads(last)["optimizer"]["lr"] == 0.5
     lines = [*map(json.loads, (resumed / "changed" / "events.jsonl").read_text().splitlines())]
     [event] = [line for line in lines if line["event"] == "restart"]
     assert event["global_step"] == 8
@@ -41,10 +42,13 @@ def test_every_launch_keeps_its_config_and_the_restart_says_what_changed(resumed
     assert restart.details["changed"] == event["changed"]
 
 
-def test_every_reader_says_what_the_resume_changed(resumed, tmp_path, capsys):
-    words = "settings changed after step 8: "
-    assert words in program(["diagnose", resumed / "changed"], capsys).stdout
+def test_every_reader_says_what_the_resume_changed(resumed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    words = "optimizer.lr: 0.01 -> 0.5"
+    shown = program(["compare", resumed / "plain", resumed / "changed"], capsys).stdout
+    [line] = [line for line in shown.splitlines() if words in line]
+    assert line.startswith("changed: settings changed after step 8: ")
+    assert re.search("optimizer.lr +0.01 +0.5", shown)
     page = tmp_path / "page.html"
     assert not program(["report", resumed / "changed", "--out", page], capsys).returncode
-    assert words in page.read_text()
-    assert [note for note in load_run(resumed / "changed").notes if "optimizer.lr: 0.01 -> 0.5" in note]
+    assert words.replace(">", "&gt;") in page.read_text()

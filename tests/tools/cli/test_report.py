@@ -1,7 +1,8 @@
-"""`train report` as its users meet it: a real run, the real program, a real browser."""
+"""`train report` and `train compare` as their users meet them: a real run, the real program, a real browser."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from itertools import pairwise
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.browser import opened
 from tests.support.grouped import run
+from tests.support.in_process import program
 from tests.support.records import write_record
 from tests.support.runs import read_rows, write_tiny_config
 from trainer.errors import UserError
@@ -144,3 +146,39 @@ def test_an_existing_page_is_replaced_only_with_force(tmp_path):
     assert page.read_text() == "mine"
     report([run], str(page), force=True)
     assert "plotly" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "nowhere"], "nowhere: is neither a run directory nor a file"),
+        (["report", "{run}", "--out", "metrics.jsonl"], "--out: must end in .html, got metrics.jsonl"),
+        (["compare", "{run}"], "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    done = program([str(a).format(run=runs[0]) for a in arguments], capsys)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_compare_as_json_agrees_with_the_records(runs, capsys):
+    found = json.loads(program(["compare", *runs[:2], "--json"], capsys).stdout)
+    assert [row["values"][1] for row in found["config"] if row["key"] == "optimizer.lr"] == [0.01]
+    record = read_rows(runs[0] / "metrics.jsonl")
+    outcome = {row["label"]: row["values"] for row in found["outcome"]}
+    assert outcome["Restarts"] == [1, 1]
+    assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"]] * 2)
+
+
+def test_any_number_of_runs_is_compared_side_by_side_one_without_rows_too(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    found = json.loads(program(["compare", *runs, "--json"], capsys).stdout)
+    assert {len(row["values"]) for row in (*found["config"], *found["outcome"])} == {3}
+    three, two = (program(["compare", *runs[at:]], capsys).stdout for at in (0, 1))
+    for shown in (three, two):
+        assert re.search("optimizer.lr .* 0.01", shown)
+        assert re.search(r"State .*\bfailed\b", shown)
+        assert "KeyError: 'x'" in shown

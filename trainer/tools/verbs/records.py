@@ -1,4 +1,4 @@
-"""The verbs that read the records of runs: `train ls`, `diagnose` and `report`."""
+"""The verbs that read the records of runs: `train ls`, `diagnose`, `report` and `compare`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
+from trainer.tools.verbs.shared import COLOURS, coloured, output, print_json, print_table, refuse_existing, writing
 from trainer.wording import number_text
 
 if TYPE_CHECKING:
@@ -233,3 +236,64 @@ def report(
         for text in (diagnosis.brief, *(f"note: {note}" for note in diagnosis.run.notes)):
             echo(f"{diagnosis.run.name}: {text}", err=True)
     echo(f"wrote the report to {out} ({len(content) / 1e6:.1f} MB)", err=True)
+
+
+def compare(
+    paths: shared.RunsArgument,
+    as_json: shared.JsonOption = False,
+) -> None:
+    """Compare the settings, results and verdicts of runs side by side."""
+    from trainer.tools.diagnostics.diagnose import diagnose
+    from trainer.tools.report.run_summary import with_distinct_names
+    from trainer.tools.runs.load import load_run
+
+    if len(paths) < 2:
+        raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
+    runs = with_distinct_names([load_run(path) for path in paths])
+    diagnoses = list(map(diagnose, runs))
+    if as_json:
+        print_json(_as_json(diagnoses))
+        return
+    output().print(_table(diagnoses))
+    for run in runs:
+        for note in run.notes:
+            output().print(Text(f"{run.name}: {note}", style=COLOURS["warning"]))
+
+
+def _as_json(diagnoses: list[Diagnosis]) -> dict[str, Any]:
+    from trainer.tools.report.run_summary import config_differences, summarize
+
+    runs, found = [each.run for each in diagnoses], []
+    for each in diagnoses:
+        verdict = {"verdict": each.verdict, "findings": [ruling.rule.name for ruling in each.findings]}
+        found.append({"name": each.run.name, "path": str(each.run.path), **verdict, "notes": each.run.notes})
+    outcome = []
+    for rows in zip(*map(summarize, runs), strict=True):
+        cells = {"values": [row.value for row in rows], "notes": [row.note for row in rows]}
+        outcome.append({"label": rows[0].label, "unit": rows[0].unit, **cells})
+    return {
+        "runs": found,
+        "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
+        "outcome": outcome,
+    }
+
+
+def _table(diagnoses: list[Diagnosis]) -> Table:
+    """A column for each run: the settings that differ, the results and the verdict."""
+    from trainer.tools.report.run_summary import config_differences, summaries, value_text
+
+    runs = [each.run for each in diagnoses]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column(overflow="fold")
+    for run in runs:
+        table.add_column(Text(run.name), justify="right", overflow="fold")
+    for key, values in config_differences(runs) or [("no recorded setting differs", [])]:
+        table.add_row(Text(key), *(Text(value_text(value)) for value in values))
+    table.add_section()
+    for results in summaries(runs):
+        cells = [Text.assemble(each.text, (f"\n({each.note})" * bool(each.note), "dim")) for each in results]
+        table.add_row(results[0].heading, *cells)
+    styles = {"healthy": COLOURS["healthy"], "findings": COLOURS["warning"]}
+    briefs = [Text(each.brief.replace(", ", "\n"), style=styles.get(str(each.verdict), "dim")) for each in diagnoses]
+    table.add_row("Verdict", *briefs)
+    return table
