@@ -422,8 +422,8 @@ class LaneBlend(BlendDataset):
             problem = "the saved state is not one of full rows"
             fix = 'set it to what it was ("per_stream", say), or start a new run'
             raise UserError("data.mixing.batching_mode", problem, fix)
-        for source in self._laned.values():  # a state without it is of an earlier version
-            source.deals_few = "groups" in states[0]
+        for dataset in self._laned.values():  # a state without it is of an earlier version
+            dataset.deals_few = "groups" in states[0]
         super().load_state_dict(state)
         shard, num_shards = self._shard
         if len(states) == num_shards:
