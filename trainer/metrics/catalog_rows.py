@@ -82,9 +82,7 @@ _DEPTH = (
         "The same with the state reset at each cell.", "Above the former.", "See the gain."
     ),
     _AtDepth("eval/depth/<bucket>/carry_gain", "Gain of carrying at a depth")(
-        "Their difference (`beyond_cell`: all later cells).",
-        "Positive.",
-        "0: context is unused. Falls: never trained so deep.",
+        "Their difference (`beyond_cell`: later cells).", "Positive.", "0: context is unused."
     ),
 )
 _OF_A_SET: tuple[MetricSpec, ...] = (
@@ -92,22 +90,16 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         "Objective per target token.", "Falls, ever more slowly.", "Jumps: bad batch, learning rate; stays at ln(V)."
     ),
     _Row("loss_se", "Loss, standard error", unit="nats/token", window="last", ranks="max")(
-        "Error of a sample's loss against the whole set's: two are 95 %. Absent if all is read.",
-        "Below differences between runs.",
-        "As large as those: raise eval.batches.",
+        "Error of a sample's loss: two are 95 %.", "Below differences between runs.", "As large: raise eval.batches."
     ),
     _TokenMean("accuracy", "Accuracy", unit="fraction")(
-        "Fraction of targets predicted correctly.",
-        "Rises while the loss falls.",
-        "1 early on: targets leak into inputs.",
+        "Fraction of correct predictions.", "Rises while the loss falls.", "1 early: targets leak."
     ),
     _Row("perplexity", "Perplexity", window="last", ranks="max")(
-        "exp of the cross-entropy per token.", "Falls to a floor set by the data.", "Near the vocabulary size."
+        "exp of the cross-entropy per token.", "Falls to a floor.", "Near the vocabulary size."
     ),
     _TokenMean("bits_per_byte", "Bits per byte", unit="bits/byte", band=(None, 8.0))(
-        "Cross-entropy of the tokens that stand for text, per byte of it.",
-        "Below 8 at once; small models reach 1 to 2 on text.",
-        "8 or more: random guessing.",
+        "Cross-entropy per byte of text.", "Below 8 at once; 1 to 2 for small models.", "8 or more: random guessing."
     ),
 )
 
@@ -139,87 +131,65 @@ ROWS: tuple[MetricSpec, ...] = (
         for name in ("eval/<name>/<metric>", "eval/<metric>")
     ),
     _Row("train/micro_batches", "Micro-batches per step", window="last", ranks="max")(
-        "Micro-batches per step and rank, if not constant.",
-        "As scheduled.",
-        "gns/b_now_low above 2 gns/b_big for long.",
+        "Micro-batches per step, if not constant.", "As scheduled.", "gns/b_now_low above 2 b_big."
     ),
     _Row("grad_norm", "Gradient norm")(
-        "L2 norm of the whole gradient before clipping.",
-        "Settles within a few hundred steps.",
-        "Spikes before loss spikes; steady growth; 0 (no gradient reaches the parameters).",
+        "L2 norm of the gradient before clipping.", "Settles within a few hundred steps.", "Steady growth, spikes; 0."
     ),
     _Row("lr", "Learning rate", window="last", ranks="max")(
         "Learning rate of the step.", "Follows the configured schedule.", "Deviates from the schedule after a resume."
     ),
     _Row("tokens_in_step", "Tokens in the step", unit="tokens", window="sum", ranks="sum")(
-        "Target tokens of the step, even if skipped.",
-        "Close to batch size times sequence length; lower with padding.",
-        "Far lower: padding, or ranks without data.",
+        "Target tokens, even if skipped.", "Constant.", "Far lower: padding, or ranks without data."
     ),
     _Row("tokens_seen", "Tokens seen", unit="tokens", window="last", ranks="max")(
         "Target tokens trained on so far, without skipped steps.", "Grows linearly.", "Restarts at zero after a resume."
     ),
     _TokenMean("objective/<name>", "Objective component", unit="nats/token", group="Objective")(
-        "One weighted component of the loss, per token (or row) that it applies to.",
-        "Falls, or stays relatively small.",
-        "A regularizer outgrows the cross-entropy.",
+        "A weighted component of the loss, per token or row.", "Falls, or stays small.", "Outgrows the cross-entropy."
     ),
     _TokenTypeMean("token_type/<type>/loss", "Loss by token type", unit="nats/token")(
-        "Loss over the target tokens of one type.", "Falls for each type.", "One type rises while the total falls."
+        "Loss over the target tokens of one type.", "Falls for each type.", "One type rises."
     ),
     _TokenTypeMean("token_type/<type>/accuracy", "Accuracy by token type", unit="fraction")(
         "Fraction of correct predictions of one type.", "Rises for each type.", "Stays at chance level for one type."
     ),
     _MustBeZero("non_finite_steps", "Rejected steps", unit="steps", kind="counter", window="sum", ranks="max")(
-        "Steps rejected for a non-finite loss or gradient.",
-        pathological="More than a few: lower the learning rate; batches: events.jsonl.",
+        "Steps rejected as non-finite.", pathological="Many: lower the learning rate."
     ),
     _MustBeZero("loss_spike", "Loss spike", kind="flag", window="max", ranks="max")(
-        "1 if a loss was train.spike_sigma above its average; batches: events.jsonl.",
-        pathological="1 repeatedly on the same sources: bad data.",
+        "1 if a loss was train.spike_sigma above average.", pathological="1 repeatedly on the same sources: bad data."
     ),
     _SafetyRow("grad_scale", "Loss scale", window="last", ranks="min")(
-        "Factor of dynamic loss scaling (fp16).", "Powers of two, rarely halved.", "Falls towards 1: overflows."
+        "Factor of dynamic loss scaling (fp16).", "Rarely halved.", "Falls towards 1: overflows."
     ),
     _SafetyRow("checkpoint/save_sec", "Checkpoint time", unit="s", window="sum", ranks="max")(
         "Time in which saves block, slowest rank.", "Far below the checkpoint interval.", "Grows: disk full or slow."
     ),
     _SpeedRow("tokens_per_sec", "Tokens per second", unit="tokens/s", window="last")(
-        "Target tokens over time, of all steps since the last payload.",
-        "Flat after the first steps.",
-        "Falls over time (leak, throttling) or oscillates (data).",
+        "Target tokens over time since the last payload.", "Flat.", "Falls: leak, throttling."
     ),
     _SpeedRow("tokens_per_sec_per_device", "Tokens per second and device", unit="tokens/s", window="last")(
-        "tokens_per_sec over the number of ranks.",
-        "The same for any number.",
-        "Falls as ranks are added: communication.",
+        "tokens_per_sec over the number of ranks.", "Constant.", "Falls with more: communication."
     ),
     _SpeedRow("mfu", "Model FLOPs utilization", unit="fraction", window="last", band=(0.3, 0.6))(
-        "Model FLOPs per second over the devices' peak, without recomputation.",
-        "0.3 to 0.6 for large matrices on one node.",
-        "Above 1: wrong peak or FLOP count. Below 0.1: data, launches or communication dominate.",
+        "Model FLOPs/s over the peak.", "0.3 to 0.6.", "Above 1: wrong peak. Below 0.1: idle."
     ),
     _SpeedRow("step_time_sec", "Step time", unit="s")(
-        "Mean step time since the last payload, without evaluation and saves.", "Flat.", "Grows: see time/*."
+        "Mean step time, without evaluations and saves.", "Flat.", "Grows: see time/*."
     ),
     _TimeRow("time/data_sec", "Time: waiting for data", unit="s")(
-        "Host time of a step in waiting for data (the rank that waits longest), mean since the last payload.",
-        "Far below the compute time.",
-        "Close to the compute time: data is too slow.",
+        "Host time waiting for data, slowest rank.", "Far below computing.", "Near it: slow data."
     ),
     _TimeRow("time/forward_backward_sec", "Time: forward and backward", unit="s", ranks="mean")(
-        "Host time of a step in forward and backward, mean since the last payload.",
-        "Most of the step.",
-        "Uneven: batches or a slow rank.",
+        "Host time of a step in forward and backward.", "Most of the step.", "Uneven: a slow rank."
     ),
     _TimeRow("time/optimizer_sec", "Time: clipping and the optimizer", unit="s", ranks="mean")(
-        "Host time of a step in clipping and the optimizer, mean since the last payload.",
-        "A few percent.",
-        "Large: tiny batch, unfused optimizer.",
+        "Host time of a step in the optimizer.", "A few percent.", "Large: tiny batch."
     ),
     *(
         _TimeRow(f"time/{stage}/<source>", f"Reading: {words}", unit="s", kind="counter", window="sum")(
-            f"Time in {words}, waited for or not.", "Far below the time of the steps.", f"Close to it: {fix}."
+            f"Time in {words}, waited for or not.", "Far below the steps.", f"Close to it: {fix}."
         )
         for stage, words, fix in (
             ("open", "opening and tokenizing files", "many small files, or text to tokenize ahead"),
@@ -244,21 +214,17 @@ ROWS: tuple[MetricSpec, ...] = (
         for rank, ranks in (("slowest", "max"), ("fastest", "min"))
     ),
     _MemoryRow("gpu/allocated_gb", "Allocated")(
-        "Memory of tensors when the step is logged (1 GB = 1e9 bytes).",
-        "Flat.",
-        "Grows: something keeps tensors alive.",
+        "Memory of tensors at the logged step (1e9 bytes).", "Flat.", "Grows: tensors are kept."
     ),
     _MemoryRow("gpu/peak_gb", "Peak")(
-        "Largest allocated memory since the process started.",
-        "Reached within the first steps.",
-        "Grows late: longer batches.",
+        "Most memory allocated so far.", "Reached at once.", "Grows late: longer batches."
     ),
     _MemoryRow("gpu/reserved_gb", "Reserved")(
         "Memory reserved by the caching allocator.", "Slightly above the peak.", "Far above the peak: fragmentation."
     ),
     _MemoryRow("gpu/total_gb", "Total")("Memory of the device.", "Constant.", "Less than the card has: it is shared."),
     _MemoryRow("gpu/mem_utilization", "Peak share", unit="fraction", band=(0.6, 0.95))(
-        "gpu/peak_gb divided by gpu/total_gb.", "0.6 to 0.95.", "Above 0.97: the next long batch may not fit."
+        "gpu/peak_gb over gpu/total_gb.", "0.6 to 0.95.", "Above 0.97: a long batch may not fit."
     ),
     *(
         row_of(f"smoothed/{name}", f"{title} (EMA)", unit=unit, window="last", group="Smoothed")(
@@ -287,35 +253,25 @@ _LedgerZero = partial(_Counter, band=(0.0, 0.0), healthy="0.")
 
 DATA_ROWS: tuple[MetricSpec, ...] = (
     _MixingRow("stream_mixing/active/remaining_min", "Remaining picks, minimum", unit="picks", ranks="min")(
-        "Fewest picks left of an active reader.",
-        "Often 1 or 0 with refill: readers drain together.",
-        "Never low while others drain: a reader is not picked.",
+        "Fewest picks left of a reader.", "Often 1 or 0 with refill.", "Never low: not picked."
     ),
     _MixingRow("stream_mixing/active/remaining_max", "Remaining picks, maximum", unit="picks", ranks="max")(
-        "Most picks left of an active reader.", "At most a whole slice's picks.", "Constant: that reader is stuck."
+        "Most picks left of an active reader.", "At most a whole slice's picks.", "Constant: stuck."
     ),
-    _MixingRow(
-        "stream_mixing/active/remaining_fraction_min", "Remaining fraction, minimum", unit="fraction", ranks="min"
-    )("Smallest fraction of a slice left to a reader.", "Mostly low with refill.", "Outside 0 to 1: a wrong cursor."),
-    _MixingRow(
-        "stream_mixing/active/remaining_fraction_max", "Remaining fraction, maximum", unit="fraction", ranks="max"
-    )(
-        "Largest fraction left to a reader.",
-        "About 0.6 above the minimum with refill.",
-        "1 for long: it is never picked.",
+    _MixingRow("stream_mixing/active/remaining_fraction_min", "Fraction left, minimum", unit="fraction", ranks="min")(
+        "Smallest fraction of a slice left to a reader.", "Mostly low with refill.", "Outside 0 to 1: a wrong cursor."
+    ),
+    _MixingRow("stream_mixing/active/remaining_fraction_max", "Fraction left, maximum", unit="fraction", ranks="max")(
+        "Largest fraction left.", "About 0.6 above the least.", "1 for long: it is never picked."
     ),
     _MixingRow("stream_mixing/active/modalities/<modality>", "Active readers by modality", unit="readers", ranks="sum")(
         "Active readers of a modality, over all ranks.", "Near its share of the streams.", "0 for long: it starves."
     ),
     _MixingRow("stream_mixing/active/steps_since_pick_max", "Longest wait", unit="picks", ranks="max")(
-        "Most picks since a reader was last picked.",
-        "Up to the pool's remaining picks.",
-        "Grows: see pick_surprise_max.",
+        "Picks since a reader's last.", "Up to the pool's picks.", "Grows: see pick_surprise_max."
     ),
     _MixingRow("stream_mixing/active/pick_surprise_max", "Pick surprise", unit="nats", ranks="max")(
-        "Largest sum of -ln(1 - p) since a reader was last picked; exponential with mean 1.",
-        "Below ln(steps / alpha): about 12 for 200 steps, 21 for a million.",
-        "Above: a reader is picked too rarely.",
+        "Largest sum of -ln(1 - p) since a pick.", "12 in 200 steps, 21 in a million.", "Above: picked too rarely."
     ),
     _MixingRow(
         "stream_mixing/refill/exhaust_events",
@@ -326,50 +282,35 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
         ranks="sum",
     )("Readers at the end of their slice.", "Ranks over picks per slice, per micro-batch.", "Bursts: the mix narrows."),
     _MixingRow("stream_mixing/masked_share", "Masked share", unit="fraction", window="mean", ranks="max")(
-        "Micro-batches without a target, on the worst rank.", "Near 0.", "High: data exhausted, or too few groups."
+        "Micro-batches without a target, on the worst rank.", "Near 0.", "High: data exhausted."
     ),
     _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="mean", ranks="mean")(
-        "Positions that hold a document's token over those of full rows, since the last payload.",
-        "0.999 or more with full rows that run on.",
-        "Low: the device computes padding, or batches are small.",
+        "Positions that hold a token over those of full rows.", "Near 1 with full rows.", "Low: padding, small batches."
     ),
     _BlendRow("data/documents", "Documents to draw from", unit="documents", ranks="max")(
-        "Documents of an epoch over all data shards, about; of several sources 1 / sum(share^2 / documents).",
-        "Above 7 times the noise scale, counted in rows.",
-        "Fewer: a step draws them without replacement, and the noise scale comes out too high (docs/gns.md).",
+        "Documents of an epoch, about.", "Above 7 noise scales in rows.", "Fewer: that is too high."
     ),
     _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
-        "Epochs of a source read since the start, over all ranks: "
-        "the share read of each file's tokens, weighted by file size.",
-        "Below 4: repeated tokens are nearly as good as new ones until then.",
-        "Far above: the model memorizes the source.",
+        "Epochs read since the start.", "Below 4: as good as new tokens.", "Far above: memorized."
     ),
     _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
-        "Largest difference of a source's share from its weight; documents count when begun.",
-        "Shrinks with the root of the batches; with full rows, to a few documents.",
-        "Flat or growing: a source is exhausted or a weight ignored.",
+        "Largest difference of a share from its weight.", "Shrinks.", "Grows: a source ended."
     ),
     _BlendRow("blend/longest_share", "Longest document", unit="fraction", ranks="max")(
-        "Longest document over all tokens so far: a share may be off by twice this.",
-        "Shrinks to 0.",
-        "Large late in the run: the mix goes by single documents.",
+        "Longest document over all tokens: a share may be off by twice this.", "Shrinks to 0.", "Large late in the run."
     ),
     _BlendRow("blend/ended_sources", "Exhausted sources", unit="sources", ranks="max")(
-        "Sources without data left, on the worst rank.", "0 with data.mixing.repeat.", "Above 0 early in the run."
+        "Sources without data left.", "0 with data.mixing.repeat.", "Above 0 early in the run."
     ),
     _BlendRow("blend/share/<source>", "Share of source", unit="fraction")(
-        "Actual share of one source so far, counted as blend/max_share_error (metrics.per_source).",
-        "Close to its configured weight.",
-        "0 although its weight is positive.",
+        "Share so far (metrics.per_source).", "Near its weight.", "0 although its weight is not."
     ),
     _BlendRow("blend/weight/<source>", "Weight of source", unit="fraction")(
-        "Weight of one source over the sum of all (metrics.per_source).", "As configured.", "Not what you meant."
+        "Weight over the sum of all (metrics.per_source).", "As configured.", "Not what you meant."
     ),
     *(
         _SourceMean(f"{part}/<{part}>/loss", f"Loss of {part}")(
-            "Loss over its tokens (metrics.per_source).",
-            "Falls.",
-            "Rises while the total falls: starved or in conflict.",
+            "Loss over its tokens (metrics.per_source).", "Falls.", "Rises alone: starved."
         )
         for part in ("source", "modality")
     ),
@@ -378,13 +319,13 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
             f"Groups whose state was dropped {reason}.", healthy, "Followed by false evictions."
         )
         for mode, reason, healthy in (
-            ("lru", "because the ledger was full", "0 if the capacity covers the groups in flight."),
+            ("lru", "because the ledger was full", "0 if capacity covers the groups in flight."),
             ("stale", "because they were not stored in time", "Only groups that never return."),
         )
     ),
     *(
         _LedgerZero(f"ledger/false_evictions/{mode}", f"False evictions ({mode})", unit="groups")(
-            f"Groups that continued from zero after an eviction ({mode}).", pathological=f"Above 0: {fix}."
+            f"Groups restarted after an eviction ({mode}).", pathological=f"Above 0: {fix}."
         )
         for mode, fix in (
             ("lru", "raise the capacity or lower the number of groups in flight"),
@@ -392,21 +333,20 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
         )
     ),
     _LedgerZero("ledger/cold_starts", "Cold starts", unit="cells")(
-        "Cells that continued a group but found no state.",
-        pathological="Above 0: wipe, eviction, refused row, or resume without ledger.",
+        "Cells that continued a group without its state.", pathological="Above 0: a wipe, an eviction or a refused row."
     ),
     _LedgerZero("ledger/refused_rows", "Refused rows", unit="rows")(
-        "Non-finite states, which are not stored.", pathological="Above 0: the recurrence overflows."
+        "Non-finite states, never stored.", pathological="Above 0: the recurrence overflows."
     ),
     _Counter("ledger_wipe_count", "Full wipes", unit="wipes")(
-        "Wipes of the whole ledger.", "As configured; 0 in the other modes.", "More than configured."
+        "Wipes of the whole ledger.", "As configured; else 0.", "More than configured."
     ),
     _LedgerRow("ledger/live_groups", "Live groups", unit="groups", window="last", ranks="sum")(
         "Groups with a stored state, over all ranks.", "Near the groups in flight.", "Grows: groups are not released."
     ),
     _LedgerRow(
         "ledger/fill_fraction", "Fill of the ledger", unit="fraction", window="last", ranks="max", band=(None, 0.95)
-    )("Live groups over capacity, on the fullest rank.", "Well below 1.", "1: a new group evicts another."),
+    )("Live over capacity, on the fullest rank.", "Well below 1.", "1: new groups evict others."),
 )
 
 # ---- The gradient noise scale, and layers
@@ -457,9 +397,7 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
         "Its standard error on the larger side.", "A small part of gns/b_simple.", "As large: average over more steps."
     ),
     _GnsRow("gns/b_now_steps", "Steps behind B now", unit="steps")(
-        "Steps that gns/b_now comes from: half of those without visible curvature.",
-        "Grows with the run.",
-        "Small late in the run: noise or signal changes quickly.",
+        "Half of the steps without visible curvature.", "Grows with the run.", "Small late: noise or signal changes."
     ),
     _AsBSimple("gns/b_simple_tokens", "Noise scale in tokens", unit="tokens")(
         "gns/b_simple times the target tokens per sequence."
@@ -468,34 +406,28 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
         "Trace of the covariance of a sequence's gradient.", "Steady.", "Negative for long: dependent micro-batches."
     ),
     _GnsRow("gns/grad_sq", "Gradient signal |G|^2")(
-        "Squared norm of the true gradient, averaged.", "Falls.", "Negative for long: batch far below noise scale."
+        "Squared norm of the true gradient, averaged.", "Falls.", "Negative for long: tiny batch."
     ),
     _Ratio("gns/consistency", "Consistency", band=(0.5, 2.0))(
-        "Noise between ranks over that within them (one rank: first over second half).",
-        "1.",
-        "0: ranks read the same data. Large: micro-batches are reused, or ranks differ.",
+        "Noise between over within ranks (or halves).", "1.", "0: same data. Large: ranks differ."
     ),
     _Ratio("gns/consistency_se", "Standard error of consistency")(
-        "Its standard error on the larger side.", "Well below 1.", "1 or more: gns/consistency says nothing yet."
+        "Its standard error on the larger side.", "Well below 1.", "1 or more: says nothing yet."
     ),
     _Sequences("gns/b_small", "Small batch")(
-        "Effective sequences of a micro-batch on a rank.", "Constant.", "Far below its rows: uneven weights."
+        "Effective sequences of a micro-batch.", "Constant.", "Far below its rows: uneven weights."
     ),
     _Sequences("gns/b_big", "Big batch")(
-        "Effective sequences of the whole step.", "Constant.", "Far below the rows of a step: uneven weights."
+        "Effective sequences of the whole step.", "Constant.", "Far below its rows: uneven weights."
     ),
     _Ratio("gns/batch_ratio", "Batch over noise scale", band=(0.1, 4.0))(
-        "Sequences of a step divided by gns/b_simple.",
-        "0.1 to 4.",
-        "Below 0.1: larger batches take fewer steps. Above 4: smaller ones learn nearly as much per step.",
+        "Sequences of a step over gns/b_simple.", "0.1 to 4.", "Below: grow it. Above: shrink it."
     ),
     _GnsRow("gns/skipped", "Skipped windows", unit="steps", kind="counter", window="sum", ranks="max", band=(0.0, 0.0))(
-        "Steps without a usable estimate.", "0.", "Grows: non-finite micro-gradients, or hooks run twice."
+        "Steps without a usable estimate.", "0.", "Grows: non-finite gradients, hooks run twice."
     ),
     _GnsRow("gns/left_out", "Windows left out", unit="steps", kind="counter", window="sum", ranks="max")(
-        "Steps of which two micro-batches have rows of one document.",
-        "Absent.",
-        "Most steps: the noise scale stands still. Use more documents, or fewer rows in a step.",
+        "Steps with a document in two micro-batches.", "Absent.", "Most steps: use more documents."
     ),
     _AsBSimple("gns/gns_mu", "Noise scale in micro-batches", unit="micro-batches")(
         "gns/b_simple over the sequences of a micro-batch on all ranks."
@@ -509,13 +441,9 @@ _LayerRow = partial(row_of, group="Layers", window="last")
 
 LAYER_ROWS: tuple[MetricSpec, ...] = (
     _LayerRow("layer/<name>/grad_norm", "Gradient norm by layer")(
-        "L2 norm of its gradient before clipping.",
-        "Within a factor of a hundred.",
-        "0: no gradient reaches it. Nearly all of grad_norm: clipping shrinks the others.",
+        "L2 norm of its gradient before clipping.", "Within a factor of a hundred.", "0, or nearly all of grad_norm."
     ),
     _LayerRow("layer/<name>/update_ratio", "Update over weight by layer", unit="ratio")(
-        "L2 norm of its weight update over that of its weights.",
-        "1e-4 to 1e-2 at the peak learning rate; follows the schedule.",
-        "Far below the others: it stands still. Above 0.1: too fast.",
+        "Norm of its update over that of its weights.", "1e-4 to 1e-2 at the peak.", "Far below others; above 0.1."
     ),
 )
