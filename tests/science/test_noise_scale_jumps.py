@@ -6,14 +6,13 @@ docs/gns_jumps.csv has the same cells by jump and B over the batch, before and a
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
-from tests.support.noise_windows import Process, constant, covers, histories
-from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage, outlook
+from tests.support.noise_windows import Process, covers, histories
+from trainer.metrics.noise_scale.estimate import Current
 
 AT = 200  # the step of the jump
 DELAYS = (3, 10, 20, 54, 100)
@@ -44,27 +43,3 @@ def test_at_most_one_bound_in_twenty_is_wrong_from_the_third_step_on() -> None:
     for (_, grad_sq, noise, _), delay, truth, shown in after_jumps(runs=20, seed=33):
         wrong[grad_sq, noise, delay] += [not covers(current, truth) for current in shown]
     assert not {cell: share for cell, each in wrong.items() if (share := np.mean(each)) > WRONG}
-
-
-def average_of(history: History) -> NoiseScaleAverage:
-    """As of a run whose batch is 1."""
-    average = NoiseScaleAverage()
-    average.load_state_dict({**average.state_dict(), "history": history.state_dict()})
-    average.big_noise = 1.0
-    return average
-
-
-def test_the_outlook_says_about_when_half_of_the_runs_have_a_value() -> None:
-    (_, now), (_, later) = histories(
-        Process(constant(5.0), constant(1.0)), [200, 660], runs=60, dim=20, micros=4, seed=36
-    )
-    sentences = [outlook(average_of(history)) for history in now]
-    has_value = [current.ratio.value is not None for history in now if (current := history.current()) is not None]
-    assert [not sentence for sentence in sentences] == has_value
-    found = [re.search("about ([0-9,]+) more steps, or ([0-9.]+) to ([0-9.]+) sequences", each) for each in sentences]
-    steps, least, most = np.median(
-        [[float(x.replace(",", "")) for x in each.groups()] for each in found if each], axis=0
-    )
-    assert 230 < steps < 920
-    assert least < 2.5 < most  # times the batch has a value in half of the runs
-    assert 0.25 < np.mean([bool(c and c.ratio.value) for c in (history.current() for history in later)]) < 0.75

@@ -139,10 +139,10 @@ def separate_backwards(case: Case, world_size: int, m: int) -> Norms:
             gradients.append(torch.cat(flat) / max(total, 1.0))
             kappas.append(total if case.is_weighted else 1.0)
             noises.append(float(weights.square().sum()) / max(total, 1.0) ** 2)
-    return norms_of(torch.stack(gradients), kappas, noises, world_size)
+    return norms_by_definition(torch.stack(gradients), kappas, noises, world_size)
 
 
-def norms_of(g: Tensor, kappas: Sequence[float], noises: Sequence[float], world_size: int) -> Norms:
+def norms_by_definition(g: Tensor, kappas: Sequence[float], noises: Sequence[float], world_size: int) -> Norms:
     """By their definitions from the mean gradients g [W * m, P], rank after rank."""
     kappa, v = torch.tensor(kappas, dtype=torch.float64), torch.tensor(noises, dtype=torch.float64)
     h = kappa[:, None] * g / kappa.sum()  # [W * m, P]

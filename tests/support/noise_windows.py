@@ -90,10 +90,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
 
 
-def assert_mean_is(values: Sequence[float], expected: float, *, power: float | None = None) -> None:
+def assert_mean_is(values: Sequence[float], expected: float) -> None:
     mean, error = mean_and_error(values)
     assert abs(mean - expected) < 5.0 * error, f"{mean} +- {error}, expected {expected}"
-    assert error < (0.1 * abs(expected) if power is None else power), "the test has no power"
+    assert error < 0.1 * abs(expected), "the test has no power"
 
 
 def constant_window(tr_sigma: float = 40.0, grad_sq: float = 5.0, **changes: float) -> Window:

@@ -29,7 +29,6 @@ _TOOLS = {
     "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
     "first messages": "trainer.tools.summary:announce",
     "lines by depth": "trainer.tools.runs.readings:lines_of",
-    "noise outlook": "trainer.tools.summary:log_outlook",
     "summary": "trainer.tools.summary:summarize",
 }
 _LAB = {

@@ -18,8 +18,6 @@ from trainer.distributed.strategy import layout_of, num_parameters
 from trainer.errors import UserError
 from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.estimate import outlook
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.plan import Plan
@@ -139,10 +137,3 @@ def alignment(plan: Plan, model: nn.Module | None) -> str:
     name = type(model or plan.weightless_model()).__name__
     why = f"since {name} does not declare resets_in_one_pass"
     return f"document: each begins a row, {why}; with stream no row would be padded"
-
-
-def log_outlook(noise: GradientNoiseScale) -> None:
-    """Log how long the noise scale still has to be measured, if it has."""
-    sentence = outlook(noise)
-    if sentence:
-        logger.info("%s", sentence)

@@ -133,9 +133,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         evaluator = Evaluator(*own, strategy=strategy)
     extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
-    if state.gns is not None:
-        # At the end, when the averages hold all steps.
-        stack.callback(diagnostics.best_effort("gns outlook").run, plan.call, "noise outlook", state.gns)
     run = Run(
         plan=plan,
         config=config,

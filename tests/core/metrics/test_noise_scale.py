@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.noise_windows import (
     B_SIMPLE,
@@ -40,9 +37,12 @@ def test_estimates_are_unbiased(draw: Callable[..., list[list[Micro]]], world_si
     assert_mean_is([w.grad_sq for w in windows], GRAD_SQ)
 
 
-def test_between_and_within_are_unbiased_on_several_ranks() -> None:
+@pytest.mark.parametrize(("draw", "world_size", "num_micros"), [(ragged_window, 4, 3), (even_window, 1, 6)])
+def test_between_and_within_are_unbiased(
+    draw: Callable[..., list[list[Micro]]], world_size: int, num_micros: int
+) -> None:
     rng = random.Random(7)
-    windows = [window_of(ragged_window(rng, 4, 3)) for _ in range(1500)]
+    windows = [window_of(draw(rng, world_size, num_micros)) for _ in range(1500)]
     assert_mean_is([w.between for w in windows if w.between is not None], TR_SIGMA)
     assert_mean_is([w.within for w in windows if w.within is not None], TR_SIGMA)
 
@@ -59,14 +59,6 @@ def test_the_middle_of_some_ranks_does_not_pass_for_that_of_all() -> None:
     assert window.between is window.within is None
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
-@given(seed=st.integers(0, 10_000), factor=st.floats(1e-6, 1e6))
-def test_the_scale_of_the_loss_cancels(seed: int, factor: float) -> None:
-    ranks = ragged_window(random.Random(seed), 2, 3)
-    scaled = [[(g, kappa * factor, noise) for g, kappa, noise in micros] for micros in ranks]
-    assert window_of(scaled).tr_sigma == pytest.approx(window_of(ranks).tr_sigma, rel=1e-6, abs=1e-6)
-
-
 def test_an_estimate_is_never_clamped() -> None:
     sums, _ = sums_of(even_window(random.Random(0), 2, 2))
     small = estimate(sums, 0.0)
@@ -77,16 +69,11 @@ def test_an_estimate_is_never_clamped() -> None:
     assert big.tr_sigma < 0.0
 
 
-def averaged(ranks_of: Callable[[random.Random], list[list[Micro]]], steps: int = 1000) -> dict[str, float]:
-    rng = random.Random(11)
-    average = NoiseScaleAverage(ema=0.998)
-    for _ in range(steps):
-        average.update(window_of(ranks_of(rng)))
-    return average.metrics()
-
-
 def test_b_simple_is_the_true_one_within_its_standard_error() -> None:
-    metrics = averaged(lambda rng: even_window(rng, 2, 4))
+    rng, average = random.Random(11), NoiseScaleAverage(ema=0.998)
+    for _ in range(1000):
+        average.update(window_of(even_window(rng, 2, 4)))
+    metrics = average.metrics()
     assert abs(metrics["gns/b_simple"] - B_SIMPLE) < 4.0 * metrics["gns/b_simple_se"]
     assert metrics["gns/b_simple_se"] < 0.1 * B_SIMPLE
     assert metrics["gns/b_simple_low"] < B_SIMPLE < metrics["gns/b_simple_high"]
@@ -97,12 +84,6 @@ def test_b_simple_is_the_true_one_within_its_standard_error() -> None:
     assert metrics["gns/Bsimple_from_mu"] == pytest.approx(metrics["gns/b_simple"])
     assert metrics["gns/consistency"] == pytest.approx(1.0, abs=0.15)
     assert "gns/b_simple_tokens" not in metrics
-
-
-@pytest.mark.parametrize("draw", [even_window, ragged_window])
-def test_one_rank_compares_half_the_window_with_the_whole(draw: Callable[..., list[list[Micro]]]) -> None:
-    metrics = averaged(lambda rng: draw(rng, 1, 6), steps=1500)
-    assert metrics["gns/consistency"] == pytest.approx(1.0, abs=0.2)
 
 
 def test_one_micro_batch_on_one_rank_is_absent_with_advice() -> None:
@@ -181,11 +162,6 @@ def test_without_eight_independent_stretches_there_is_no_upper_bound(
     known = "; it is at least 8 sequences" if has_bounds[0] else ""
     reason = f"documents have lasted about {rows} rows so far: the steps averaged are {stretches} independent stretches"
     assert average.reason == (None if has_bounds[1] else f"{reason} of at least 8{known}")
-    if "gns/b_now" not in metrics:
-        sentence = noise_scale.outlook(average)
-        assert re.search(
-            f"documents have lasted about {rows} rows so far, it takes more than [0-9]+ more steps$", sentence
-        )
 
 
 def test_averages_equal_the_textbook_form() -> None:

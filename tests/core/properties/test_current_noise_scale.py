@@ -65,7 +65,7 @@ def test_the_window_grows_with_a_run_that_does_not_drift(everything: dict[tuple[
         ("exponential", 400, 20, 150),
         ("a jump at step 200", 260, 8, 60),
     ]:
-        middle = np.median([one.used.steps for one in everything[name, 1000, step]])
+        middle = np.median([one.steps for one in everything[name, 1000, step]])
         assert at_least <= middle <= at_most, (name, step, middle)
     bounds = [one.ratio[:2] for one in everything["constant 3", 1000, 1000]]
     low, high = np.median(np.array(bounds, dtype=np.float64), axis=0) / 3.0

@@ -31,8 +31,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.wording import number_text
-
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the
 # window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
@@ -113,11 +111,8 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         return Absent("a gradient of the window was not finite", is_fault=True)
     if sums[REPEATED] > 0.0:
         reason = "two micro-batches of the step have rows of the same document: they are not independent"
-        return Absent(
-            f"{reason}: more documents, or fewer rows in a step, help",
-            is_fault=False,
-            is_repeated=True,
-        )
+        reason += ": more documents, or fewer rows in a step, help"
+        return Absent(reason, is_fault=False, is_repeated=True)
     kappa = sums[KAPPA]
     factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
     if kappa <= 0.0 or factor <= 0.0 or sums[BIG_NOISE] <= 0.0:
@@ -165,43 +160,6 @@ class Ratio(NamedTuple):
     error: float | None = None
 
 
-def bounded_ratio(
-    x: float,
-    y: float,
-    var_x: float,
-    var_y: float,
-    cov: float,
-    *,
-    freedom: float,
-    z: tuple[float, float] = QUANTILES,
-) -> Ratio:
-    """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
-
-    The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own
-    standard errors. Nothing is divided by y, so they hold for any y. A noise scale is not
-    negative, so the part of the confidence set below zero is left out.
-
-    x and y are unbiased and about normal; their variances and covariance were estimated with
-    `freedom` degrees of freedom. `z`: normal quantiles of the two bounds.
-    """
-    # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero;
-    # b^2 - a k is written without cancellation.
-    spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
-    product = var_x * var_y - cov * cov
-    t = t_quantile(z[0], freedom)
-    low: float | None = 0.0
-    k = x * x - t * t * var_x
-    if x > 0.0 and k > 0.0:
-        divisor = x * y - t * t * cov + t * math.sqrt(max(spread - t * t * product, 0.0))
-        low = k / divisor if divisor > 0.0 else None
-    if not is_positive(y, var_y, freedom, z[1]):
-        return Ratio(low)
-    t = t_quantile(z[1], freedom)
-    root = t * math.sqrt(max(spread - t * t * product, 0.0))
-    high = (x * y - t * t * cov + root) / (y * y - t * t * var_y)
-    return Ratio(low, high, x / y, (high - x / y) / t)
-
-
 def is_positive(value: float, variance: float, freedom: float, z: float = HIGH_QUANTILE) -> bool:
     """Whether an estimate with this variance is above zero, by the test of the upper bound."""
     t = t_quantile(z, freedom)
@@ -228,21 +186,43 @@ class Fit:
     stretches: float  # independent ones; without `MIN_STRETCHES` of them there is no upper bound
 
     def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
+        """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
+
+        The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its
+        own standard errors. Nothing is divided by y, so they hold for any y. A noise scale is not
+        negative, so the part of the confidence set below zero is left out.
+
+        x and y are unbiased and about normal. `z`: normal quantiles of the two bounds.
+        """
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
-        found = bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
+        # A few stretches give a scatter, of so few degrees of freedom that it still bounds B from
+        # below.
+        if self.stretches < MIN_STRETCHES / 2:
+            return Ratio(None)
+        # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from
+        # zero; b^2 - a k is written without cancellation.
+        spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
+        product = var_x * var_y - cov * cov
+        t = t_quantile(z[0], self.freedom)
+        low: float | None = 0.0
+        k = x * x - t * t * var_x
+        if x > 0.0 and k > 0.0:
+            divisor = x * y - t * t * cov + t * math.sqrt(max(spread - t * t * product, 0.0))
+            low = k / divisor if divisor > 0.0 else None
         # Eight phases of unequal weight are a little fewer.
-        if round(self.stretches) >= MIN_STRETCHES:
-            return found
-        # A few give a scatter, of so few degrees of freedom that it still bounds B from below.
-        return Ratio(found.low if self.stretches >= MIN_STRETCHES / 2 else None)
+        if round(self.stretches) < MIN_STRETCHES or not is_positive(y, var_y, self.freedom, z[1]):
+            return Ratio(low)
+        t = t_quantile(z[1], self.freedom)
+        root = t * math.sqrt(max(spread - t * t * product, 0.0))
+        high = (x * y - t * t * cov + root) / (y * y - t * t * var_y)
+        return Ratio(low, high, x / y, (high - x / y) / t)
 
 
 class Current(NamedTuple):
     """The noise scale at the last step."""
 
-    ratio: Ratio  # the value is that of `used`; the bounds allow for a jump
-    used: Fit  # over the windows that the value comes from: the last ones with an estimate
-    longest: Fit  # over all that show no curvature
+    ratio: Ratio  # the bounds allow for a jump
+    steps: int  # the windows that the value comes from: the last ones with an estimate
 
 
 @dataclass
@@ -312,7 +292,7 @@ class History:
         if high is not None:
             likely = used.ratio((LOW_QUANTILE, LOW_QUANTILE)).high or high
             high = max(high, min(recent.high or math.inf, likely * LARGEST_JUMP))
-        return Current(ratio._replace(low=low, high=high), used, longest)
+        return Current(ratio._replace(low=low, high=high), used.steps)
 
     def _fits(self) -> Iterator[Fit]:
         """Fits over growing windows: `_recent_mean`, then lines."""
@@ -405,11 +385,14 @@ class PairAverage:
         self._ema, self._stretches = ema, stretches or Stretches()
         length = math.ceil(math.log(FORGOTTEN) / math.log(ema))
         self._pairs: deque[tuple[float, float, float]] = deque(maxlen=max(length, MIN_PAIRS))  # phase, x, y
-        self.count = 0
+
+    @property
+    def count(self) -> int:
+        """Of the pairs that have not been dropped."""
+        return len(self._pairs)
 
     def update(self, x: float, y: float, phase: int = 0) -> None:
         """Add a window's pair. `phase`: see `Stretches`."""
-        self.count += 1
         self._pairs.append((float(phase), x, y))
 
     def fit(self) -> Fit:
@@ -423,19 +406,13 @@ class PairAverage:
         deviations = sums_of(weights[:, None] * (pairs - means), own)
         share = float(shares @ shares)  # 1 / (effective number of stretches)
         left = max(1.0 - share, LEAST_FREE)
-        return Fit(
-            len(pairs),
-            means,
-            deviations.T @ deviations / left,
-            max(1.0 / share - 1.0, 1.0),
-            1.0 / share,
-        )
+        covariance = deviations.T @ deviations / left
+        return Fit(len(pairs), means, covariance, max(1.0 / share - 1.0, 1.0), 1.0 / share)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "pairs": [*map(list, self._pairs)]}
+        return {"pairs": [*map(list, self._pairs)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = int(state["count"])
         self._pairs.clear()
         self._pairs.extend((float(phase), float(x), float(y)) for phase, x, y in state["pairs"])
 
@@ -446,16 +423,8 @@ class NoiseScaleAverage:
     `ema`: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
     """
 
-    GAUGES: tuple[str, ...] = (
-        "small_noise",
-        "big_noise",
-        "world_size",
-        "token_sum",
-        "rows_sum",
-        "weight",
-        "seen",
-    )
-    GAUGES += ("skipped", "drained", "left_out", "drained_left_out")
+    GAUGES: tuple[str, ...] = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight")
+    GAUGES += ("seen", "skipped", "drained", "left_out", "drained_left_out")
 
     def __init__(self, ema: float = 0.95) -> None:
         assert 0.0 < ema < 1.0, ema
@@ -519,10 +488,7 @@ class NoiseScaleAverage:
         if self._noise.count:
             fit, current = self._noise.fit(), self.history.current()
             values["gns/tr_sigma"], values["gns/grad_sq"] = fit.now.tolist()
-            values["gns/b_small"], values["gns/b_big"] = (
-                1.0 / self.small_noise,
-                1.0 / self.big_noise,
-            )
+            values |= {"gns/b_small": 1.0 / self.small_noise, "gns/b_big": 1.0 / self.big_noise}
             if self._consistency.count >= MIN_PAIRS:
                 values |= self._consistency_values()
             if self._noise.count >= MIN_PAIRS:
@@ -530,7 +496,7 @@ class NoiseScaleAverage:
             if current is not None:
                 low, high, value, _ = current.ratio
                 values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
-                values["gns/b_now_steps"] = float(current.used.steps)
+                values["gns/b_now_steps"] = float(current.steps)
         return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
@@ -543,12 +509,8 @@ class NoiseScaleAverage:
 
     def _values_of_ratio(self, ratio: Ratio) -> dict[str, float | None]:
         low, high, value, error = ratio
-        values = {
-            "gns/b_simple_low": low,
-            "gns/b_simple_high": high,
-            "gns/b_simple": value,
-            "gns/b_simple_se": error,
-        }
+        values = {"gns/b_simple_low": low, "gns/b_simple_high": high}
+        values |= {"gns/b_simple": value, "gns/b_simple_se": error}
         if value is not None:
             per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
@@ -591,40 +553,3 @@ class NoiseScaleAverage:
             setattr(self, name, float(state["gauges"].get(name, 0.0)))
         self.stretches.rows = 1.0 + 2.0 * self.rows_sum / max(self.weight, sys.float_info.min)
         self._absent = None
-
-
-def outlook(noise: NoiseScaleAverage) -> str:
-    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay
-    as they are; empty where it has one, and before it has a bound.
-
-    The variance of |G|^2 falls with the number of steps; with the sequences per step its signal's
-    part falls likewise, its noise's part with their square. Where |G|^2 is below its own error,
-    that error stands for it.
-    """
-    current = noise.history.current()
-    if current is None or current.ratio.value is not None:
-        return ""
-    _, used, longest = current
-    known = "gns/b_now has no value yet"
-    if current.ratio.low:
-        known += f", it is at least {number_text(current.ratio.low, 3)} sequences"
-    if used.stretches < MIN_STRETCHES:
-        more = math.ceil(used.steps / SHORTENED * (MIN_STRETCHES / used.stretches - 1.0))
-        documents = f"documents have lasted about {noise.stretches.rows:.0f} rows so far"
-        return f"{known}: {documents}, it takes more than {number_text(more)} more steps"
-    signal, error = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
-    relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)
-    # The excess of the variance: with a scatter known from many steps, and from as few as now.
-    later, now = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, used.freedom))
-    batch, times = 1.0 / noise.big_noise, max(now, 1.1)
-    numbers = (
-        math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)),
-        batch * math.sqrt(times),
-        batch * times,
-        batch,
-    )
-    steps, least, most, today = (number_text(float(f"{number:.2g}")) for number in numbers)
-    takes = f"about {steps} more steps, or {least} to {most}"
-    if signal <= error:
-        takes = f"more than {steps} more steps, or more than {least}"
-    return f"{known}: it takes {takes} sequences per step instead of {today}"

@@ -127,10 +127,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.group = self._leaves.group  # the ranks that average gradients; None on a single process
         self._world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self._weights_are_tokens = weights_are_tokens
-        # The last micro-batch in which each parameter's hook ran.
-        self._fired_in = [-1] * len(self._parameters)
-        self._micro = -1  # counts micro-batches over the object's life
-        self._window_fires: set[int] = set()
+        self._window_fires: set[int] = set()  # of parameters, up to the last micro-batch
         self._is_active = self._has_warned = False
         self._failure: Exception | None = None  # of a hook
         # Made once: the CUDA graphs of `repeat` add to these very tensors.
@@ -163,7 +160,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.stretches.spread, self._by_rank = spread, by_rank
         self._groups: set[Hashable] = set()  # of the rows so far
         self._repeated, self._rows_before = 0, 0.0
-        self._window_start = self._micro
+        self._num_micros = 0  # so far
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
         self._window_fires.clear()
 
@@ -178,11 +175,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._repeated += not self._groups.isdisjoint(groups)
         self._groups.update(groups)
         self._rows_before += rows_before
-        self._micro += 1
-        in_window = self._micro - self._window_start
+        self._num_micros += 1
         # On several ranks, the middle group is all of this rank's micro-batches.
-        self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
-        self._is_first = in_window == 1
+        self._is_middle = last if self._world_size > 1 else self._num_micros == self._middle_at
+        self._is_first = self._num_micros == 1
         self._micro_norms: list[Tensor] = []
         # Not measured yet: gradients, or parameters that have them.
         self._held: list[tuple[int, Tensor]] = []
@@ -193,7 +189,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             reduces = True
         self._may_hold = 0 if reduces else HELD_BYTES.get(self._sums.device.type, 0)
         self._sum_norms: list[Tensor] = []  # of the running sum
-        self._sum_fires = self._repeats = 0
+        self._sum_fires = 0
         self._fired: list[int] = []  # in this micro-batch, in order
         self._is_active = True
 
@@ -211,6 +207,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         assert self._is_active, "end_micro without begin_micro"
         self._is_active = False
         self._measure_held()
+        self._window_fires.update(self._fired)
         if self._world_size == 1 and self._is_middle and not self._is_first:
             leaves = [self._leaves.hooked[index] for index in self._fired]
             sums = [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -233,12 +230,13 @@ class GradientNoiseScale(NoiseScaleAverage):
         has_weight = factor > 0.0
         noise = torch.where(has_weight, noise, 0.0)
         fault = (~has_weight & (micro_square > 0.0)).double()
-        if self._repeats > 0:
+        repeats = len(self._fired) - len(set(self._fired))
+        if repeats > 0:
             fault = fault + 1.0
             if not self._has_warned:
                 self._has_warned = True
                 text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such "
-                log.warning(text + "steps are skipped; pass use_reentrant=False", self._repeats)
+                log.warning(text + "steps are skipped; pass use_reentrant=False", repeats)
         squared = factor.square()
         update = [factor, squared, micro_square, factor * noise, squared * noise]
         self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault, zero, zero])
@@ -269,7 +267,7 @@ class GradientNoiseScale(NoiseScaleAverage):
 
     def again(self) -> None:
         """Begin the micro-batch again, whose backward failed."""
-        self._window_start += 1
+        self._num_micros -= 1
         self.begin_micro(self._is_middle)
 
     def local_sums(self) -> Tensor:
@@ -289,7 +287,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             sums[noise_scale.MIDDLE_OWN_KAPPA : middle + 2] = 0.0
         # Filled on the device: a tensor made from host numbers would be copied, and waited for.
         sums[noise_scale.REPEATED].fill_(repeated)
-        sums[noise_scale.ROWS_BEFORE].fill_(self._rows_before / max(self._micro - self._window_start, 1))
+        sums[noise_scale.ROWS_BEFORE].fill_(self._rows_before / max(self._num_micros, 1))
         return sums
 
     def grad_sq(self) -> Tensor:
@@ -320,7 +318,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             dist.all_reduce(shared, group=self.group)
         *reduced, square = packed.tolist()
         self.finish(reduced, square, grad_factor=grad_factor)
-        return self.metrics()
+        return self.drain_metrics()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -340,15 +338,11 @@ class GradientNoiseScale(NoiseScaleAverage):
 
     def _measure(self, index: int, grad: Tensor) -> None:
         leaf = self._leaves.hooked[index]
-        if self._fired_in[index] == self._micro:
-            self._repeats += 1
-        self._fired_in[index] = self._micro
         if self._is_middle and leaf.grad is None and index in self._window_fires:
             self._is_moved = True
         ddp = self._leaves.ddp
         if not self._is_middle and self._world_size > 1 and ddp is not None and ddp.require_backward_grad_sync:
             self._is_moved = True  # not under `no_sync`: it reduces after this backward
-        self._window_fires.add(index)
         self._fired.append(index)
         if self._may_hold > 0 and leaf.grad is None:
             # It is measured as the parameter's own: a reference here would have it copied.
