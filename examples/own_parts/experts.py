@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.metrics import MetricSpec, register
+from trainer.metrics.catalog import register
+from trainer.metrics.catalog_rows import MetricSpec
 from trainer.model.protocol import ModelOutput
 
 register(

@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from trainer.data import MicroBatch, ReadOptions, TokenTable, table_from_pieces
-from trainer.metrics import MetricSpec, register
+from trainer.metrics.catalog import register
+from trainer.metrics.catalog_rows import MetricSpec
 from trainer.model.protocol import ModelOutput
 from trainer.objective.loss import ObjectiveOutput
 from trainer.training.extension import Extension
@@ -72,8 +73,6 @@ register(
 class Saturation(Extension):
     """`[[extension]]`: reports what the model measured, on every logged step, as a mean over
     micro-batches and ranks."""
-
-    metric_keys = (SATURATION,)
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """After the backward pass of each micro-batch."""

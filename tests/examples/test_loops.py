@@ -165,7 +165,7 @@ def test_the_page_shows_lines_of_the_program():
 
 FREE_KEYS = """
 import logging, pathlib, sys
-from trainer.metrics import MetricsTracker
+from trainer.metrics.tracker import MetricsTracker
 from trainer.metrics.sinks import JsonlSink
 {declaration}
 tracker = MetricsTracker(num_devices=1, device="cpu", sinks=[JsonlSink(pathlib.Path("metrics.jsonl"))])

@@ -241,8 +241,7 @@ class StepProfile(Extension):
         if self._profiler is None:  # stopped before the last step
             return
         path = self._folder / TRACE
-        with self.run.tracker.outside():
-            recorded.export_chrome_trace(str(path))
+        recorded.export_chrome_trace(str(path))
         self._is_done = True
         steps = counted(self._num_steps, "step")
         logger.info("profile of %s from step %d on: %s, for https://ui.perfetto.dev", steps, self._first_step, path)

@@ -39,7 +39,7 @@ from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import open_plain, remove_leftovers, replacing, write_file
-from trainer.metrics.logger import Report, get_logger, now_and_then, progress_bar, silent
+from trainer.metrics.logger import Report, get_logger, progress_bar, silent
 
 if TYPE_CHECKING:  # what starts each of the processes imports little
     from trainer.config.data_tables import SourceTable
@@ -193,7 +193,7 @@ def tokenize_source(
         remove_leftovers(making)  # of a write that was killed
         files = {path: making / name for path, name in names.items()}
         try:
-            with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
+            with progress_bar(partial(logger.info, "tokenizing: %s")) as report:
                 num_cores = len(os.sched_getaffinity(0))
                 tokenize_files(files, table.format, how, workers=num_cores, report=partial(look, report))
         except OSError as error:

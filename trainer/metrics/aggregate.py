@@ -40,11 +40,6 @@ class SumCount(NamedTuple):
     weight: Scalar
 
 
-def widened(error: float, freedom: float) -> float:
-    """A standard error, widened by Student's t so that 1.96 of it cover 95 %."""
-    return error * t_quantile(1.96, freedom) / 1.96
-
-
 class Moments(NamedTuple):
     """A weighted mean over sampled units in the making, with the sums for its standard error.
 
@@ -54,46 +49,39 @@ class Moments(NamedTuple):
     that of an ordinary mean.
     """
 
-    num: Scalar  # of units, n
-    total: Scalar  # sum of y
-    weight: Scalar  # sum of w
-    total_sq: Scalar  # sum of y^2
-    cross: Scalar  # sum of y w
-    weight_sq: Scalar  # sum of w^2
+    num: float  # of units, n
+    total: float  # sum of y
+    weight: float  # sum of w
+    total_sq: float  # sum of y^2
+    cross: float  # sum of y w
+    weight_sq: float  # sum of w^2
 
     @classmethod
     def of(cls, totals: torch.Tensor, weights: torch.Tensor) -> Moments:
-        """Moments of units, [n] each; those of weight 0 do not count. Waits for no device."""
-        weights = weights.double()
+        """Moments of units, [n] float64 each; those of weight 0 do not count."""
         is_unit = weights != 0
-        totals = torch.where(is_unit, totals.double(), 0.0)
+        totals = torch.where(is_unit, totals, 0.0)
         squares = (totals.square().sum(), (totals * weights).sum(), weights.square().sum())
-        return cls(is_unit.sum(), totals.sum(), weights.sum(), *squares)
+        return cls(*map(float, (is_unit.sum(), totals.sum(), weights.sum(), *squares)))
 
     def mean(self) -> float:
-        """R; NaN without units. Waits for the device."""
-        return float(self.total) / float(self.weight) if float(self.num) else math.nan
-
-    def error(self) -> float:
-        """The standard error of R; NaN for fewer than two units. Waits for the device."""
-        num = float(self.num)
-        if num < 2:
-            return math.nan
-        ratio = self.mean()
-        squares = float(self.total_sq) - 2 * ratio * float(self.cross) + ratio**2 * float(self.weight_sq)
-        if squares < 0:  # by rounding; a NaN stays one
-            squares = 0.0
-        return math.sqrt(squares * num / (num - 1)) / float(self.weight)
+        """R; NaN without units."""
+        return self.total / self.weight if self.num else math.nan
 
     def wide_error(self) -> float:
-        """An error of R that holds for few units of unequal weight, by their effective number (Kish
-        1965), see `widened`; NaN for fewer than `FEWEST_UNITS`."""
-        num = float(self.num)
-        effective = float(self.weight) ** 2 / max(float(self.weight_sq), 1e-300)
+        """An error of R that holds for few units of unequal weight: by their effective number (Kish
+        1965), and widened by Student's t so that 1.96 of it cover 95 %. NaN for fewer than
+        `FEWEST_UNITS`."""
+        num, effective = self.num, self.weight**2 / max(self.weight_sq, 1e-300)
         if num < FEWEST_UNITS or effective < 2:
             return math.nan
-        error = self.error() * math.sqrt((num - 1) / num * effective / (effective - 1))
-        return widened(error, effective - 1)
+        ratio = self.mean()
+        squares = self.total_sq - 2 * ratio * self.cross + ratio**2 * self.weight_sq
+        if squares < 0:  # by rounding; a NaN stays one
+            squares = 0.0
+        error = math.sqrt(squares * num / (num - 1)) / self.weight
+        error *= math.sqrt((num - 1) / num * effective / (effective - 1))
+        return error * t_quantile(1.96, effective - 1) / 1.96
 
 
 Value = Scalar | SumCount
@@ -140,11 +128,11 @@ class Recorder:
     """The one place where a run's metrics are recorded: combines all values until it is drained.
 
     A key is combined over the micro-batches that reported it. One without a catalog row is a gauge.
-    `leave_out`: called for an unusable value, which then counts as None; without it, that raises.
+    `leave_out`: called for an unusable value, which then counts as None; without it, that warns once.
     """
 
     def __init__(self, *, leave_out: LeaveOut | None = None) -> None:
-        self._leave_out = leave_out
+        self._leave_out = leave_out or BestEffort("metrics").leave_out
         self._rules: dict[str, WindowReduction] = {}  # looked up once
         self._entries: dict[str, _Entry] = {}
 
@@ -155,21 +143,18 @@ class Recorder:
         """Take in the values of one micro-batch; a pair is (sum, count), None an unknown value.
 
         Raises:
-            TypeError: a value is no number, or there is no mapping.
-            ValueError: a pair for a key whose mean is not weighted.
+            TypeError: there is no mapping.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
         for key, value in values.items():
             if key not in self._rules:
-                if self._leave_out is not None and not is_name(key, self._leave_out):
+                if not is_name(key, self._leave_out):
                     continue
                 self._rules[key] = lookup_or_gauge(key).window
             try:
                 self._add(key, value)
             except Exception as error:  # noqa: BLE001 - one value must not cost the others
-                if self._leave_out is None:
-                    raise type(error)(f"{key}: {message_of(error)}") from None
                 self._leave_out(key, message_of(error))
                 self._add(key, None)
 
@@ -244,30 +229,26 @@ def rank_operations(keys: Iterable[str]) -> Operations:
 
 
 def _pack(
-    local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
+    local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort
 ) -> torch.Tensor:
     """The vector, float64: each key's value (or sum) and count, 0 where the rank has no value."""
-    for key in sorted(local.keys() - operations.keys()):
-        if guard is None:
-            raise KeyError(f"not among the keys of the reduction: {key}")
+    for key in local.keys() - operations.keys():
         guard.leave_out(key, "it is not among the keys of the reduction")
     numbers = np.zeros(2 * len(operations))
     tensors: dict[int, torch.Tensor] = {}  # by place
     for index, (key, operation) in enumerate(operations.items()):
         if key not in local:
             continue
+        scalars: list[Scalar] = []
         try:
-            scalars = _scalars(local[key])
+            scalars = _scalars(local[key], device)
         except Exception as error:  # noqa: BLE001 - one value must not cost the others
-            if guard is None:
-                raise TypeError(f"{key}: {message_of(error)}") from None
             guard.leave_out(key, message_of(error))
-            scalars = None
-        if scalars is None and operation not in _MEANS:  # a mean leaves an unknown value out
+        if not scalars and operation not in _MEANS:  # a mean leaves an unknown value out
             numbers[2 * index + 1] = math.nan
-        for place, scalar in enumerate(scalars or (), start=2 * index):
+        for place, scalar in enumerate(scalars, start=2 * index):
             if isinstance(scalar, torch.Tensor):
-                tensors[place] = scalar.to(device=device, dtype=torch.float64).reshape(())
+                tensors[place] = scalar
             else:
                 numbers[place] = scalar
     vector = torch.from_numpy(numbers).to(device)
@@ -276,20 +257,25 @@ def _pack(
     return vector
 
 
-def _scalars(value: Reported) -> list[Scalar] | None:
-    """A value (or sum) and its count; None if it is not known."""
+def _scalars(value: Reported, device: torch.device | str) -> list[Scalar]:
+    """A value (or sum) and its count; empty if it is not known."""
     if value is None:
-        return None
+        return []
     parts: tuple[Any, ...] = (value, 1.0)
     if isinstance(value, tuple) and len(value) == 2:
         parts = value
-    return list(map(as_scalar, parts))
+    found = list(map(as_scalar, parts))
+    for place, scalar in enumerate(found):
+        if isinstance(scalar, torch.Tensor):
+            found[place] = scalar.to(device=device, dtype=torch.float64).reshape(())
+    return found
 
 
 def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
     """The values over ranks, from their vectors [W, numbers]."""
     values, counts = gathered[:, 0::2], gathered[:, 1::2]  # [W, K] each
     present = counts != 0
+    is_reported: list[bool] = present.any(0).tolist()
     totals = np.where(present, values, 0.0).sum(0)
     weights = counts.sum(0)
     least = np.where(present, values, np.inf).min(0)
@@ -298,7 +284,7 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
     unknown: list[bool] = np.any(np.isnan(counts), axis=0).tolist()
     reduced: dict[str, float] = {}
     for index, (key, operation) in enumerate(operations.items()):
-        if not present[:, index].any():
+        if not is_reported[index]:
             continue
         if operation in _MEANS:
             reduced[key] = float(totals[index] / weights[index])
@@ -332,38 +318,22 @@ def reduce_over_ranks(
             value that this rank should have and cannot give.
         keys: all that any rank may have, the same on every rank; or their `rank_operations`.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
-        guard: a value that is no number costs a warning, and counts as None; without a guard, it
-            raises.
+        guard: warns, once, of a key that is not among `keys`, and of a value that is no number,
+            which counts as None.
 
     Returns:
         The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst
         rank) for counters that ask for it. A NaN on any rank makes the result NaN.
-
-    Raises:
-        KeyError, TypeError: without a guard: a key is not among `keys`, or a value is no number.
     """
     operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
-    shards = []
-    for each in [local] if isinstance(local, Mapping) else local:
-        if guard is None:
-            shards.append(_pack(each, operations, device))
-            continue
-        vector = guard.run(_pack, each, operations, device, guard)
-        if vector is None:  # nothing of this shard is known
-            vector = torch.zeros(2 * len(operations), dtype=torch.float64, device=device)
-            for index, operation in enumerate(operations.values()):
-                vector[2 * index + 1] = 0.0 if operation in _MEANS else math.nan
-        shards.append(vector)
-    own = torch.stack(shards)  # [shards, numbers]
+    guard = guard or BestEffort("reduction")
+    shards = [local] if isinstance(local, Mapping) else local
+    own = torch.stack([_pack(each, operations, device, guard) for each in shards])  # [shards, numbers]
     ranks = [own]
-    # The collective stands outside of the guard: the other ranks wait for it.
     if world_size > 1:
         ranks = [torch.empty_like(own) for _ in range(world_size)]
         dist.all_gather(ranks, own, group=group)
-    gathered = torch.cat(ranks).cpu().numpy()
-    if guard is None:
-        return _combine(gathered, operations)
-    return guard.run(_combine, gathered, operations) or {}
+    return _combine(torch.cat(ranks).cpu().numpy(), operations)
 
 
 def reduce_loss_metrics(

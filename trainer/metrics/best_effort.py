@@ -1,6 +1,6 @@
 """The one guard for diagnostics: a failure costs that diagnostic, never the run.
 
-    diagnostics = Diagnostics(on_event=events.write)
+    diagnostics = Diagnostics()
     token_types = diagnostics.best_effort("token_type")
     token_types.run(measure, batch)
 
@@ -124,8 +124,8 @@ class Diagnostics:
         on_event: called when a diagnostic fails; None until the file of events is open.
     """
 
-    def __init__(self, *, on_event: EventCallback | None = None) -> None:
-        self.on_event = on_event
+    def __init__(self) -> None:
+        self.on_event: EventCallback | None = None
         self._guards: dict[str, BestEffort] = {}
 
     def best_effort(self, name: str) -> BestEffort:

@@ -11,7 +11,7 @@ import difflib
 import re
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from trainer.metrics.catalog_rows import DATA_ROWS, GNS_ROWS, LAYER_ROWS, ROWS, MetricSpec
 from trainer.metrics.logger import get_logger
@@ -48,6 +48,11 @@ def register(*specs: MetricSpec) -> None:
     _gauge.cache_clear()
 
 
+def plain_names() -> list[str]:
+    """The names of all rows that are no patterns, also of registered ones."""
+    return [name for name in _ROWS if name not in _PATTERNS]
+
+
 class UnknownMetric(KeyError):
     """A key that matches no row of the catalog."""
 
@@ -66,52 +71,45 @@ class _Found(NamedTuple):
     row: str  # name of the catalog's row
     part: str  # of the key, in place of the row's angle brackets
 
-
-def _direct(key: str) -> _Found | None:
-    if key in _ROWS and key not in _PATTERNS:
-        return _Found(_ROWS[key], key, "")
-    # There are few patterns, and `_find` remembers the keys.
-    for name, pattern in _PATTERNS.items():
-        match = pattern.fullmatch(key)
-        if match is not None:
-            return _Found(replace(_ROWS[name], name=key), name, match[1])
-    return None
+    def changed(self, **changes: Any) -> _Found:
+        return self._replace(spec=replace(self.spec, **changes))
 
 
 @lru_cache(maxsize=4096)
 def _find(key: str) -> _Found | None:
-    found = _direct(key)
-    if found is not None:
-        return found
+    if key in _ROWS and key not in _PATTERNS:
+        return _Found(_ROWS[key], key, "")
+    # There are few patterns, and the keys are remembered.
+    for name, pattern in _PATTERNS.items():
+        match = pattern.fullmatch(key)
+        if match is not None:
+            return _Found(replace(_ROWS[name], name=key), name, match[1])
     if key.startswith(EVAL_PREFIX) and not key.startswith(2 * EVAL_PREFIX):
         base = _find(key.removeprefix(EVAL_PREFIX))
-        return base and base._replace(spec=replace(base.spec, name=key, title=f"{base.spec.title} (evaluation)"))
-    base = _direct(key.removesuffix(WORST_SUFFIX)) if key.endswith(WORST_SUFFIX) else None
-    if base is not None and base.spec.ranks == "sum_and_worst":
-        spec = base.spec
-        text = f"{spec.description} This is the largest value of any rank."
-        worst = replace(spec, name=key, ranks="max", title=f"{spec.title}, worst rank", description=text)
-        return base._replace(spec=worst)
-    base = _direct(key.removesuffix(ERROR_SUFFIX)) if key.endswith(ERROR_SUFFIX) else None
-    if base is not None and base.spec.has_error:
-        return base._replace(spec=_error(base.spec, key))
+        return base and base.changed(name=key, title=f"{base.spec.title} (evaluation)")
+    if key.endswith(WORST_SUFFIX):
+        base = _find(key.removesuffix(WORST_SUFFIX))
+        if base is not None and base.spec.ranks == "sum_and_worst":
+            text = f"{base.spec.description} This is the largest value of any rank."
+            return base.changed(name=key, ranks="max", title=f"{base.spec.title}, worst rank", description=text)
+    if key.endswith(ERROR_SUFFIX):
+        base = _find(key.removesuffix(ERROR_SUFFIX))
+        if base is not None and base.spec.has_error:
+            return base.changed(**_error_of(base.spec), name=key)
     return None
 
 
-def _error(base: MetricSpec, key: str) -> MetricSpec:
-    """The row of the standard error of a mean over documents."""
+def _error_of(base: MetricSpec) -> dict[str, Any]:
+    """What is different in the row of the standard error of a mean over documents."""
     text = f"Error of {base.name} over documents, widened by Student's t: two are 95 %."
-    return replace(
-        base,
-        name=key,
-        ranks="max",
-        band=None,
-        has_error=False,
-        title=f"{base.title}, standard error",
-        description=f"{text} Absent below five documents.",
-        healthy="Small against the value.",
-        pathological="As large as the value: too few documents were read to tell.",
-    )
+    return {
+        "ranks": "max",
+        "has_error": False,
+        "title": f"{base.title}, standard error",
+        "description": f"{text} Absent below five documents.",
+        "healthy": "Small against the value.",
+        "pathological": "As large as the value: too few documents were read to tell.",
+    }
 
 
 def _need(key: str) -> _Found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -13,33 +12,22 @@ from trainer.metrics.aggregate import Scalar
 _GB = 1e9
 
 
-@dataclass(frozen=True)
-class MemoryStats:
-    """Memory in GB (1e9 bytes), as the caching allocator sees it."""
+def get_memory_stats(device: torch.device | str) -> dict[str, float]:
+    """Memory of a CUDA device in GB (1e9 bytes), as the caching allocator sees it; empty for others.
 
-    allocated_gb: float
-    peak_gb: float
-    reserved_gb: float
-    total_gb: float
-
-    @property
-    def mem_utilization(self) -> float:
-        """Peak over total."""
-        return self.peak_gb / self.total_gb
-
-
-def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
-    """Memory of a CUDA device (the peak since the process started), None for other devices."""
+    The peak is that since the process started, and `mem_utilization` its share of the total.
+    """
     device = torch.device(device)
     if device.type != "cuda":
-        return None
+        return {}
     stats = torch.cuda.memory_stats(device)
-    return MemoryStats(
-        allocated_gb=stats.get("allocated_bytes.all.current", 0) / _GB,
-        peak_gb=stats.get("allocated_bytes.all.peak", 0) / _GB,
-        reserved_gb=stats.get("reserved_bytes.all.current", 0) / _GB,
-        total_gb=torch.cuda.get_device_properties(device).total_memory / _GB,
-    )
+    found = {
+        "allocated_gb": stats.get("allocated_bytes.all.current", 0) / _GB,
+        "peak_gb": stats.get("allocated_bytes.all.peak", 0) / _GB,
+        "reserved_gb": stats.get("reserved_bytes.all.current", 0) / _GB,
+        "total_gb": torch.cuda.get_device_properties(device).total_memory / _GB,
+    }
+    return {**found, "mem_utilization": found["peak_gb"] / found["total_gb"]}
 
 
 # Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse

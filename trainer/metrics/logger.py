@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import os
@@ -14,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
-from trainer.files import open_plain
 from trainer.wording import printable, printable_lines
 
 ROOT: Final = "trainer"
@@ -63,10 +61,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _LogFile(logging.FileHandler):
-    """Appends to a plain file. A full disk only costs lines, which stderr has too."""
-
-    def _open(self) -> io.TextIOWrapper:
-        return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
+    """A full disk only costs lines, which stderr has too."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """A line is lost."""
@@ -93,7 +88,6 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 def add_log_file(path: Path) -> logging.Handler:
     """Also append this rank's records, with their time, to a file, from now on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter("%Y-%m-%dT%H:%M:%SZ "))
     logging.getLogger(ROOT).addHandler(handler)
@@ -168,32 +162,24 @@ def silent(done: int, total: int, what: str) -> None:
 
 
 @contextmanager
-def progress_bar(otherwise: Report = silent) -> Iterator[Report]:
-    """A bar on stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield otherwise
-        return
+def progress_bar(say: Callable[[str], object] = str) -> Iterator[Report]:
+    """A bar on stderr if that is a terminal; otherwise `say` gets a line of megabytes every half
+    minute."""
+    is_terminal, said = sys.stderr.isatty(), time.perf_counter()
 
     def report(done: int, total: int, what: str) -> None:
-        bar = "#" * (BAR * done // max(total, 1))
-        line = printable(f"{bar:-<{BAR}} {done:,}/{total:,} {what}")
-        sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-        sys.stderr.flush()
+        nonlocal said
+        if is_terminal:
+            bar = "#" * (BAR * done // max(total, 1))
+            line = printable(f"{bar:-<{BAR}} {done:,}/{total:,} {what}")
+            sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+            sys.stderr.flush()
+        elif time.perf_counter() - said >= SECONDS_PER_LINE:
+            said = time.perf_counter()
+            say(f"{done:,} of {total:,} MB: {what}")
 
     try:
         yield report
     finally:
-        sys.stderr.write("\n")
-
-
-def now_and_then(say: Callable[[str], object]) -> Report:
-    """Hands `say` a line of progress every half minute, of megabytes."""
-    said = time.perf_counter()
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal said
-        if time.perf_counter() - said >= SECONDS_PER_LINE:
-            said = time.perf_counter()
-            say(f"{done:,} of {total:,} MB: {what}")
-
-    return report
+        if is_terminal:
+            sys.stderr.write("\n")

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Final, Literal, NoReturn
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 SCHEMA_VERSION: Final = 1
 Mode = Literal["train", "eval"]
@@ -60,32 +61,22 @@ class Payload:
 
     def values(self) -> dict[str, float]:
         """All metrics as floats, the non-finite ones included."""
-        return all_values({"metrics": self.metrics, "non_finite": self.non_finite})
+        return all_values(vars(self))
 
 
-@dataclass(frozen=True)
-class Restart:
+class Restart(NamedTuple):
     """The run resumed from `global_step`. Rows may repeat later steps: the last one counts."""
 
     global_step: int
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class Violation:
+class Violation(NamedTuple):
     """One line that violates the contract (`line` counts from 1)."""
 
     line: int
     key: str
     reason: str
-
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.key}: {self.reason}"
-
-
-def non_finite_word(value: float) -> str:
-    """`nan`, `inf` or `-inf` for a float that is not finite."""
-    return str(float(value))
 
 
 def all_values(payload: Mapping[str, Any]) -> dict[str, float]:
@@ -117,9 +108,9 @@ def build_payload(
         if math.isfinite(number):
             finite[key] = number
         else:
-            words[key] = non_finite_word(number)
-    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode}
-    payload |= {"global_step": global_step, "metrics": finite}
+            words[key] = str(number)
+    about = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
+    payload: dict[str, Any] = {**about, "metrics": finite}
     if words:
         payload["non_finite"] = words
     if restart is not None:

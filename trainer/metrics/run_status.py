@@ -24,7 +24,6 @@ from trainer.wording import error_text
 logger = logging.getLogger(__name__)
 STATUS_NAME: Final = "status.json"
 LOCK_NAME: Final = ".lock"
-_HERE: Final = (None, socket.gethostname())
 OWN_LOOP: Final = "own"
 """`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
@@ -39,7 +38,7 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 @contextmanager
-def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None = None) -> Iterator[None]:
+def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
     """Keep status.json for your own loop: `running`, then `done`, `stopped` or `failed`, and why.
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
@@ -49,7 +48,6 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
     Args:
         directory: of the run; it is made.
         rank: other ranks than 0 do nothing.
-        world_size: number of ranks, which the diagnosis needs; None: torchrun's, otherwise unknown.
     """
     if rank != 0:
         yield
@@ -57,11 +55,9 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     own: dict[str, Any] = {"loop": OWN_LOOP}
-    launched = os.environ.get("WORLD_SIZE", "")
-    if world_size is not None:
-        own["world_size"] = world_size
-    elif launched.isdecimal():
-        own["world_size"] = int(launched)  # torchrun's
+    world_size = os.environ.get("WORLD_SIZE", "")  # torchrun's, which the diagnosis needs
+    if world_size.isdecimal():
+        own["world_size"] = int(world_size)
     with take_lock(path):
         step = last_step(path)
         if step is not None:
@@ -143,19 +139,12 @@ def run_state(directory: Path) -> dict[str, Any]:
 
 
 def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The status of a run; `running` becomes `died`, with the reason, if its process is gone.
-
-    On another machine it becomes `unknown`: its locks may not be visible here.
-    """
-    if status.get("state") != "running" or is_held(directory):
-        return status
-    status = read_status(directory / STATUS_NAME)  # it may have ended properly between the two looks
-    if status.get("state") != "running":
-        return status
-    if status.get("host") not in _HERE:
-        reason = f"{_process_of(status)} has it, or is gone: that machine can tell"
-        return {**status, "state": "unknown", "reason": reason}
-    return dead(status, directory)
+    """The status of a run; `running` becomes `died`, with the reason, if nobody holds its lock."""
+    if status.get("state") == "running" and not is_held(directory):
+        status = read_status(directory / STATUS_NAME)  # it may have ended properly between the two looks
+        if status.get("state") == "running":
+            return dead(status, directory)
+    return status
 
 
 def dead(status: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import logging
 import netrc
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +28,8 @@ from trainer.metrics.payload_contract import all_values
 from trainer.metrics.sinks import SAMPLE, display_key
 
 logger = get_logger(__name__)
+messages = get_logger(f"{__name__}.wandb")  # wandb's own
+messages.setLevel(logging.WARNING)
 WandbMode = Literal["offline", "online", "disabled"]
 SERVER = "https://api.wandb.ai"
 STEP_KEY = "global_step"
@@ -44,48 +48,14 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
             return mode, f"WANDB_MODE={mode}"
         case str(mode):  # wandb would refuse it
             return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
-    if has_login(environ.get("WANDB_BASE_URL") or SERVER, environ):
-        return "online", "there is a login"
-    return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
-
-
-def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether WANDB_API_KEY or the netrc file (by `wandb login`) has a key for the server."""
     if environ.get("WANDB_API_KEY"):
-        return True
-    path = Path(environ.get("NETRC") or Path.home() / ".netrc")
-    try:
-        return netrc.netrc(path).authenticators(urlsplit(base_url).hostname or "") is not None
-    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
-        return False
-
-
-class _Messages:
-    """Captures wandb's terminal output, some on stdout: logs the first warning, records all.
-
-    Attributes:
-        is_quiet: log nothing; while a run is being opened a failure raises anyway.
-        count: of warnings so far.
-    """
-
-    def __init__(self, on_event: EventCallback | None) -> None:
-        self.is_quiet, self.count = True, 0
-        self._on_event = on_event
-
-    def info(self, msg: str) -> None:
-        """Ignore progress messages."""
-
-    def warning(self, msg: str) -> None:
-        self.count += 1
-        if self._on_event is not None:
-            self._on_event({"event": "wandb_warning", "text": msg})
-        if not self.is_quiet:
-            self.is_quiet = True
-            for prefix in ("wandb: ", "WARNING ", "ERROR "):
-                msg = msg.removeprefix(prefix)
-            logger.warning("wandb: %s", msg)
-
-    error = warning
+        return "online", "there is a login"
+    server = urlsplit(environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
+    with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):  # as `wandb login` leaves it
+        logins = netrc.netrc(Path(environ.get("NETRC") or Path.home() / ".netrc"))
+        if logins.authenticators(server) is not None:
+            return "online", "there is a login"
+    return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
 
 
 class WandbSink:
@@ -116,10 +86,8 @@ class WandbSink:
         self._guard = BestEffort("wandb", on_event=on_event)
         self._run: Any = None
         self._is_online = False
-        self._files = ""
         self._row: dict[str, Any] = {}
         self._row_step = self._next_own_step = 0
-        self._messages = _Messages(on_event)
         # silent: wandb's own lines repeat every metric, partly on stdout.
         settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": TIMEOUT_SEC}
         settings |= {"login_timeout": TIMEOUT_SEC, "finish_timeout": TIMEOUT_SEC}
@@ -136,7 +104,7 @@ class WandbSink:
         # Older releases of wandb lack some of the settings.
         silent = wandb.Settings(**{key: settings[key] for key in settings.keys() & wandb.Settings.model_fields})
         wandb.setup()
-        wandb.termsetup(silent, self._messages)
+        wandb.termsetup(silent, messages)
         options |= {"resume": "allow", "dir": str(directory), "settings": silent}
         try:
             self._run = wandb.init(**options)
@@ -147,8 +115,6 @@ class WandbSink:
             self._run = wandb.init(**{**options, "mode": "offline"})
             text = "wandb: cannot begin online, and goes on offline (%s: %s)"
             logger.warning(text, type(error).__name__, " ".join(str(error).split()))
-        self._messages.is_quiet = False
-        self._files = str(directory / "wandb" / Path(self._run.settings.sync_dir).name)
         self.run_id = self._run.id
         self._next_own_step = self._run.starting_step
         # Otherwise the x-axis would be wandb's own counter.
@@ -195,26 +161,20 @@ class WandbSink:
             return
         if self._row:
             self._guard.run(self._send)
-        warnings = self._messages.count
         # wandb enforces the timeout itself; the grace period is for a dead service.
         is_done = within(TIMEOUT_SEC + _GRACE_SEC, partial(self._guard.run, self._run.finish))
         if not is_done or not self._guard.enabled:
             self.abandon()
-        elif self._messages.count > warnings:  # a failed upload is reported only by a warning
-            self._say_unsent()
         self._run = None
-
-    def _say_unsent(self) -> None:
-        if self._is_online:
-            self._is_online = False
-            logger.info("wandb: not everything has reached the server; upload it with: wandb sync %s", self._files)
 
     def abandon(self) -> None:
         """Keep wandb from blocking the interpreter's exit if its service does not respond."""
         import wandb
 
-        self._messages.is_quiet = True
-        self._say_unsent()
+        messages.disabled = True
+        if self._is_online:
+            text = "wandb: not everything has reached the server; upload it with: wandb sync %s"
+            logger.info(text, self._run.settings.sync_dir)
 
         def leave() -> None:
             try:

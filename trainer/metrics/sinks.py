@@ -199,10 +199,6 @@ def _strict(value: Any) -> Any:
 class EventWriter(LineFile):
     """Appends events as strict JSON with `event` (the name) and `time` (seconds since 1970)."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(path)
-        self._clock = clock
-
     def write(self, event: Mapping[str, Any]) -> None:
         """Append one event; values that JSON cannot represent are written as text.
 
@@ -212,7 +208,7 @@ class EventWriter(LineFile):
         """
         if not event.get("event"):
             raise ValueError(f"an event needs its name under 'event', got {sorted(event)}")
-        line = {"time": round(self._clock(), 3), **_strict(event)}
+        line = {"time": round(time.time(), 3), **_strict(event)}
         self.append(json.dumps(line, allow_nan=False, separators=(",", ":"), default=str))
 
 
@@ -243,13 +239,6 @@ class PayloadStream:
 
 Output = TextIO | PayloadStream
 """Where payloads are written."""
-
-
-def resolve_stdout_mode(mode: StdoutMode | Literal["auto"], stream: Output) -> StdoutMode:
-    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes stay."""
-    if mode == "auto":
-        return "line" if stream.isatty() else "json"
-    return mode
 
 
 @contextmanager

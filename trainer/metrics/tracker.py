@@ -14,6 +14,7 @@ tracker.close()
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -31,7 +32,6 @@ from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_t
 from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
 from trainer.options import TrackerOptions
-from trainer.wording import message_of
 
 _SMOOTHED = ("loss", "tokens", "step_time")
 SMOOTHING = 0.1  # weight of the newest value in `smoothed/*`
@@ -41,43 +41,28 @@ _OF_MEMORY = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utiliza
 class Ema:
     """`value = alpha * sample + (1 - alpha) * value`, from the first sample on.
 
-    Samples are numbers or 0-dim tensors; a tensor is averaged on its device and read only by
-    `read`. A sample that is not finite is passed over: it would spoil the average for good.
+    Samples are numbers or 0-dim tensors, which only `read` waits for. A sample that is not finite
+    is passed over: it would spoil the average for good.
     """
 
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-        self._value: Scalar | None = None
+    def __init__(self, alpha: float, value: float | None = None) -> None:
+        self._alpha, self._value = alpha, value
+        self._unread: list[Scalar] = []
 
     def update(self, sample: Scalar) -> None:
-        value = self._value
         if isinstance(sample, torch.Tensor):
-            self._value = self._on_device(sample)
-        elif isinstance(value, torch.Tensor):
-            self._value = self._on_device(value.new_full((), sample))
-        elif math.isfinite(sample):
-            self._value = sample if value is None else self.alpha * sample + (1.0 - self.alpha) * value
-
-    def _on_device(self, sample: torch.Tensor) -> torch.Tensor:
-        sample = sample.detach().to(torch.float64)
-        if self._value is None:
-            # A copy: the caller may reuse its tensor. NaN: nothing finite has been seen yet.
-            return torch.where(torch.isfinite(sample), sample, torch.nan)
-        value = self._value
-        if not isinstance(value, torch.Tensor):
-            value = sample.new_full((), value)
-        mixed = torch.where(torch.isnan(value), sample, torch.lerp(value, sample, self.alpha))
-        return torch.where(torch.isfinite(sample), mixed, value)
+            sample = sample.detach().clone()  # the caller may reuse its tensor
+        self._unread.append(sample)
 
     def read(self) -> float | None:
-        """The average as a number, None without a finite sample; waits for a tensor's device."""
-        if self._value is None:
-            return None
-        value = float(self._value)
-        return None if math.isnan(value) else value
-
-    def load(self, value: float | None) -> None:
-        self._value = value
+        """The average as a number, None without a finite sample."""
+        for sample in filter(math.isfinite, map(float, self._unread)):
+            if self._value is None:
+                self._value = sample
+            else:
+                self._value = self._alpha * sample + (1.0 - self._alpha) * self._value
+        self._unread.clear()
+        return self._value
 
 
 @dataclass(frozen=True)
@@ -141,7 +126,7 @@ class MetricsTracker:
         """Build a tracker; `sinks` may also come later through `init_backends`.
 
         Args:
-            options: logging interval and smoothing; see `TrackerOptions`.
+            options: see `TrackerOptions`.
             num_devices: devices that share the work (the world size).
             flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
             rank: only rank 0 may have sinks.
@@ -162,13 +147,11 @@ class MetricsTracker:
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
         self._epochs: dict[str, float | None] = {}  # by key, since the start
-        self._outside_sec = 0.0
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
         self._last: dict[str, Any] | None = None  # of the step that ended last, to log it
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
-        self._seen_keys = set[str]()
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
 
@@ -181,7 +164,7 @@ class MetricsTracker:
         if sinks and self._rank != 0:
             raise ValueError(f"sinks belong to rank 0, this is rank {self._rank}")
         for sink in sinks:
-            run: Callable[..., object] = _call
+            run: Callable[..., object] = operator.call
             if not getattr(sink, "is_essential", False):
                 run = self.diagnostics.best_effort(f"sink {getattr(sink, 'name', type(sink).__name__)}").run
             self._sinks.append((sink, run))
@@ -208,9 +191,9 @@ class MetricsTracker:
         parts: dict[str, float] = {}
         if self._open:
             parts = self._open[-1].parts
-        began, outside = self._clock(), self._outside_sec
+        began = self._clock()
         yield
-        parts[name] = parts.get(name, 0.0) + self._clock() - began - (self._outside_sec - outside)
+        parts[name] = parts.get(name, 0.0) + self._clock() - began
 
     def times(self) -> dict[str, float]:
         """Seconds per step of each section, since the last payload and with the step that ends
@@ -219,18 +202,6 @@ class MetricsTracker:
         for part, seconds in (self._since.parts + Counter(self._open[0].parts)).items():
             means[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
         return means
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Excludes a part from the times of the step: measuring a step is not its work."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            seconds = self._clock() - began
-            if self._open:
-                self._open[-1].start += seconds
-            self._outside_sec += seconds
 
     def end_step(
         self,
@@ -297,9 +268,7 @@ class MetricsTracker:
         """Log a step that has ended; see `end_step`."""
         since, guard = self._since, self.diagnostics.best_effort
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = None
-        if self._device.type == "cuda":
-            memory = guard("memory").run(get_memory_stats, self._device)
+        memory = guard("memory").run(get_memory_stats, self._device) or {}
         # Times and speeds of a payload are those of all steps since the last one.
         self._since, step_time = _Since(), since.seconds / since.steps
         speed, mfu = self._rates(since.tokens, max(since.seconds, 0.0))
@@ -310,7 +279,7 @@ class MetricsTracker:
             tokens_per_sec=speed,
             mfu=mfu,
             step_time_sec=step_time,
-            **{name: getattr(memory, name, None) for name in _OF_MEMORY},
+            **{name: memory.get(name) for name in _OF_MEMORY},
         )
         values: dict[str, float | None] = dict(vars(metrics))
         for name in _OF_MEMORY:
@@ -341,16 +310,12 @@ class MetricsTracker:
     def _add_extras(self, values: dict[str, float | None], *, reserved: Collection[str]) -> None:
         """Add the values reported since the last logged step; waits for their devices."""
         drained = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
-        for key, value in drained.items():
+        known = {key: value for key, value in drained.items() if value is not None}
+        for key, number in checked(known, self._leave_out, _read).items():
             if key in reserved:
                 self._leave_out(key, "the name is one of the tracker's own")
-            elif value is not None:
-                pair = value if isinstance(value, tuple) else (value, 1.0)
-                try:
-                    total, weight = map(float, pair)
-                    values[key] = total / weight if weight else None
-                except Exception as error:  # noqa: BLE001 - one value must not cost the others
-                    self._leave_out(key, message_of(error))
+            else:
+                values[key] = number
         # Of epochs, the total since the start.
         read = [key for key in values if key.startswith(EPOCHS)]
         totals: dict[str, float | None] = {}
@@ -386,9 +351,8 @@ class MetricsTracker:
 
     def _emit(self, mode: Mode, step: int, values: Mapping[str, float | None]) -> None:
         metrics = {key: value for key, value in values.items() if value is not None}
-        for key in metrics.keys() - self._seen_keys:
+        for key in metrics:
             lookup_or_gauge(key)  # which warns, once, of a key without a row
-        self._seen_keys |= metrics.keys()
         if self._sinks and metrics:
             restart, self._restart = self._restart, None
             self._send("log", build_payload(mode, step, metrics, restart=restart))
@@ -408,8 +372,7 @@ class MetricsTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._tokens_seen = state["tokens_seen"]
         self._epochs = dict(state["epochs"])
-        for name, average in self._smoothed.items():
-            average.load(state["smoothed"][name])
+        self._smoothed = {name: Ema(SMOOTHING, state["smoothed"][name]) for name in _SMOOTHED}
 
     def close(self) -> None:
         """Close all sinks; a failure is raised then."""
@@ -418,10 +381,6 @@ class MetricsTracker:
             while self._sinks:
                 sink, run = self._sinks.pop(0)
                 stack.callback(run, sink.close)
-
-
-def _call(function: Callable[..., object], *args: Any) -> None:
-    function(*args)
 
 
 def _read(value: Any) -> float | None:

@@ -49,7 +49,7 @@ class Extension:
         args: `args` of its `[[extension]]`.
 
     Attributes (those about sums and steps are the same on all ranks):
-        metric_keys: the names of all metrics that it reports.
+        metric_keys: the names of the metrics that it drains, or that have no row of their own.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
         every_step: measure all steps, not only logged ones. A step that it measures calls the
             moments from `window_read` to `summed`.

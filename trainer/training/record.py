@@ -18,7 +18,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
 from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode
-from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
+from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import changed_settings, check_config, refuse_gone
@@ -132,7 +132,7 @@ def open_record(
             # Without a checkpoint too: the record of an earlier attempt continues.
             is_restart = run_dir.metrics.exists() or found is not None
             saved_id = None if found is None else found[1].get("wandb_run_id")
-            sinks = make_sinks(plan, run_dir, stdout or sys.stdout, saved_id, diagnostics)
+            sinks, wandb_run_id = make_sinks(plan, run_dir, stdout or sys.stdout, saved_id, diagnostics)
             state.tracker.init_backends(sinks)
             if is_restart:
                 previous = _previous(run_dir, position.step)
@@ -144,9 +144,6 @@ def open_record(
                 sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
                 sizes["tokens_per_step"] = plan.facts.tokens_per_step
                 run_dir.describe(plan.config, config_path, info, **sizes)
-            for sink in sinks:
-                if isinstance(sink, BackgroundSink) and isinstance(sink.sink, WandbSink):
-                    wandb_run_id = sink.sink.run_id
             run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_run_id)
     stack.callback(state.tracker.close)
     return events, wandb_run_id
@@ -173,14 +170,15 @@ def _changed(plan: Plan, info: RankInfo, found: Found) -> dict[str, Any]:
 
 def make_sinks(
     plan: Plan, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
-) -> list[Sink]:
-    """The sinks of a run. All but the record and a terminal's have a thread."""
+) -> tuple[list[Sink], str | None]:
+    """The sinks of a run, and its id in wandb. All but the record and a terminal's have a thread."""
 
     def in_background(sink: Sink, name: str, close_sec: float = 10.0) -> Sink:
         return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)
 
-    config = plan.config
-    mode = resolve_stdout_mode(config.metrics.stdout, stdout)
+    config, mode = plan.config, plan.config.metrics.stdout
+    if mode == "auto":
+        mode = "line" if stdout.isatty() else "json"
     # The record first: if it cannot be written, no other sink should report the step.
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if mode != "off":
@@ -203,9 +201,10 @@ def make_sinks(
             config=config.model_dump(mode="json"),
             on_event=diagnostics.on_event,
         )
+        wandb_run_id = wandb.run_id
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:
         make = plan.parts.need("tensorboard", "metrics.tensorboard")
         sink = make(run_dir.path / "tensorboard", flatten(config.model_dump(mode="json")))
         sinks.append(in_background(sink, "tensorboard"))
-    return sinks
+    return sinks, wandb_run_id

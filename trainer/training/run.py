@@ -17,12 +17,13 @@ from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.metrics.aggregate import Operations, Recorder, Reported, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.catalog import plain_names
 from trainer.metrics.catalog_rows import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
 from trainer.options import MicroBatches
-from trainer.training.checkpointing.train_state import HOST_KEYS, Position, Saver, TrainState
+from trainer.training.checkpointing.train_state import Position, Saver, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import CorruptedError, Extensions
 from trainer.training.optimizer import Length, Schedule
@@ -115,8 +116,7 @@ def agreed_operations(run: Run) -> Operations:
     A rank without a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
     """
     # The names of all metrics that may come, so that every vector has the same length.
-    keys = [*HOST_KEYS, *run.state.dataset.metric_keys, *run.extensions.metric_keys]
-    keys += [key for *_, reporter in run.state.reporters for key in reporter.metric_keys]
+    keys = [*plain_names(), *run.state.dataset.metric_keys, *run.extensions.metric_keys]
     by_rank = gather_from_ranks(rank_operations(keys), world_size=run.info.world_size)
     agreed: dict[str, RankReduction] = {}
     for own in by_rank:

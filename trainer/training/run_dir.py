@@ -189,11 +189,10 @@ def refuse_taken(given: str, resume: str) -> None:
     run = RunDir(Path(given))
     held, fix = "", "name another directory"
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
-    # Where locks are not shared, only its status tells that another host's run has just begun.
-    may_run = run.status().get("state") in ("running", "unknown")
+    is_running = run.status().get("state") == "running"  # it may have just begun
     if (run.path / "manifest.json").exists():
         held = "a corpus"
-    elif resume == "off" and (has_rows or may_run or run.has_saved()):
+    elif resume == "off" and (has_rows or is_running or run.has_saved()):
         held, fix = "a run already", f"add --resume auto, or {fix}"
     elif has_rows and not run.resolved_config.exists() and not run.has_saved():
         held = "a metrics.jsonl that is not of a run of this program"

@@ -12,17 +12,11 @@ from trainer.metrics.tracker import Ema
 
 
 def test_tensors_are_averaged_as_numbers_are() -> None:
-    on_host, on_device, mixed = Ema(0.3), Ema(0.3), Ema(0.3)
-    for index, sample in enumerate([3.0, math.nan, -1.0, math.inf, 0.5, 8.0]):
-        on_host.update(sample)
-        on_device.update(torch.tensor(sample))
-        mixed.update(torch.tensor(sample) if index % 2 else sample)
-    assert on_device.read() == pytest.approx(on_host.read(), rel=1e-12)
-    assert mixed.read() == pytest.approx(on_host.read(), rel=1e-12)
-    assert on_host.read() == pytest.approx(0.7 * (0.7 * (0.7 * 3.0 - 0.3) + 0.15) + 2.4), "of finite samples alone"
-    for average, sample in ((Ema(0.3), math.nan), (Ema(0.3), torch.tensor(math.nan))):
-        average.update(sample)
-        assert average.read() is None
+    average, tensor = Ema(0.3), torch.zeros(())
+    for index, sample in enumerate([math.nan, 3.0, math.nan, -1.0, math.inf, 0.5, 8.0]):
+        average.update(tensor.fill_(sample) if index % 2 else sample)
+        assert index or average.read() is None
+    assert average.read() == pytest.approx(0.7 * (0.7 * (0.7 * 3.0 - 0.3) + 0.15) + 2.4), "of finite samples alone"
 
 
 def test_update_never_reads_a_tensor() -> None:
@@ -62,11 +56,9 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_of_a_cuda_device_is_that_of_the_allocator() -> None:
-    before = get_memory_stats("cuda")
+    before = get_memory_stats("cuda")["allocated_gb"]
     held = torch.empty(250_000_000, dtype=torch.uint8, device="cuda")
     after = get_memory_stats("cuda")
-    assert before is not None
-    assert after is not None
-    assert after.allocated_gb - before.allocated_gb == pytest.approx(0.25, rel=0.02)
-    assert after.allocated_gb <= after.peak_gb <= after.reserved_gb <= after.total_gb
+    assert after["allocated_gb"] - before == pytest.approx(0.25, rel=0.02)
+    assert after["allocated_gb"] <= after["peak_gb"] <= after["reserved_gb"] <= after["total_gb"]
     del held

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.runs import ROOT
 from trainer.files import read_json
 from trainer.metrics.aggregate import Recorder, _combine, _pack, rank_operations
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.payload_contract import (
     PayloadError,
     build_payload,
@@ -114,6 +115,7 @@ def test_a_stream_is_refused_exactly_where_a_step_falls(rows: list[tuple[bool, i
     assert [violation.line for violation in validate_stream(lines)] == expected
 
 
+GUARD = BestEffort("reduction")
 GAUGE, LEAST, SUMMED = "eval/score", "stream_mixing/active/remaining_min", "stream_mixing/active/modalities/python"
 COUNTER, POOL_COUNTER = "ledger/cold_starts", "stream_mixing/refill/exhaust_events"
 FLAG, WEIGHTED = "loss_spike", "accuracy"
@@ -180,7 +182,7 @@ def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[li
             for micro in rank[step]:
                 recorder.add(micro)
         if is_logged:
-            packed = [_pack(recorder.drain_metrics(), KEYS, "cpu").numpy() for recorder in recorders]
+            packed = [_pack(recorder.drain_metrics(), KEYS, "cpu", GUARD).numpy() for recorder in recorders]
             logged = _combine(np.stack(packed), KEYS)
             assert logged == pytest.approx(brute_force(reports, since, step), rel=1e-9, abs=1e-9)
             since = step + 1

@@ -16,7 +16,8 @@ from tests.support.runs import FULL_ROWS, overrides, read_rows, write_tiny_confi
 MODULE = """
 import torch
 from torch import nn
-from trainer.metrics import MetricSpec, register
+from trainer.metrics.catalog import register
+from trainer.metrics.catalog_rows import MetricSpec
 from trainer.model.encoder import build
 from trainer.model.protocol import ModelOutput
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from trainer.metrics.payload_contract import non_finite_word
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import listed
 
@@ -28,7 +27,7 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: NaN and infinities become words."""
-        return vars(self) | {"values": [each if math.isfinite(each) else non_finite_word(each) for each in self.values]}
+        return vars(self) | {"values": [each if math.isfinite(each) else str(each) for each in self.values]}
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def ending(run: RunRecord) -> Outcome:
     if state is None:
         return not_measured("needs status.json beside the metrics")
     words = ": ".join(filter(None, (f"the run is {state}", run.status.get("reason"))))
-    if state in ("running", "unknown"):
+    if state == "running":
         return not_yet(words)
     if state not in ("failed", "died"):
         return healthy(words)

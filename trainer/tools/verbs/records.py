@@ -36,7 +36,7 @@ class RunEntry:
     """One run."""
 
     run: str
-    # As in status.json; `died` if the process is gone, `unknown` if another machine has it.
+    # As in status.json; `died` if nobody holds the lock of a running one.
     state: str
     step: int | None = None  # the last one, which may be later than the last logged one
     steps: int | None = None  # the configured number
@@ -141,7 +141,7 @@ def _age(seconds: float) -> str:
 def _verdict_cell(entry: RunEntry) -> str:
     verdict = entry.verdict or "-"
     # Why a run ended matters more than earlier findings.
-    if entry.state in ("failed", "died", "unknown") and entry.reason is not None:
+    if entry.state in ("failed", "died") and entry.reason is not None:
         reason = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
         verdict = ": ".join(filter(None, (entry.verdict, reason)))
     if verdict.startswith("nothing wrong"):

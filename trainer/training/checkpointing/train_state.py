@@ -103,12 +103,6 @@ class TrainState:
             self.gns.load_state_dict(saved["gns"])
 
 
-# Counted on the host, in addition to the data set's metrics: see `Position.unlogged`.
-HOST_KEYS: tuple[str, ...] = ("non_finite_steps", "grad_scale", "train/micro_batches", "checkpoint/save_sec")
-HOST_KEYS += ("time/data_sec", "time/forward_backward_sec", "time/optimizer_sec")
-HOST_KEYS += ("time/slowest_rank_sec", "time/fastest_rank_sec", "stream_mixing/masked_share", "data/fill")
-
-
 @dataclass
 class Position:
     """Where a run is, and its counts on the way."""
