@@ -119,23 +119,31 @@ class HuggingFace(nn.Module):
 def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
     """Read a model of a `transformers` family, whose sizes are its own, from the directory `from`
     of `save_pretrained`; a smaller vocabulary gets rows. Raises UserError: it is no such model."""
-    transformers, folder = package(), settings.pop("from", None)
+    folder = settings.pop("from", None)
     fix = f"set from, and no other args, to a directory of save_pretrained with a {model_type} (docs/models.md)"
     if folder is None or settings:
         raise UserError("model.args", f"{model_type} is read from a directory", fix)
+    model = read_pretrained(folder, "model.args.from")
+    if model.config.model_type != model_type:
+        raise UserError("model.args.from", f"{folder} has a {model.config.model_type}", fix)
+    if model.config.vocab_size < vocab_size:
+        with quiet(package()):
+            model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
+    return HuggingFace(model)
+
+
+def read_pretrained(folder: str, key: str) -> Any:
+    """The causal model of a directory of `save_pretrained`. Raises UserError of `key`: there is none."""
+    transformers = package()
     with quiet(transformers):
         try:
             if not (Path(folder) / "config.json").is_file():
                 raise ValueError("it has no config.json")
             read = transformers.AutoModelForCausalLM.from_pretrained
-            model = read(folder, local_files_only=True, dtype=torch.float32)
-            if model.config.model_type != model_type:
-                raise ValueError(f"it has a {model.config.model_type}")
+            return read(folder, local_files_only=True, dtype=torch.float32)
         except Exception as error:  # of a damaged directory anything
-            raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
-        if model.config.vocab_size < vocab_size:
-            model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
-    return HuggingFace(model)
+            problem = f"{folder} cannot be read: {format_error(error)}"
+            raise UserError(key, problem, "name a directory of save_pretrained with a causal model") from error
 
 
 def _joined(parts: list[ModelOutput], dim: int, state: Any) -> ModelOutput:

@@ -22,8 +22,6 @@ from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing_path, write_file
-from trainer.import_path import format_error
-from trainer.lab.contracts.adapted import Adapted
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
 from trainer.metrics.run_status import usable
 from trainer.model.families import DEFAULT
@@ -32,7 +30,6 @@ from trainer.training.checkpointing.tensor_files import CheckpointError, TensorF
 from trainer.training.checkpointing.train_state import open_model
 from trainer.training.plan import build_model
 from trainer.training.run_dir import RunDir
-from trainer.wording import few
 
 CONFIG_FILE = "config.toml"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -306,48 +303,3 @@ def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
     with replacing_path(path) as temporary:
         described = {**metadata, SHARED_KEY: json.dumps(shared)}
         safetensors.torch.save_file(kept, str(temporary), described)
-
-
-def load_pretrained(folder: str) -> tuple[Adapted, int, str]:
-    """A causal model of `transformers` for the checks, its number of token ids, and its name.
-    Nothing is downloaded.
-
-    Args:
-        folder: a directory of `save_pretrained`.
-
-    Raises:
-        UserError: there is no such directory, it cannot be read, or the model takes no token ids.
-    """
-    from trainer.lab.hugging_face import package, quiet, references_on_cpu
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    transformers = package()
-    with quiet(transformers), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            model = _read_pretrained(transformers, folder)
-            references_on_cpu(model)
-            adapted = Adapted(model)
-        except UserError:
-            raise
-        except Exception as error:  # a damaged directory may raise anything
-            problem = f"{folder} cannot be checked: {format_error(error)[:600]}"
-            raise UserError("--hf", problem, "name the directory of a causal model with an output layer") from error
-    config = model.config.get_text_config()
-    parameters = sum(each.numel() for each in model.parameters())
-    what = f"{type(model).__name__} of {parameters:,} parameters, in {model.dtype}"
-    return adapted, config.vocab_size, what
-
-
-def _read_pretrained(transformers: Any, folder: str) -> Any:
-    if not (Path(folder) / "config.json").is_file():
-        fix = "name a directory that save_pretrained wrote"
-        raise UserError("--hf", f"{folder} has no config.json", fix)
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, output_loading_info=True
-    )
-    missing = sorted(found["missing_keys"])
-    if missing:
-        problem = f"{folder} has no weights for {few(missing)}, which would be drawn at random"
-        raise UserError("--hf", problem, "save the whole model, with the class that its config names")
-    return model

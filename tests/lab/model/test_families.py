@@ -109,7 +109,7 @@ def test_transformers_prints_nothing_while_a_model_of_its_own_is_found_to_keep_t
         ("mamba2", {}, "model.args: mamba2 is read from a directory; set from, and no other args"),
         ("mamba2", {"from": "/nowhere", "num_heads": 3}, "model.args: mamba2 is read from a directory"),
         ("mamba2", {"from": "/nowhere"}, "model.args.from: /nowhere cannot be read: "),
-        ("lfm2", {"from": ...}, "it has a qwen3_next"),
+        ("lfm2", {"from": ...}, " has a qwen3_next"),
         ("qwen3_next", {"from": ...}, "layer 1 is one of attention"),
     ],
 )

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
-from trainer.lab.contracts.adapted import adapt
 from trainer.lab.contracts.soak import LEAST_ROWS, soak
 from trainer.lab.contracts.subject import (
     MODES,
@@ -119,11 +118,6 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
     model = getattr(model, "_orig_mod", model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
-    try:
-        model = adapt(model)
-    except CallFailed as error:
-        verdicts["forward"] = Verdict("forward", "broken", str(error))
-        raise NotTestable("forward fails") from error
     with_resets = takes_resets(model)
     drawn = private_copy(model)
     given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
@@ -250,7 +244,7 @@ def takes_resets(model: nn.Module) -> bool:
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in skipped]
     unknown = sorted({p.name for p in needed} - {"tokens", "state", "resets"})
     if unknown:
-        raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
+        raise NotTestable(f"forward needs {', '.join(unknown)}, beside tokens, state and resets")
     return "resets" in parameters
 
 
@@ -312,11 +306,7 @@ def _check_state(trial: Trial) -> Verdict | None:
         # `carry_flat` found no state in what forward returned.
         if hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters:
             return Verdict("carry", "broken", RETURNS_NONE)
-        why = getattr(model, "why_stateless", "") or NO_STATE
-        # A context that grows needs no state, and without an argument there is none.
-        if "grows with every token" in why or "takes no state" in why:
-            why = f"{NO_STATE}: {why}"
-        return untestable("carry", why)
+        return untestable("carry", NO_STATE)
     if not trial.takes_cells:
         text = f"the model takes rows of {trial.cell} tokens and no longer ones"
         return untestable("carry", f"{text}, which its cells could be compared with")

@@ -202,10 +202,11 @@ def doctor(
     on, name = pick_device(device), str(hf or model)
     built: nn.Module
     if hf is not None:
-        from trainer.tools.saved_model import load_pretrained
+        from trainer.lab.hugging_face import HuggingFace, read_pretrained
 
-        built, vocab_size, what = load_pretrained(hf)
-        name = f"{name} ({what})"
+        read = read_pretrained(hf, "--hf")
+        vocab_size, name = read.config.get_text_config().vocab_size, f"{name} ({type(read).__name__})"
+        built = HuggingFace(read)
     else:
         built = _build(name, given, vocab_size, dim, num_layers, seq_len)
     built = built.to(on)
@@ -220,30 +221,23 @@ def doctor(
 
 def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
     """The model of `--model`, which may take its arguments as it likes."""
+    from torch import nn
+
     from trainer.config.schema import ModelTable
     from trainer.import_path import resolve_target, users_code
-    from trainer.lab.contracts.adapted import adapt
-    from trainer.lab.contracts.subject import CallFailed
     from trainer.training.plan import build_model
 
+    if ":" not in name:
+        table = ModelTable.model_construct(family=name, args=args, dim=dim, num_layers=num_layers)
+        return build_model(table, vocab_size, seq_len=seq_len, parts=PARTS)
     sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
-    if ":" in name:
-        target = resolve_target(name, "--model")
-        with users_code("--model", f"{name} fails"):
-            taken = inspect.signature(target).parameters
-            made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
-        # Anybody's module is adapted; one that keeps the protocol comes back as it is.
-        if hasattr(made, "forward"):
-            try:
-                adapted = adapt(made)
-            except CallFailed as error:
-                fix = "give it token ids [B, T], and let it return logits"
-                raise UserError("--model", f"{name}: {error}", fix) from None
-            if adapted is not made:
-                return adapted
-    settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}
-    table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
-    return build_model(table, vocab_size, seq_len=seq_len, parts=PARTS)
+    target = resolve_target(name, "--model")
+    with users_code("--model", f"{name} fails"):
+        taken = inspect.signature(target).parameters
+        made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
+    if not isinstance(made, nn.Module):
+        raise UserError("--model", f"{name} gave a {type(made).__name__}", "return a torch.nn.Module")
+    return made
 
 
 def _print_report(model: str, report: Report) -> None:
