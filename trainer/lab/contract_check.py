@@ -38,7 +38,6 @@ MAX_PARAMETERS_ONCE = 200_000_000  # of a model that has no smaller size
 # model may need that length.
 MAX_WORK = 20_000_000_000
 MAX_LOGITS = 100_000_000
-MAX_SECONDS = 60.0
 
 # Breaches that a run refuses: each spoils what is trained, in silence. Causes first: states hidden
 # in modules and mixed rows break carry too.
@@ -90,7 +89,6 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             seq_len=tokens,
             autocast=AUTOCAST[plan.config.train.precision],
             rows=evaluated_rows(plan),
-            max_seconds=MAX_SECONDS,
         )
         if plan.config.objective.target is not None and report["forward"].status == "held":
             run, loss = model_and_loss(model, plan, device)
@@ -128,26 +126,22 @@ def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, 
             logger.warning("the model was not checked against its contract: %s", found)
         return {**event, "not_tried": found}
     refuse_breaches(plan, found)
-    for line in remarks(found):
-        logger.warning("model: %s", line)
     return {**event, **found.to_json()}
 
 
-def remarks(report: Report) -> list[str]:
-    """Warnings: breaches that are not refused, warnings, and what could not be checked."""
-    found = [f"{verdict.check}: {verdict.text}" for verdict in [*report.breaches, *report.warnings]]
-    if not report.breaches:  # which are why
-        found += [f"{each.check} could not be checked: {each.text}" for each in report.unchecked[:1]]
-    return found
-
-
 def refuse_breaches(plan: Plan, report: Report) -> None:
-    """Refuse the first breach that spoils training. Raises UserError."""
+    """Refuse the first breach that spoils training. Warns of other breaches, and of what could not
+    be checked. Raises UserError."""
     broken = {each.check: each for each in report.breaches}
     if not runs_on(plan, None):  # each row is one document
         broken.pop("resets", None)
     refused = [broken[check] for check in REFUSED if check in broken]
     if not refused:
+        for verdict in [*report.breaches, *report.warnings]:
+            logger.warning("model: %s: %s", verdict.check, verdict.text)
+        if not report.breaches:  # which are why
+            for verdict in report.unchecked[:1]:
+                logger.warning("model: %s could not be checked: %s", verdict.check, verdict.text)
         return
     key, name, *_ = resolve_builder(plan.config.model, plan.parts)
     first, *others = refused

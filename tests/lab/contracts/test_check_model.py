@@ -279,9 +279,10 @@ def test_a_model_that_has_run_is_judged_as_one_that_has_not():
     assert torch.equal(copied.losses[1][1], kept[1][1])
 
 
-def test_the_time_limit_leaves_the_rest_untested():
+def test_without_time_short_rows_alone_are_judged():
     report = check_model(made(Gru), vocab_size=VOCAB, max_seconds=0.0)
-    assert "would take more than the 0.0 s" in report["carry"].text
+    assert "would take more than the 0.0 s" in report["soak"].text
+    assert report["carry"].text.startswith("on short rows")
 
 
 @pytest.mark.parametrize(

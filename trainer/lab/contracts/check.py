@@ -7,23 +7,21 @@ Short rows name the cause. Carry: a row read in cells equals the row read whole.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
 import random
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
-from trainer.lab.contracts.soak import LEAST_ROWS, soak
+from trainer.lab.contracts.soak import LEAST_ROWS, find_size, soak
 from trainer.lab.contracts.subject import (
     MODES,
     CallFailed,
@@ -34,13 +32,13 @@ from trainer.lab.contracts.subject import (
     private_copy,
     seed_generators,
     shape_of,
-    without_dropout,
 )
 from trainer.lab.contracts.trial import (
     CHECKS,
     NO_STATE,
     ROWS,
     Report,
+    Request,
     Trial,
     Verdict,
     make_trial,
@@ -83,52 +81,37 @@ def check_model(
     `state_width` its state may be any nest of tensors [B, ...]. The soak's verdict says what it
     tried; one that would take longer than `max_seconds`, in the calling thread, is not begun.
     """
-    started = time.perf_counter()
+    started, deadline = time.perf_counter(), time.thread_time() + max_seconds
+    request = Request(vocab_size, seq_len, autocast, rows, deadline)
     verdicts: dict[str, Verdict] = {}
     how, why = "nothing was run", ""
     with _left_alone(model):
         try:
-            how = _check(
-                model,
-                _Request(vocab_size, seq_len, autocast, rows, time.thread_time() + max_seconds),
-                verdicts,
-            )
-        except (CallFailed, NotTestable) as error:
+            how = _check(model, request, verdicts)
+        except CallFailed as error:
+            verdicts["forward"], why = Verdict("forward", "broken", str(error)), "forward fails"
+        except NotTestable as error:
             why = str(error)
-            if verdicts:
-                how = "nothing else was run"
+    if why and verdicts:
+        how = "nothing else was run"
     ordered = tuple(verdicts.get(check) or untestable(check, why) for check in CHECKS)
     return Report(ordered, how, time.perf_counter() - started)
 
 
-class _Request(NamedTuple):
-    """The arguments of `check_model`, and when its time ends, in that of the calling thread."""
-
-    vocab_size: int
-    seq_len: int
-    autocast: torch.dtype | None
-    rows: int
-    deadline: float
-
-
-def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
-    """Fill in the verdicts. Returns the circumstances."""
-    vocab_size, seq_len, autocast, *_ = request
+def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> str:
+    """Fill in the verdicts. Returns the circumstances. Raises CallFailed: the forward is broken."""
+    vocab_size, seq_len, *_ = request
     # Compiled, it would compile for minutes, once per shape.
     model = getattr(model, "_orig_mod", model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
     with_resets = takes_resets(model)
-    drawn = private_copy(model)
-    given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
-    problem = _find_state(drawn, seq_len)
-    working = Subject(without_dropout(drawn), dtype=given)
-    live = Subject(drawn, dtype=given, autocast=autocast, is_live=True)
-    in_training = working.with_autocast(autocast)
-    problem = problem or _check_forward(in_training, vocab_size, seq_len, with_resets)
-    if problem:
-        verdicts["forward"] = Verdict("forward", "broken", problem)
-        raise NotTestable("forward fails")
+    model = private_copy(model)
+    given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    _find_state(model, seq_len)
+    working = Subject(model, dtype=given)
+    in_training = replace(working, autocast=request.autocast)
+    _check_forward(in_training, request, with_resets)
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
     if vocab_size < 2:  # no token could be changed
         raise NotTestable("a vocabulary of one token says nothing")
@@ -137,69 +120,58 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
         try:
             in_training(tokens, working.zeros(1), torch.arange(seq_len)[None] == seq_len // 2)
         except CallFailed as error:
-            verdicts["resets"] = Verdict("resets", "broken", f"{error}, with a reset inside a row")
-            with_resets = False
-    options: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "seq_len": seq_len,
-        "takes_resets": with_resets,
-    }
+            text = f"{error}, with a reset inside a row"
+            verdicts["resets"], with_resets = Verdict("resets", "broken", text), False
     before = dict(verdicts)
     try:
-        return _judge(make_trial(working.in_float64(), **options), working, live, request, verdicts)
+        trial = make_trial(working.in_float64(), request, takes_resets=with_resets)
+        return _judge(trial, working, verdicts)
     except (CallFailed, NotTestable, TypeError, RuntimeError):
-        pass  # mps and some operators lack float64
-    verdicts.clear()
+        verdicts.clear()  # mps and some operators lack float64
     verdicts.update(before)
-    working.is_pure, working.training = False, True
     try:
-        return _judge(make_trial(working, **options), working, live, request, verdicts)
+        return _judge(make_trial(working, request, takes_resets=with_resets), working, verdicts)
     except CallFailed as error:
-        text = f"{error}, after it ran with tokens {[1, seq_len]}"
-        verdicts["forward"] = Verdict("forward", "broken", text)
-        raise NotTestable("forward fails") from error
+        raise CallFailed(f"{error}, after it ran with tokens {[1, seq_len]}") from error
 
 
-def _find_state(model: nn.Module, seq_len: int) -> str:
-    """Give a model without `state_width` one, as the trainer does; why that fails, if it does."""
+def _find_state(model: nn.Module, seq_len: int) -> None:
+    """Give a model without `state_width` one, as the trainer does. Raises CallFailed."""
     if getattr(model, "state_width", None) is not None:
-        return ""
+        return
     from trainer.lab.nested_state import carry_flat  # of such models alone
 
     try:
         carry_flat(model, lengths=(seq_len,))
     except UserError as error:
-        return f"{error.problem}{_place_of_forward(model)}"
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+        raise CallFailed(f"{error.problem}{_place_of_forward(model)}") from error
+    except Exception as error:  # a user's model may raise anything
         text = format_error(error, otherwise=_place_of_forward(model))
-        return f"its forward fails with a row of {seq_len} tokens and no state: {text}"
-    return ""
+        raise CallFailed(f"its forward fails with a row of {seq_len} tokens and no state: {text}") from error
 
 
-def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets: bool) -> str:
-    """The problem of one row of the training length in either mode; empty if there is none."""
-    width: int = subject.model.state_width  # type: ignore[assignment]
-    tokens = (torch.arange(seq_len) % vocab_size)[None]
+def _check_forward(subject: Subject, request: Request, takes_resets: bool) -> None:
+    """One row of the training length in either mode. Raises CallFailed: the forward is broken."""
+    width, length = subject.width, request.seq_len
+    tokens = (torch.arange(length) % request.vocab_size)[None]
     given: dict[str, Any] = {"tokens": tokens.to(subject.device), "state": subject.zeros(1)}
     if takes_resets:
-        given["resets"] = torch.zeros(1, seq_len, dtype=torch.bool, device=subject.device)
+        given["resets"] = torch.zeros(1, length, dtype=torch.bool, device=subject.device)
     for training, where in ((True, ""), (False, " in eval()")):
         model = subject.fresh().train(training)
         try:
-            output = subject.forward(model, dict(given), with_grad=False)
-        except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            output = subject.forward(model, dict(given))
+        except Exception as error:  # a user's model may raise anything
             text = format_error(error, otherwise=_place_of_forward(model))
             if width and subject.dtype in (torch.bfloat16, torch.float16):
-                dtype = dtype_name(subject.ledger_dtype)
-                text += f"; states are {dtype}, which the model has to cast"
+                text += f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast"
             state = [1, width] if width else None
-            inputs = f"tokens {list(tokens.shape)} and state {state}"
-            return f"its forward fails{where} with {inputs}: {text}"
-        problem = _mismatch(output, seq_len, vocab_size, width)
-        problem = problem or _loss_mismatch(model, output, seq_len)
+            inputs = f"tokens {[1, length]} and state {state}"
+            raise CallFailed(f"its forward fails{where} with {inputs}: {text}") from error
+        problem = _mismatch(output, length, request.vocab_size, width)
+        problem = problem or _loss_mismatch(model, output, length)
         if problem:
-            return f"its forward returns{where} {problem}{_place_of_forward(model)}"
-    return ""
+            raise CallFailed(f"its forward returns{where} {problem}{_place_of_forward(model)}")
 
 
 def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
@@ -248,61 +220,45 @@ def takes_resets(model: nn.Module) -> bool:
     return "resets" in parameters
 
 
-def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, verdicts: dict[str, Verdict]) -> str:
-    """Make every check but `forward`; returns the circumstances. Raises CallFailed: a forward fails."""
-    subject = trial.subject
-    lengths = f"rows of {trial.length} tokens in cells of {trial.cell}"
-    how = f"judged in {dtype_name(subject.dtype)}, {lengths}, on {subject.device}"
-    for training in (True, False):
-        with trial.in_mode(training):
-            state = trial.start_state()
-        # Infinities may mean something, as in log space; NaN no other check could compare.
-        if state is not None and state.isnan().any():
-            text = f"the returned state holds NaN in {MODES[training]}, and the next cell starts from it"
-            verdicts["carry"] = Verdict("carry", "broken", text)
-            return _without_the_rest(verdicts, "the state is NaN", how)
-    size, draws = _repeat_live(trial, live, state)
-    if size:
-        verdicts["purity"] = Verdict("purity", "broken", RANDOM.format(size), size)
-        with trial.in_mode(False):
-            # A functional dropout alone leaves the other checks possible: they switch it off.
-            if not draws or subject.draws_random_numbers(trial.tokens()):
-                return _without_the_rest(verdicts, "the model is random in eval() too", how)
+def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
+    """Make every check but `forward`; returns the circumstances. Raises CallFailed: a forward fails;
+    NotTestable: it is random in eval()."""
+    live = replace(working, autocast=trial.request.autocast, is_plain=False, training=False)
+    if noise := _repeat(trial, live):
+        verdicts["purity"] = Verdict("purity", "broken", RANDOM.format(noise), noise)
+        # A functional dropout alone leaves the other checks possible: they switch it off.
+        if _repeat(trial, replace(trial.subject, training=False)):
+            raise NotTestable("the model is random in eval() too")
     else:
         verdicts["purity"], trial = check_purity(trial)
-    seconds = request.deadline - time.thread_time()
-    found, look_in = soak(
-        trial,
-        working,
-        request.autocast,
-        seq_len=request.seq_len,
-        rows=request.rows,
-        seconds=seconds,
-    )
-    if look_in is not None and seconds > 0:
-        with trial.in_mode(look_in):
-            found |= find_causes(trial)
-    broken = [check for check, verdict in found.items() if verdict.status == "broken" and check != "soak"]
-    if broken and found["soak"].status == "broken":
-        found["soak"] = untestable("soak", f"{broken[0]} is broken")
+    subject = trial.subject
+    how = f"judged in {dtype_name(subject.dtype)}, rows of {trial.length} tokens "
+    how += f"in cells of {trial.cell}"
+    try:
+        size = find_size(trial)
+        how += f", soak of {size}"
+        found, look_in = soak(trial, working, size)
+    except NotTestable as error:
+        found, look_in = {check: untestable(check, error) for check in CHECKS}, subject.training
+    if look_in is not None:
+        found |= find_causes(trial.in_mode(look_in))
+    broken = [check for check, verdict in found.items() if verdict.status == "broken"]
+    if "soak" in broken and len(broken) > 1:
+        cause = next(check for check in broken if check != "soak")
+        found["soak"] = untestable("soak", f"{cause} is broken")
     if not trial.takes_resets:
         found["resets"] = untestable("resets", "forward takes no resets")
     if (of_state := _check_state(trial)) is not None:
         found["carry"] = of_state
     verdicts.update(found | verdicts)
-    return how
-
-
-def _without_the_rest(verdicts: dict[str, Verdict], why: str, how: str) -> str:
-    verdicts.update({check: untestable(check, why) for check in CHECKS if check not in verdicts})
-    return how
+    return f"{how}, on {subject.device}"
 
 
 def _check_state(trial: Trial) -> Verdict | None:
     """What `carry` says of a model without a state, of one that takes one length alone, and of the
     start of a row; None: nothing."""
     subject, model = trial.subject, trial.subject.model
-    if not trial.width:
+    if not subject.width:
         # `carry_flat` found no state in what forward returned.
         if hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters:
             return Verdict("carry", "broken", RETURNS_NONE)
@@ -312,178 +268,128 @@ def _check_state(trial: Trial) -> Verdict | None:
         return untestable("carry", f"{text}, which its cells could be compared with")
     tokens = trial.tokens()
     try:
-        size = float(trial.errors(subject(tokens, None).logits, subject(tokens, subject.zeros(ROWS)).logits).max())
-        if size > math.sqrt(trial.noise):
-            text = f"state=None and zeros give other logits, by {size:.1e} of their spread. {LEARNED_START}"
-            return Verdict("carry", "broken", text, size)
+        found, wanted = subject(tokens, None), subject(tokens, subject.zeros(ROWS))
     except CallFailed:  # a model need not take None
-        pass
-    return None
+        return None
+    size = float(trial.errors(found.logits, wanted.logits).max())
+    if size <= trial.rounding.limit:
+        return None
+    text = f"state=None and zeros give other logits, by {size:.1e} of their spread. {LEARNED_START}"
+    return Verdict("carry", "broken", text, size)
 
 
 def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
     """Judge purity. Returns the verdict, and the trial for the checks that follow: if the verdict
     allows it, they run on one copy of the model instead of a fresh one per call."""
-    subject = trial.subject
-    tokens, state, zeros = trial.tokens(), trial.start_state(), subject.zeros(ROWS)
-    kept, written, size = "", "", 0.0
+    tokens, zeros, written = trial.tokens(), trial.subject.zeros(ROWS), ""
     for training in (True, False):
-        with trial.in_mode(training):
-            model, start = subject.fresh(), subject(tokens, zeros, on=subject.fresh())
-            result, found = _with_writes(trial, tokens, state, model)
-            written = written or found
-            # The next call may write into a buffer of the model's own.
-            result = result._replace(state=copy.deepcopy(result.state))
-            # Other tokens and another state: the same call again would write the same numbers.
-            subject(trial.others(tokens), None if state is None else state.flip(0), on=model)
-            for given, wanted in ((state, result), (zeros, start)):
-                size = max(size, _difference(trial, subject(tokens, given, on=model), wanted))
-        if size > max(64 * trial.noise, 1e-12):
-            kept = (
-                f"the same call gives another answer after another call in between, by {size:.1e}, in "
-                f"{MODES[training]}: the module keeps something of its own from call to call, which the ledger cannot see"
+        trial_here = trial.in_mode(training)
+        subject, state = trial_here.subject, trial_here.start_state()
+        kept = replace(subject, model=subject.fresh(), is_pure=True)
+        start, result = subject(tokens, zeros), kept(tokens, state)
+        written = written or result.written
+        # Other tokens and another state: the same call again would write the same numbers.
+        kept(trial.others(tokens), None if state is None else state.flip(0))
+        pairs = ((kept(tokens, state), result), (kept(tokens, zeros), start))
+        size = max(_difference(trial, found, wanted) for found, wanted in pairs)
+        if size > max(64 * trial.rounding.noise, 1e-12):
+            text = (
+                f"the same call gives another answer after another call in between, by {size:.1e}, "
+                f"in {MODES[training]}: the module keeps something of its own from call to call, "
+                "which the ledger cannot see"
             )
-            break  # the other mode would only say it again
-    subject.is_pure = not kept  # from here on one copy serves all calls
-    with trial.in_mode(True):
-        is_random = subject.draws_random_numbers(tokens)
-    if is_random:
-        trial = replace(trial, trains=False)
-    if kept or written:
-        return Verdict("purity", "broken", kept or written, size or None), trial
-    return Verdict("purity", "held", "the same call twice gives the same answer, in train() as in eval()"), trial
+            return Verdict("purity", "broken", text, size), trial
+    # From here on one copy serves all calls; random in training, it is judged in eval().
+    is_random = _repeat(trial, trial.subject) > 0
+    trial = replace(trial, subject=replace(trial.subject, is_pure=True, training=not is_random))
+    if written:
+        text = f"forward writes into {written}, in place; compute a new tensor instead"
+        return Verdict("purity", "broken", text), trial
+    text = "the same call twice gives the same answer, in train() as in eval()"
+    return Verdict("purity", "held", text), trial
 
 
-def _repeat_live(trial: Trial, live: Subject, state: Tensor | None) -> tuple[float, bool]:
-    """How far two calls in eval() differ (0.0: by rounding alone), and whether numbers were drawn.
-
-    `live` is the model with its dropouts; the trial's has none. Each call is on a copy of its own,
-    so that what a module keeps from call to call is no reason to differ; the generators are not
-    reseeded between the two. Calls of one shape give the same bits; where nothing was drawn from
-    torch's generators, a device may still add in another order.
-    """
-    live.training = False
-    if state is not None:
-        state = state.to(live.ledger_dtype)
+def _repeat(trial: Trial, subject: Subject) -> float:
+    """How far two calls differ that go on drawing random numbers; 0.0: by rounding alone. Each call
+    is on a copy of its own, so that what a module keeps is no reason to differ."""
+    subject, state = replace(subject, is_seeded=False, is_pure=False), trial.start_state()
     seed_generators()
-    before = live.generator_state()
-    first, second = (live(trial.tokens(), state) for _ in range(2))
-    draws = not torch.equal(before, live.generator_state())
+    first, second = (subject(trial.tokens(), state) for _ in range(2))
     size = _difference(trial, second, first)
-    if not draws and size <= torch.finfo(live.precision).eps ** 0.5:
-        size = 0.0
-    return size, draws
-
-
-def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module) -> tuple[Result, str]:
-    """A call's result, and which of its arguments the forward writes into."""
-    subject = trial.subject
-    given_tokens, given = tokens.to(subject.device, copy=True), copy.deepcopy(state)
-    result = subject(given_tokens, given, on=model, copies=False)
-    text = "forward writes into {}, in place; compute a new tensor instead"
-    if given is not None and state is not None and not torch.equal(given, state):
-        return result, text.format("the incoming state")
-    if not torch.equal(given_tokens.cpu(), tokens):
-        return result, text.format("tokens")
-    return result, ""
+    return size if size > torch.finfo(subject.precision).eps ** 0.5 else 0.0
 
 
 def _difference(trial: Trial, found: Result, wanted: Result) -> float:
     size = float(trial.errors(found.logits, wanted.logits).max())
     if found.state is not None and wanted.state is not None:
-        states = found.state.double(), wanted.state.double()
-        unit = float(states[1].nan_to_num(0, 0, 0).square().mean().sqrt()) or 1.0
-        size = max(size, float(relative(*states, unit).max()))
+        size = max(size, float(_apart(found.state, wanted.state).max()))
     return size
 
 
+def _apart(found: Tensor, wanted: Tensor) -> Tensor:
+    """The difference of states [..., width], in units of the second."""
+    unit = float(wanted.double().nan_to_num(0, 0, 0).square().mean().sqrt()) or 1.0
+    return relative(found, wanted, unit)
+
+
 def find_causes(trial: Trial) -> dict[str, Verdict]:
-    """The verdicts on isolation, causality, carry and resets. Raises CallFailed: a forward fails."""
-    if trial.noise > LEAST_NOISE:
-        why = f"one rounding moves the logits by {trial.noise:.1e} of their spread"
+    """The verdicts of short rows. Raises CallFailed: a forward fails."""
+    subject, n, noise = trial.subject, trial.cell, trial.rounding.noise
+    if noise > LEAST_NOISE or trial.rounding.horizon < trial.length:
+        why = f"one rounding moves the logits by {noise:.1e} of their spread"
         return {check: untestable(check, why) for check in ("isolation", "causality", "carry", "resets")}
-    found = {"isolation": _judge_isolation(trial), "causality": _judge_causality(trial)}
-    try:
-        found["carry"] = _judge_carry(trial)
-    except NotTestable as error:
-        found["carry"] = untestable("carry", error)
-    if trial.takes_resets:
-        found["resets"] = _judge_resets(trial)
-    return found
+    tokens, state, zeros = trial.tokens(), trial.start_state(), subject.zeros(ROWS)
+    others, whole, found = trial.others(tokens), subject(tokens, zeros).logits, dict[str, Verdict]()
 
+    def judge(check: str, errors: Tensor, text: str) -> None:
+        """Of errors [B, T]; `text` takes the first position that is wrong, and the largest error."""
+        size, wrong = float(errors.max()), (errors.amax(0) > trial.rounding.limit).nonzero()
+        found[check] = Verdict(check, "held", f"on short rows, to {size:.1e}", size)
+        if len(wrong):
+            first = int(wrong[0])
+            found[check] = Verdict(check, "broken", text.format(first, size), size, first)
 
-def _judge_isolation(trial: Trial) -> Verdict:
-    """Change the other row: a row's logits and state must not change."""
-    subject, tokens, state = trial.subject, trial.tokens(), trial.start_state()
-    before, others, largest = (
-        subject(tokens, state),
-        trial.others(tokens),
-        torch.zeros(trial.length),
-    )
+    before, largest = subject(tokens, state), list[Tensor]()
     for row in range(ROWS):  # rows may come first or last where something runs out
         changed = others.clone()
         changed[row] = tokens[row]
         after = subject(changed, state)
-        errors = trial.errors(after.logits, before.logits)[row]
+        largest.append(trial.errors(after.logits, before.logits)[row])
         if after.state is not None and before.state is not None:
-            own, other = after.state[row].double(), before.state[row].double()
-            errors[-1] = errors[-1].maximum(relative(own, other, float(other.square().mean().sqrt()) or 1.0))
-        largest = largest.maximum(errors.cpu())
-    text = "changing the other rows moves the logits or the state of a row by {1:.1e}, from position {0} on"
-    return _verdict(trial, "isolation", largest, text)
+            largest[-1][-1] = largest[-1][-1].maximum(_apart(after.state[row], before.state[row]))
+    text = "changing the other rows moves the logits or the state of a row by {1:.1e}"
+    judge("isolation", torch.stack(largest), f"{text}, from position {{0}} on")
 
+    half, one = trial.length // 2, tokens[:1]  # alone: other rows are judged by isolation
+    changed = torch.cat([one[:, :half], others[:1, half:]], dim=1)
+    own, other = (subject(each, subject.zeros(1)).logits for each in (one, changed))
+    text = f"changing the tokens from position {half} on moves the logits at position"
+    judge("causality", trial.errors(other, own)[:, :half], f"{text} {{}} by {{:.1e}}")
 
-def _judge_causality(trial: Trial) -> Verdict:
-    """Change the tokens of the last half of a row: logits before it must not change."""
-    subject, tokens, half = trial.subject, trial.tokens(1), trial.length // 2
-    changed = tokens.clone()
-    changed[:, half:] = trial.others(tokens)[:, half:]
-    before, after = (subject(each, subject.zeros(1)).logits for each in (tokens, changed))
-    text = f"changing the tokens from position {half} on moves the logits at position {{}} by {{:.1e}}"
-    return _verdict(trial, "causality", trial.errors(after, before)[0, :half], text)
-
-
-def _judge_carry(trial: Trial) -> Verdict:
-    """Raises NotTestable: results depend on the length of a row."""
-    subject, n, tokens = trial.subject, trial.cell, trial.tokens()
-    whole = subject(tokens, subject.zeros(ROWS)).logits
-    state, pieces = subject.zeros(ROWS), []
+    pieces, held = list[Tensor](), zeros
     for piece in torch.split(tokens, n, dim=1):
-        result = subject(piece, state)
-        pieces.append(result.logits)
-        state = subject.carried(result.state)
-    errors = trial.errors(torch.cat(pieces, dim=1), whole).amax(0)  # [T]
+        logits, held, _ = subject(piece, held)
+        pieces.append(logits)
+    errors = trial.errors(torch.cat(pieces, dim=1), whole)
+    text = f"cells of {n} tokens differ from the uncut row from position {{}} on"
+    judge("carry", errors, f"{text}, by {{:.1e}} of the logits' spread (rounding: {noise:.0e})")
     # The first cell starts where the row starts: if it differs, the state is not why.
-    if (size := float(errors[:n].max())) > math.sqrt(trial.noise):
+    if (size := float(errors[:, :n].max())) > trial.rounding.limit:
         text = f"the first cell, before any cut, differs from the uncut row by {size:.1e} already"
         causes = "the length of the row (later tokens, batch statistics, expert capacity)"
-        raise NotTestable(f"{text}: results depend on {causes}")
-    text = f"cells of {n} tokens differ from the uncut row from position {{}} on"
-    text += f", by {{:.1e}} of the logits' spread (rounding: {trial.noise:.0e})"
-    return _verdict(trial, "carry", errors, text)
+        found["carry"] = untestable("carry", f"{text}: results depend on {causes}")
 
-
-def _judge_resets(trial: Trial) -> Verdict:
-    """Change the tokens before a reset: logits after it must not change."""
-    subject, tokens, at = trial.subject, trial.tokens(), trial.length // 3 + 1
-    resets = torch.zeros(ROWS, trial.length, dtype=torch.bool)
-    resets[:, at] = True
-    changed = tokens.clone()
-    changed[:, :at] = trial.others(tokens)[:, :at]
-    before = subject(tokens, trial.start_state(), resets).logits
-    after = subject(changed, subject.zeros(ROWS), resets).logits
-    text = f"the document before the reset at position {at} moves the logits {{}} positions after it by {{:.1e}}"
-    return _verdict(trial, "resets", trial.errors(after, before).amax(0)[at:], text)
-
-
-def _verdict(trial: Trial, check: str, errors: Tensor, text: str) -> Verdict:
-    """Of errors [T]; broken above half way, in orders of magnitude, from rounding to the spread of
-    the logits. `text` is filled with the first position that is wrong, and the largest error."""
-    size, limit = float(errors.max()), math.sqrt(trial.noise)
-    if size <= limit:
-        return Verdict(check, "held", f"on short rows, to {size:.1e}", size)
-    first = int((errors > limit).nonzero()[0])
-    return Verdict(check, "broken", text.format(first, size), size, first)
+    if trial.takes_resets:
+        at = trial.length // 3 + 1
+        resets = torch.zeros(ROWS, trial.length, dtype=torch.bool)
+        resets[:, at] = True
+        own, other = (
+            subject(torch.cat([first[:, :at], tokens[:, at:]], dim=1), start, resets).logits
+            for first, start in ((tokens, state), (others, zeros))
+        )
+        text = f"the document before the reset at position {at} moves the logits {{}} positions after it"
+        judge("resets", trial.errors(other, own)[:, at:], f"{text} by {{:.1e}}")
+    return found
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from trainer.import_path import format_error
 CALL_SEED = 20_251
 ZERO_MATRIX_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
 ZERO_VECTOR_SCALE = 0.1
-DROPOUTS = frozenset(("dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"))
+DROPOUTS = frozenset(
+    ("dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", *(f"dropout{n}d" for n in (1, 2, 3)))
+)
 MODES = {True: "train()", False: "eval()"}
 LIFTED = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -27,7 +30,7 @@ LIFTED = {
 
 
 class CallFailed(Exception):
-    """The model's forward or backward raised; the message says what."""
+    """The model's forward or backward raised, or returned something else; the message says what."""
 
 
 class NotTestable(Exception):
@@ -35,33 +38,29 @@ class NotTestable(Exception):
 
 
 class Result(NamedTuple):
-    """A forward's output, detached and copied unless gradients were asked for."""
+    """A forward's output, detached and copied unless a backward follows."""
 
-    logits: Tensor  # [B, T, V], float64; as returned if gradients were asked for
+    logits: Tensor  # [B, T, V], float64; as returned if a backward follows
     state: Tensor | None  # [B, state_width], of the dtype that the model returned
+    written: str = ""  # which argument the forward wrote into, in place
 
 
+@dataclass(frozen=True)
 class Subject:
-    """Calls a copy of the model; each call has the same seed, so that dropout repeats itself.
+    """Calls a copy of the model, as it says."""
 
-    Until `is_pure` is set, each call runs on a fresh copy: no attribute reaches the next one.
+    model: nn.Module
+    dtype: torch.dtype  # of parameters and states
+    autocast: torch.dtype | None = None
+    training: bool = True
+    is_pure: bool = False  # all calls share this copy; else each runs on a fresh one
+    is_seeded: bool = True  # each call has the same seed
+    is_plain: bool = True  # without functional dropouts, see `Plain`
+    with_grad: bool = False
+    backward: bool = False  # results keep their graph
 
-    `dtype` is that of parameters and states. Calls that are `is_live` run as outside of the checks:
-    generators are not reseeded, and dropouts are as the model has them.
-    """
-
-    def __init__(
-        self, model: nn.Module, *, dtype: torch.dtype, autocast: torch.dtype | None = None, is_live: bool = False
-    ) -> None:
-        self.model, self.dtype, self.autocast, self.is_live = model, dtype, autocast, is_live
-        # A model without any tensor runs on the CPU.
-        self.device = [*model.parameters(), *model.buffers(), torch.empty(0)][0].device
-        self.is_pure, self.training = False, True
-
-    def with_autocast(self, dtype: torch.dtype | None) -> Subject:
-        other = copy.copy(self)
-        other.autocast = dtype
-        return other
+    def __str__(self) -> str:
+        return f"{MODES[self.training]} in {dtype_name(self.precision)}"
 
     def fresh(self) -> nn.Module:
         """A copy in the subject's mode that shares the parameters and nothing else."""
@@ -72,14 +71,24 @@ class Subject:
         model = copy_model(self.model)
         convert: Any = model._apply  # untyped in torch; `double()` would pass over complex numbers
         convert(lambda tensor: tensor.to(LIFTED.get(tensor.dtype, tensor.dtype)))
-        return Subject(model, dtype=torch.float64)
+        return replace(self, model=model, dtype=torch.float64)
+
+    @property
+    def device(self) -> torch.device:
+        """A model without any tensor runs on the CPU."""
+        return next(chain(self.model.parameters(), self.model.buffers()), torch.empty(0)).device
+
+    @property
+    def width(self) -> int:
+        """Of a row of the state; 0: there is none."""
+        found: Any = self.model.state_width
+        return int(found)
 
     def zeros(self, rows: int) -> Tensor | None:
         """The state from which a group starts; None for a model without state."""
-        width: int = self.model.state_width  # type: ignore[assignment]
-        if not width:
+        if not self.width:
             return None
-        return torch.zeros(rows, width, dtype=self.ledger_dtype, device=self.device)
+        return torch.zeros(rows, self.width, dtype=self.ledger_dtype, device=self.device)
 
     @property
     def precision(self) -> torch.dtype:
@@ -91,81 +100,61 @@ class Subject:
         """The dtype of incoming states: float32 as in the ledger, or float64."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def carried(self, state: Tensor | None) -> Tensor | None:
-        """A returned state as the ledger would give it to the next cell: a detached copy."""
-        return None if state is None else state.detach().to(self.ledger_dtype, copy=True)
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        state: Tensor | None,
-        resets: Tensor | None = None,
-        *,
-        with_grad: bool = False,
-        on: nn.Module | None = None,  # call this copy instead
-        copies: bool = True,  # pass and return copies
-    ) -> Result:
-        """Run a forward with tokens [B, T]. Raises CallFailed: the model raised, or returned
-        something else than logits and state.
-
-        A forward that writes into its arguments, or into what it returned before, must not spoil
-        the next comparison: hence `copies`.
-        """
-        model = on
-        if model is None:
-            model = self.model if self.is_pure else self.fresh()
+    def __call__(self, tokens: Tensor, state: Tensor | None, resets: Tensor | None = None) -> Result:
+        """Run a forward with tokens [B, T]; a state is given as the ledger holds it. Raises
+        CallFailed: the model raised, or returned something else than logits and state."""
+        model = self.model
+        if not self.is_pure:
+            model = self.fresh()
         model.train(self.training)
-        given = {"tokens": tokens.to(self.device, copy=copies), "state": state}
-        if state is not None and copies and not with_grad:
-            given["state"] = state.clone()
+        # A forward that writes into its arguments, or into what it returned before, must not spoil
+        # the next comparison: hence copies.
+        given = {"tokens": tokens.to(self.device, copy=True), "state": state}
+        if state is not None:
+            given["state"] = state.to(self.ledger_dtype, copy=not self.with_grad)
         if resets is not None:
             given["resets"] = resets.to(self.device)
         try:
-            output = self.forward(model, given, with_grad=with_grad)
+            output = self.forward(model, given)
             logits, found = output.logits, output.state
         except torch.OutOfMemoryError as error:
             raise NotTestable("the device has too little memory") from error
         except Exception as error:  # what a user's model raises can be anything
             where = f"forward fails with tokens {list(tokens.shape)}"
             raise CallFailed(f"{where}: {one_line(error)}") from error
-        if with_grad:
-            return Result(logits, found)
-        end = None
-        if isinstance(found, Tensor):  # the next call may write into a buffer of the model's own
-            end = found.detach().to(found.dtype, copy=copies)
-        return Result(logits.detach().to(torch.float64, copy=True), end)
+        end = found if isinstance(found, Tensor) and self.width else None
+        if self.backward:
+            return Result(logits, end)
+        if end is not None:  # the next call may write into a buffer of the model's own
+            end = end.detach().clone()
+        exact = logits.detach().to(torch.float64, copy=True)
+        return Result(exact, end, self._written(given, tokens, state))
 
-    def forward(self, model: nn.Module, inputs: dict[str, Any], *, with_grad: bool) -> Any:
+    def _written(self, given: dict[str, Any], tokens: Tensor, state: Tensor | None) -> str:
+        """Which of the arguments `given` the forward has changed, in place."""
+        if state is not None:
+            before, after = (each.nan_to_num() for each in (state.to(self.ledger_dtype), given["state"]))
+            if not torch.equal(before, after):
+                return "the incoming state"
+        if not torch.equal(given["tokens"], tokens.to(self.device)):
+            return "tokens"
+        return ""
+
+    def forward(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The output of one of the copies, unwrapped; raises whatever the model raises."""
-        with self._context(), torch.set_grad_enabled(with_grad):
-            return model(**inputs)
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        """The same dtype and autocast in every call; the same seed and no dropout, unless live."""
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             if self.dtype in (torch.float32, torch.float64):
                 # Tensors that a forward makes without a dtype follow the parameters.
                 torch.set_default_dtype(self.dtype)
-            if not self.is_live:
+            if self.is_seeded:
                 seed_generators()
+            if self.is_plain:
                 stack.enter_context(Plain(lift=self.dtype == torch.float64))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
-            yield
-
-    def draws_random_numbers(self, tokens: Tensor) -> bool:
-        seed_generators()
-        before = self.generator_state()
-        self(tokens, self.zeros(tokens.shape[0]))
-        return not torch.equal(before, self.generator_state())
-
-    def generator_state(self) -> Tensor:
-        own = torch.get_rng_state()
-        if self.device.type == "cuda":
-            return torch.cat([own, torch.cuda.get_rng_state(self.device)])
-        return own
+            stack.enter_context(torch.set_grad_enabled(self.with_grad))
+            return model(**inputs)
 
     @contextmanager
     def perturbed(self, relative: float) -> Iterator[None]:
@@ -247,13 +236,17 @@ def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Modul
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """A copy whose zeros are drawn at random. Raises NotTestable: it cannot be copied.
+    """A copy whose zeros are drawn at random, without the dropouts that `Plain` does not see.
+    Raises NotTestable: it cannot be copied.
 
     Heads, gates and projections are often zero at the start: logits that are all 0 hide every
     breach. Frozen parameters and those with gradient hooks stay: their zeros may be a mask.
     """
     hooked = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
     made = copy_model(model)
+    for module in made.modules():
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             parameter.grad = None  # a graph that it holds would be copied with every call
@@ -274,39 +267,9 @@ def _draw_zeros(parameter: Tensor) -> None:
     parameter.add_(torch.where(is_zero, drawn, torch.zeros_like(parameter)))
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """A copy with its dropout modules off, which shares the parameters."""
-    made = copy_model(model, shares_parameters=True)
-    for module in made.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-            module.dropout = 0.0
-    return made
-
-
 def _normal(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(like.numel())
     return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
-
-
-def gradients(loss: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros for tensors that the loss does not use. Raises CallFailed."""
-    try:
-        return list(torch.autograd.grad(loss, of, allow_unused=True, materialize_grads=True))
-    except Exception as error:  # autograd functions of the user's own may raise anything
-        raise CallFailed(f"backward: {one_line(error)}") from error
-
-
-def norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
-
-
-def ratio(gap: float, unit: float) -> float:
-    """`gap` in units of a norm; 0 if both vanish."""
-    if unit:
-        return gap / unit
-    return math.inf if gap else 0.0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject
 
 Status = Literal["held", "broken", "warning", "not testable here"]
 
-CHECKS: Final = {
-    "forward": "forward takes tokens and state, and returns logits and state of the right shape",
-    "purity": "the result depends on the arguments and the weights alone, in train() as in eval()",
-    "soak": "a batch in mixed phases, read as training reads it, equals each of its documents run alone",
-    "carry": "a row read in cells, each from the state that the last one returned, equals the row read whole",
-    "causality": "logits depend on no later token",
-    "isolation": "a row's logits and state depend on no other row",
-    "resets": "nothing crosses a reset inside a row",
-    "gradient": "the gradient through a cut equals that of the uncut row",
-    "autocast": "the soak under bf16 autocast",
-}
-"""Every check and what it asserts, in the order in which they are reported."""
+# In the order in which they are reported; docs/contracts.md says what each asserts.
+CHECKS: Final = (
+    "forward",
+    "purity",
+    "soak",
+    "carry",
+    "causality",
+    "isolation",
+    "resets",
+    "gradient",
+    "autocast",
+)
 
 NO_STATE: Final = "the model has no state (state_width = 0)"  # so nothing about one is tested
-ROWS, CELLS = 2, 3
+ROWS, CELLS = 2, 3  # of a short row
 CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
+LARGEST_STEP = 0.01  # relative change of the parameters, of which the logits are a linear function
+CHAOS = 0.25  # of the logits' spread: a rounding that has grown to this hides everything
 
 
 class ContractError(AssertionError):
@@ -42,12 +43,11 @@ class ContractError(AssertionError):
 class Verdict:
     """The outcome of one check; a `warning` does no harm in ordinary training."""
 
-    check: str  # a key of `CHECKS`
+    check: str  # of `CHECKS`
     status: Status
     text: str  # what was found, or why nothing could be
     size: float | None = None  # largest deviation, over the spread of the logits; None: none known
     position: int | None = None  # the first wrong one of the row, from 0
-    scope: str = ""  # how far the check looked, where that depends on the time
 
 
 def untestable(check: str, why: object) -> Verdict:
@@ -88,8 +88,7 @@ class Report:
         """The checks by status, on one line."""
         by_status: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            name = " of ".join(filter(None, (verdict.check, verdict.scope)))
-            by_status.setdefault(verdict.status, []).append(name)
+            by_status.setdefault(verdict.status, []).append(verdict.check)
         listed = "; ".join(f"{status}: {', '.join(checks)}" for status, checks in by_status.items())
         return f"{listed} ({self.how})"
 
@@ -102,73 +101,110 @@ class Report:
         return "\n".join([*lines, f"({self.how}; {self.seconds:.1f} s)"])
 
 
+class Request(NamedTuple):
+    """The arguments of `check_model`, and when its time ends, in that of the calling thread."""
+
+    vocab_size: int
+    seq_len: int
+    autocast: torch.dtype | None
+    rows: int
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The errors of logits that rounding explains, in units of their spread over positions."""
+
+    unit: float  # that spread
+    noise: float = math.inf  # the largest error
+    horizon: int = sys.maxsize  # tokens of a row that can be compared
+    chunk: int = 1  # tokens of a median
+
+    @property
+    def limit(self) -> float:
+        """Logits are wrong above half way, in orders of magnitude, from rounding to their spread."""
+        return math.sqrt(self.noise)
+
+    def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
+        """Errors up to the horizon, [..., T]."""
+        errors = relative(found, wanted, self.unit)[..., : self.horizon]
+        if self.chunk == 1:
+            return errors
+        return torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
+
+    def measured(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, eps: float) -> Rounding:
+        """As the response of logits [..., T, V] to parameters that change by one rounding.
+
+        Any order of summation gives the exact result of slightly different parameters, so this
+        scale holds for all of them. It is measured with a larger change, at which the response is
+        linear and well above rounding itself.
+        """
+        step = min(math.sqrt(eps), LARGEST_STEP)  # between rounding and curvature
+        with subject.perturbed(step):
+            moved = self.errors(read(), wanted)
+        moved = moved.reshape(-1, moved.shape[-1]).amax(0).cummax(0).values  # [T]
+        horizon, response = int((moved <= CHAOS).sum()), math.inf
+        if horizon:
+            response = float(moved[horizon - 1]) * eps / step
+        largest = float(wanted.detach().abs().nan_to_num(0, 0, 0).max()) / self.unit
+        floor = 2 * eps * min(max(largest, 1.0), 1e3)
+        return replace(self, noise=max(response, floor), horizon=horizon)
+
+
 @dataclass(frozen=True)
 class Trial:
     """A model at the precision in which it is judged, and rows for it."""
 
-    subject: Subject  # in float64 where the model runs in it
-    vocab_size: int
-    width: int  # `state_width`
-    cell: int  # tokens; a whole row has `CELLS` of them
+    subject: Subject  # in float64 where the model runs in it; in eval() if it is random in train()
+    request: Request
     takes_resets: bool
-    takes_cells: bool = True  # rows may be longer than a cell: not of a model of a fixed length
-    noise: float = 0.0  # relative error of logits that rounding explains
-    unit: float = 1.0  # the spread of the logits over positions, which errors are relative to
-    varies: Tensor | None = None  # bool [V]: the others are constant, as of a padded vocabulary
-    trains: bool = True  # judge training mode too: not of a model that draws random numbers in it
+    cell: int  # tokens; a short row has `CELLS` of them
+    takes_cells: bool  # rows may be longer than a cell: not of a model of a fixed length
+    columns: Tensor  # of the logits that vary: those of a padded vocabulary are constant
+    rounding: Rounding  # on short rows
 
     @property
     def length(self) -> int:
-        """Tokens of a whole row."""
+        """Tokens of a short row."""
         return CELLS * self.cell if self.takes_cells else self.cell
 
     def tokens(self, rows: int = ROWS, length: int | None = None, *, sample: int = 0) -> Tensor:
         """Random token ids, [rows, length]."""
         generator = torch.Generator().manual_seed(1000 + sample)
-        return torch.randint(self.vocab_size, (rows, length or self.length), generator=generator)
+        return torch.randint(self.request.vocab_size, (rows, length or self.length), generator=generator)
 
     def others(self, tokens: Tensor) -> Tensor:
         """Token ids that differ from `tokens` everywhere."""
         generator = torch.Generator().manual_seed(2000)
-        moved = torch.randint(1, self.vocab_size, tokens.shape, generator=generator)
-        return (tokens + moved) % self.vocab_size
+        moved = torch.randint(1, self.request.vocab_size, tokens.shape, generator=generator)
+        return (tokens + moved) % self.request.vocab_size
 
     def start_state(self) -> Tensor | None:
         """A state [ROWS, width] as the ledger may hold it: after a cell of other tokens."""
-        if not self.width:
-            return None
-        tokens = self.tokens(ROWS, self.cell, sample=500)
-        return self.subject.carried(self.subject(tokens, self.subject.zeros(ROWS)).state)
+        return self.subject(self.tokens(ROWS, self.cell, sample=500), self.subject.zeros(ROWS)).state
 
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
         """Relative error of logits at each position, [B, T]."""
-        if self.varies is not None:
-            found, wanted = found[..., self.varies], wanted[..., self.varies]
-        return relative(found, wanted, self.unit)
+        return relative(found[..., self.columns], wanted[..., self.columns], self.rounding.unit)
 
-    @contextmanager
-    def in_mode(self, training: bool) -> Iterator[None]:
-        before, self.subject.training = self.subject.training, training
-        try:
-            yield
-        finally:
-            self.subject.training = before
+    def in_mode(self, training: bool) -> Trial:
+        return replace(self, subject=replace(self.subject, training=training))
 
 
 def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
     """Root mean square difference over the vocabulary, over `unit`: [B, T]; infinite for NaN."""
+    found, wanted = found.detach().double(), wanted.detach().double()
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     difference = torch.where(same, torch.zeros_like(found), found - wanted)
     return (difference.square().mean(-1).sqrt() / unit).nan_to_num(nan=math.inf)
 
 
-def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets: bool) -> Trial:
+def make_trial(subject: Subject, request: Request, *, takes_resets: bool) -> Trial:
     """Find a row length that the model takes, and measure scale and rounding. Raises CallFailed: it
     takes none (as of the training length); NotTestable: its logits are constant or not finite."""
-    width: int = subject.model.state_width  # type: ignore[assignment]
-    trial = _with_cell_length(Trial(subject, vocab_size, width, seq_len, takes_resets), seq_len)
-    tokens = trial.tokens()
-    whole = subject(tokens, subject.zeros(ROWS)).logits
+    trial = _with_cell_length(subject, request, takes_resets)
+    tokens, zeros = trial.tokens(), subject.zeros(ROWS)
+    whole = subject(tokens, zeros).logits
     if not whole.isfinite().any() or whole.isnan().any():
         raise NotTestable("the logits are not finite")
     flat = whole.flatten(0, 1)  # [B T, V]
@@ -176,74 +212,27 @@ def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets:
     varies = flat.isfinite().all(0) & (flat != flat[:1]).any(0)
     if not varies.any():
         raise NotTestable("the logits are the same at every position, whatever the tokens are")
-    unit = float(flat[:, varies].std(0).square().mean().sqrt())
-    trial = replace(trial, unit=unit, varies=varies)
-    return replace(trial, noise=_noise(trial, tokens, whole))
+    columns = varies.nonzero().flatten()
+    rounding = Rounding(float(flat[:, columns].std(0).square().mean().sqrt())).measured(
+        subject,
+        lambda: subject(tokens, zeros).logits[..., columns],
+        whole[..., columns],
+        torch.finfo(subject.dtype).eps,
+    )
+    return replace(trial, columns=columns, rounding=rounding)
 
 
-def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
-    """The first length of which the model takes a cell and a whole row; it may need a multiple."""
+def _with_cell_length(subject: Subject, request: Request, takes_resets: bool) -> Trial:
+    """The first length of which the model takes a cell and a short row; it may need a multiple."""
+    seq_len = request.seq_len
     lengths = [(each, True) for each in CELL_LENGTHS if each < max(seq_len, 7)]
     for length, takes_cells in [*lengths, (seq_len, True), (seq_len, False)]:
-        tried = replace(trial, cell=length, takes_cells=takes_cells)
+        columns = torch.arange(request.vocab_size)
+        trial = Trial(subject, request, takes_resets, length, takes_cells, columns, Rounding(1.0))
         try:
-            for size in dict.fromkeys((length, tried.length)):
-                trial.subject(trial.tokens(1, size), trial.subject.zeros(1))
-            return tried
+            for size in dict.fromkeys((length, trial.length)):
+                subject(trial.tokens(1, size), subject.zeros(1))
+            return trial
         except CallFailed as error:
             failure = error
     raise failure
-
-
-def _noise(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
-    """Relative error that rounding makes: the response to parameters that change by one rounding.
-
-    Any order of summation gives the exact result of slightly different parameters, so this scale
-    holds for all of them. It is measured with a larger change, at which the response is linear and
-    well above rounding itself.
-    """
-    eps = torch.finfo(effective_dtype(trial, tokens)).eps
-    step = math.sqrt(eps)  # between rounding and curvature
-    with trial.subject.perturbed(step):
-        moved = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
-    response = float(trial.errors(moved, whole).max()) * eps / step
-    largest = float(whole[..., trial.varies].abs().max())
-    floor = 2 * eps * max(min(largest / trial.unit, 1e3), 1.0)
-    return max(response, floor) if math.isfinite(response) else floor
-
-
-def effective_dtype(trial: Trial, tokens: Tensor) -> torch.dtype:
-    """The least precise dtype of an intermediate result that depends on the tokens.
-
-    Casts are lifted to float64 (`Plain`); what escapes that, such as an operator of the model's
-    own, rounds like float32. Constants such as rotary angles are the same in every order of
-    computing, and do not count.
-    """
-    own = trial.subject.dtype
-    rounded = [_Rounded(own), _Rounded(own)]
-    for found, row in zip(rounded, (tokens[:1], trial.others(tokens)[:1]), strict=True):
-        with found:
-            trial.subject(row, trial.subject.zeros(1))
-    first, second = (found.seen for found in rounded)
-    seen = [one[0] for one, other in zip(first, second, strict=False) if one != other]
-    if len(first) != len(second):
-        seen += [dtype for dtype, _ in first + second]
-    return max((own, *seen), key=lambda dtype: torch.finfo(dtype).eps)
-
-
-class _Rounded(TorchFunctionMode):
-    """Notes every result that is less precise than `dtype`, with its sum."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._eps = torch.finfo(dtype).eps
-        self.seen: list[tuple[torch.dtype, float]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, (tuple, list)) else (found,):
-            is_real = isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
-            if is_real and torch.finfo(each.dtype).eps > self._eps:
-                total = float(each.abs().double().nan_to_num(0, 0, 0).sum())
-                self.seen.append((each.dtype, total))
-        return found

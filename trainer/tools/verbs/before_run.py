@@ -42,7 +42,7 @@ def check(
 
         from trainer.config.load import load_config, located, to_toml
         from trainer.config.rules import needs_of_cuda
-        from trainer.lab.contract_check import check_here, refuse_breaches, remarks
+        from trainer.lab.contract_check import check_here, refuse_breaches
         from trainer.metrics.logger import get_logger
         from trainer.tools.doubts import contents, lane_doubts
         from trainer.training.plan import make_plan
@@ -73,8 +73,6 @@ def check(
     if isinstance(report, str):
         facts["contract"] = f"not tried: {report}"
     else:
-        for line in remarks(report):
-            logger.warning("model: %s", line)
         facts["contract"] = report.to_json() if as_json else report.summary()
     sources = {"sources": _sources(plan, content)}
     sources["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
