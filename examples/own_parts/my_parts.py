@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from trainer.data import MicroBatch, ReadOptions, TokenTable, table_from_pieces
+from trainer.data import ReadOptions, TokenTable, table_from_pieces
+from trainer.data.loader import MicroBatch
 from trainer.metrics.catalog import register
 from trainer.metrics.catalog_rows import MetricSpec
 from trainer.model.protocol import ModelOutput

@@ -25,7 +25,7 @@ from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.options import Options, part_options
 
-Split: TypeAlias = Literal["train", "holdout", "all"]
+Split: TypeAlias = Literal["train", "holdout"]
 
 
 def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
@@ -41,7 +41,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
 
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
-    if split == "all" or (split == "train" and fraction == 0.0):
+    if split == "train" and fraction == 0.0:
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)
     return held if split == "holdout" else ~held

@@ -37,15 +37,6 @@ def find_files(pattern: str) -> list[str]:
     return sorted(set(files))
 
 
-def named_directory(path: str) -> str:
-    """The directory that a file lies in, or that a glob searches."""
-    if os.path.isfile(path) or not glob.has_magic(path):
-        return os.path.dirname(path) or os.curdir
-    while glob.has_magic(path):
-        path = os.path.dirname(path)
-    return path or os.curdir
-
-
 def _files_below(directory: Path) -> list[Path]:
     """The files in a directory and in those below it, each of which is entered once.
 
@@ -64,75 +55,44 @@ def _files_below(directory: Path) -> list[Path]:
     return found
 
 
-Sort = Literal["data", "unread", "other"]
-
-
-def sort_of(path: PurePath, format: str) -> Sort:
-    """How a layout takes a file, by its name below the root; `unread` may be meant as data."""
-    is_index = path.suffix in index_suffixes()
+def is_data(path: PurePath, format: str) -> bool:
+    """Whether a layout reads a file, by its name below the root."""
     is_known = format != "auto" or path.suffix in suffixes()
-    if is_known and not is_index and path.name != "manifest.json":
-        sorts: dict[str, Sort] = {".": "other", "_": "unread"}
-        return sorts.get(path.name[0], "data")
-    is_ignored = any(part.startswith(IGNORED) for part in path.parts)
-    return "other" if is_index or is_ignored or _is_about_data(path) else "unread"
+    is_other = path.suffix in index_suffixes() or path.name == "manifest.json"
+    return is_known and not is_other and not path.name.startswith(IGNORED)
 
 
-def _is_about_data(path: PurePath) -> bool:
-    return path.name.lower().partition(".")[0] in ABOUT_DATA
+def _may_be_meant(path: PurePath) -> bool:
+    """Whether a file that is not read may be meant as data, by its name below the root."""
+    is_other = path.suffix in index_suffixes() or path.name.lower().partition(".")[0] in ABOUT_DATA
+    return not is_other and not any(part.startswith(IGNORED) for part in path.parts)
 
 
-def _not_read(unread: Iterable[str]) -> str:
-    """The part of a message about files that a layout leaves out; empty if there are none."""
-    names = sorted(unread)
-    if not names:
-        return ""
-    kinds = set()
-    for name in map(PurePath, names):
-        kinds.add("_*" if name.name.startswith("_") else name.suffix or "no extension")
-    return f"does not read {counted(len(names), 'file')} ({few(sorted(kinds))}): {few(names)}"
+def _sort_out(files: Mapping[str, PurePath], format: str) -> tuple[list[str], list[str]]:
+    """The files that a layout reads, and others that may be meant as data; all by name below the root."""
+    read = [path for path, name in files.items() if is_data(name, format)]
+    return read, [path for path in files.keys() - {*read} if _may_be_meant(files[path])]
 
 
-def warn_unread(where: object, unread: Iterable[str]) -> None:
-    files = _not_read(unread)
-    if files:
-        text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
-        logger.warning(text, printable(str(where)), files, " ".join(suffixes()))
+def warn_unread(where: object, unread: Collection[str]) -> None:
+    if unread:
+        text = "%s: does not read %s: %s; if they are data, rename them (known extensions: %s), convert them, or set format"
+        files = counted(len(unread), "file"), few(sorted(unread))
+        logger.warning(text, printable(str(where)), *files, " ".join(suffixes()))
 
 
-def _nothing_found(where: object, unread: Iterable[str], fix: str = "") -> UserError:
+def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> UserError:
     """The error for a root, modality or glob without streams."""
-    problem, files = "has no stream files", _not_read(unread)
-    if files:
-        problem += f" (it {files})"
+    problem = "has no stream files"
+    if unread:
+        problem += f" (it does not read {counted(len(unread), 'file')}: {few(sorted(unread))})"
     return UserError(str(where), problem, fix or f"known extensions: {' '.join(suffixes())}")
 
 
-def loose_files(root: Path, format: str) -> list[str]:
-    """Names of files in the root itself that may be meant as data, which NESTED does not read."""
-    names = sorted(path.name for path in root.iterdir() if path.is_file())
-    return [name for name in names if _may_be_data(PurePath(name), format)]
-
-
-def _may_be_data(path: PurePath, format: str) -> bool:
-    sort = sort_of(path, format)
-    return sort == "unread" or (sort == "data" and not _is_about_data(path))
-
-
-def unread_parts(root: Path, read: Collection[str] | None, format: str) -> tuple[list[str], list[str]]:
-    """The modalities of a root that are not read (`read` None: all are), and its loose files."""
-    modalities = []
-    for name, directory in _modalities(root).items():
-        if read is not None and name not in read and not name.startswith(IGNORED):
-            files = (file.relative_to(directory) for file in _files_below(directory))
-            if any(_may_be_data(file, format) for file in files):
-                modalities.append(name)
-    return modalities, loose_files(root, format)
-
-
-def _modalities(root: Path) -> dict[str, Path]:
-    """The directories in a root by printable name, hidden ones too."""
-    return {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
+def modalities_of(root: Path) -> dict[str, Path]:
+    """The directories in a root by printable name."""
+    found = {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
+    return {name: path for name, path in found.items() if not name.startswith(IGNORED)}
 
 
 @dataclass(frozen=True)
@@ -143,7 +103,6 @@ class Stream:
     # directory under DIRECT (see `_permanent`).
     relative_path: str
     modality: str  # its label, printable: metric keys and tables hold it
-    root: str = ""  # where it was looked for: under DIRECT, the directory that its path or glob names
     tokens: str = ""  # `NAME.bin` with its documents, tokenized already; empty if there is none
 
 
@@ -165,9 +124,9 @@ def _permanent(directory: str, here: str) -> str:
     return absolute.removeprefix(inside)
 
 
-def _stream(path: str, relative_path: str, modality: str, root: str) -> Stream:
-    here = os.getcwd()  # which the user's code may leave before a stream is opened
-    return Stream(0, os.path.join(here, path), relative_path, modality, os.path.join(here, root))
+def _stream(path: str, relative_path: str, modality: str) -> Stream:
+    # Absolute: the user's code may leave the working directory before a stream is opened.
+    return Stream(0, os.path.join(os.getcwd(), path), relative_path, modality)
 
 
 def numbered(streams: Iterable[Stream]) -> list[Stream]:
@@ -187,31 +146,23 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     if not base.is_dir():
         fix = "set root to a directory with one directory per modality"
         raise UserError(str(root), "no such directory", fix)
-    directories = _modalities(base)
-    present = [name for name in directories if not name.startswith(IGNORED)]
-    wanted, unread = present, [name for name in directories if name.startswith("_")]
-    if modalities is not None:
-        wanted, unread = sorted(set(modalities)), []
+    directories = modalities_of(base)
     streams: list[Stream] = []
-    for modality in wanted:
-        if modality not in present:
-            raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
-        files: dict[Sort, list[str]] = {"data": [], "unread": [], "other": []}
-        for path in _files_below(directories[modality]):
-            name = path.relative_to(base)
-            files[sort_of(name, format)].append(name.as_posix())
-        if not files["data"] and modalities is not None:
-            raise _nothing_found(base / modality, files["unread"])
-        streams += [_stream(str(base / name), name, modality, str(base)) for name in files["data"]]
-        unread += files["unread"]
+    unread: list[str] = []
+    if modalities is None:  # files in the root itself are of no modality
+        unread = [path.name for path in base.iterdir() if path.is_file() and _may_be_meant(PurePath(path.name))]
+    for modality in directories if modalities is None else sorted(set(modalities)):
+        if modality not in directories:
+            raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(directories) or 'none'}")
+        names = [path.relative_to(base) for path in _files_below(directories[modality])]
+        read, others = _sort_out({name.as_posix(): name for name in names}, format)
+        if not read and modalities is not None:
+            raise _nothing_found(base / modality, others)
+        streams += [_stream(str(base / name), name, modality) for name in read]
+        unread += others
     if not streams:
-        loose = loose_files(base, format)
-        read = [name for name in loose if sort_of(PurePath(name), format) == "data"]
-        fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
-        if read:
-            pattern = os.path.join(glob.escape(str(base)), "*")
-            fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
-        raise _nothing_found(base, [*unread, *(name for name in loose if name not in read)], fix)
+        fix = f'put files into {base}/<modality>/ ({" ".join(suffixes())}), or set paths = ["{base}/*"] instead of root'
+        raise _nothing_found(base, unread, fix)
     warn_unread(root, unread)
     return numbered(streams)
 
@@ -232,12 +183,10 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
 
     for given in paths:
         text = os.path.normpath(str(given))
-        read, others = [text], []
-        if not os.path.isfile(text):
-            names = {path: PurePath(os.path.basename(path)) for path in find_files(text)}
-            sorts = {path: sort_of(name, format) for path, name in names.items()}
-            read = [path for path, sort in sorts.items() if sort == "data"]
-            others = [path for path, sort in sorts.items() if sort == "unread"]
+        names = {path: PurePath(os.path.basename(path)) for path in find_files(text)}
+        read, others = _sort_out(names, format)
+        if os.path.isfile(text):
+            read, others = [text], []
         if not read:
             if os.path.isdir(text):
                 fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
@@ -249,7 +198,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         for path in read:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
             name = name_of(path)
-            found.setdefault(name, _stream(path, name, label, named_directory(text)))
+            found.setdefault(name, _stream(path, name, label))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     warn_unread("paths", {path for path in unread if name_of(path) not in found})
@@ -264,7 +213,6 @@ class Discovery:
     streams: list[Stream]
     root: str | None = None
     paths: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()  # files in the root itself, which NESTED does not read
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:

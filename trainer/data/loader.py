@@ -55,10 +55,6 @@ class Carry:
     end_cell_index: np.ndarray | None = None
     depth: np.ndarray | None = None
 
-    def rows(self, part: slice) -> Self:
-        given = {key: value for key, value in vars(self).items() if value is not None}
-        return replace(self, **{key: value[part] for key, value in given.items()})
-
     def tokens_before(self, row_tokens: int) -> np.ndarray:
         """Tokens of each row's group before it, int64 [B], of rows of that many tokens."""
         return self.cell_index * row_tokens if self.depth is None else self.depth
@@ -91,25 +87,21 @@ class MicroBatch:
         """JSON that identifies the batch."""
         return str(self.located)
 
-    def rows(self, part: slice) -> MicroBatch:
-        """These rows. Values without an entry for each row stay as they are."""
-        num_rows = len(self.targets)
-
-        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
-            by_row = {k: v for k, v in values.items() if isinstance(v, Tensor | np.ndarray | list)}
-            return {**values, **{key: v[part] for key, v in by_row.items() if len(v) == num_rows}}
-
-        inputs, extras = cut(self.inputs), cut(self.extras)
-        carry = self.carry and self.carry.rows(part)
-        return replace(self, inputs=inputs, targets=self.targets[part], carry=carry, extras=extras)
-
     def masked(self) -> MicroBatch:
         """The first row with nothing to predict and no group; all rows if rows are full."""
-        # Batches of full rows have one shape.
-        first = self if "segment_ids" in self.extras else self.rows(slice(1))
-        carry = first.carry and Carry.of_no_group(len(first.targets))
-        targets, metrics = torch.full_like(first.targets, IGNORED), {MASKED_SHARE: 1.0, FILL: 0.0}
-        return replace(first, targets=targets, carry=carry, metrics=metrics, documents=(), is_filler=True)
+        num_rows, kept = len(self.targets), slice(1)
+        if "segment_ids" in self.extras:  # batches of full rows have one shape
+            kept = slice(None)
+
+        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
+            """Values without an entry for each row stay as they are."""
+            by_row = {k: v for k, v in values.items() if isinstance(v, Tensor | np.ndarray | list)}
+            return {**values, **{key: v[kept] for key, v in by_row.items() if len(v) == num_rows}}
+
+        targets = torch.full_like(self.targets[kept], IGNORED)
+        carry, metrics = self.carry and Carry.of_no_group(len(targets)), {MASKED_SHARE: 1.0, FILL: 0.0}
+        same = replace(self, inputs=cut(self.inputs), extras=cut(self.extras), documents=())
+        return replace(same, targets=targets, carry=carry, metrics=metrics, is_filler=True)
 
     def to(self, device: torch.device) -> MicroBatch:
 

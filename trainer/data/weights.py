@@ -11,14 +11,13 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.errors import UserError
-from trainer.options import ONE, MicroBatches
+from trainer.options import MicroBatches
 
 # Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a
 # weight is zero exactly where its schedule is.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-100, 1e100
 ScheduleKind = Literal["linear", "step"]
 WeightUnit = Literal["batch", "step"]
-Interval: TypeAlias = tuple[int, int | None]  # first and last x, both included; None: unbounded
 
 
 def _checked(value: Any, path: str) -> float:
@@ -120,13 +119,8 @@ def positions(unit: str, batches: Batches, micro_batches: MicroBatches) -> Batch
     return steps
 
 
-def first_all_zero(
-    specs: Sequence[WeightSpec], *, micro_batches: MicroBatches = ONE, num_batches: int | None = None
-) -> Interval | None:
-    """The first and last batch of the first stretch in which every weight is zero, or None.
-
-    `num_batches`: ignore stretches that begin at this batch or later; None: ignore none.
-    """
+def first_all_zero(specs: Sequence[WeightSpec], micro_batches: MicroBatches, num_batches: int) -> int | None:
+    """The first of `num_batches` at which every weight is zero, or None."""
     # Exact: between neighbouring points of all schedules, a weight is zero everywhere, nowhere, or
     # at an end alone.
     edges = {0}
@@ -136,16 +130,7 @@ def first_all_zero(
             if spec.unit == "step":
                 near = [micro_batches.batches_before(max(step, 1)) for step in near]
             edges |= {at + shift for at in near for shift in (-1, 0)}
-    batches = np.array(sorted(edge for edge in edges if edge >= 0))
-    values = [spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in specs]
-    if not values:
-        return None
-    is_zero = ~np.any(values, axis=0)
-    first = int(is_zero.argmax())
-    if not is_zero[first] or (num_batches is not None and batches[first] >= num_batches):
-        return None
-    ends = np.flatnonzero(~is_zero[first:])
-    last = None
-    if len(ends):
-        last = int(batches[first + ends[0] - 1])
-    return int(batches[first]), last
+    batches = np.array(sorted(edge for edge in edges if 0 <= edge < num_batches))
+    weights = [spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in specs]
+    found: Ints = batches[sum(weights, np.zeros(len(batches))) == 0]
+    return next(iter(found.tolist()), None)

@@ -183,21 +183,12 @@ def find_size(table: ModelTable, vocab_size: int, tokens: int, parts: Parts = NO
 
 def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
     """Refuse rows of several documents for a model (with these inputs) that would run from one into
-    the next, or so often that ranks which share its parameters would wait for each other. Raises
-    UserError.
+    the next. Raises UserError.
     """
-    if not runs_on(plan, model):
-        return
-    _, name, *_ = resolve_builder(plan.config.model, plan.parts)
-    problem, fix = "", 'set it to "document", or let the model\'s forward take resets [B, T]'
-    if "resets" not in accepted:
+    if runs_on(plan, model) and "resets" not in accepted:
+        _, name, *_ = resolve_builder(plan.config.model, plan.parts)
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
-    elif plan.layout is not None and getattr(model, "runs_documents", False):
-        problem = f"{name} runs each document on its own"
-        problem += ", and ranks that shard a model must run it equally often"
-        fix = 'set it to "document", or distributed.strategy to "ddp"'
-    if problem:
-        raise UserError("data.align", problem, fix)
+        raise UserError("data.align", problem, 'set it to "document", or let the model\'s forward take resets [B, T]')
 
 
 def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, seq_len: int) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from trainer.import_path import format_error
 from trainer.lab.gated_delta import GatedDelta
 from trainer.lab.transformer import ROTARY_BASE, Transformer
 from trainer.model.encoder import NORM_EPS
-from trainer.model.protocol import ModelOutput, extras_of
+from trainer.model.protocol import ModelOutput
 
 Weights = dict[str, Tensor]
 
@@ -38,8 +37,6 @@ class HuggingFace(nn.Module):
 
     `assigns`: assign to the cache instead of copying in place, so that gradients flow.
     """
-
-    runs_documents = True  # with resets, how often the parts of the model run depends on the rows
 
     def __init__(self, model: nn.Module, *, assigns: bool = True) -> None:
         super().__init__()
@@ -54,41 +51,8 @@ class HuggingFace(nn.Module):
         self._cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
         self._places: list[tuple[int, str, int]] | None = None
 
-    def forward(self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Predict from tokens [B, T] and the tensors of the cache (None: an empty one).
-
-        With `resets` (bool [B, T]) every document runs on its own: without their CUDA kernels these
-        families refuse or ignore `seq_idx` and `cu_seqlens`, and with them none returns the state
-        of a row's last document.
-        """
-        if resets is None or not resets.any():
-            return self._run(tokens, state)
-        rows = []
-        for row, marks in enumerate(resets):
-            own = state and [tensor[row, None] for tensor in state]
-            rows.append(self._run_documents(tokens[row, None], own, marks))
-        ends = [torch.cat(each) for each in zip(*(row.state for row in rows), strict=True)]
-        return _joined(rows, 0, ends)
-
-    def _run_documents(self, tokens: Tensor, state: list[Tensor] | None, resets: Tensor) -> ModelOutput:
-        """One row, tokens [1, T] and resets [T], whose documents begin from no state."""
-        length, found = len(resets), []
-        edges = sorted({0, *resets.nonzero().flatten().tolist(), length})
-        for start, stop in itertools.pairwise(edges):
-            piece = tokens[:, start:stop]
-            given = None if resets[start] else state  # a row may begin in the middle of a document
-            if given is not None and stop - start == 1 < length:
-                # One token after a state takes another path, which writes into the state; here
-                # nobody reads the new one.
-                piece = piece.expand(1, 2)
-            output = self._run(piece, given)
-            # A document's loss is that of each of its tokens.
-            losses = extras_of(output)[0].items()
-            own = {name: value.expand(1, stop - start) for name, value in losses}
-            found.append(ModelOutput(output.logits[:, : stop - start], output.state, own))
-        return _joined(found, 1, found[-1].state)
-
-    def _run(self, tokens: Tensor, state: list[Tensor] | None) -> ModelOutput:
+    def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> ModelOutput:
+        """Predict from tokens [B, T] and the tensors of the cache (None: an empty one)."""
         cache = self._new_cache()
         if state is not None:
             assert self._places is not None, "a state before the first forward"
@@ -144,13 +108,6 @@ def read_pretrained(folder: str, key: str) -> Any:
         except Exception as error:  # of a damaged directory anything
             problem = f"{folder} cannot be read: {format_error(error)}"
             raise UserError(key, problem, "name a directory of save_pretrained with a causal model") from error
-
-
-def _joined(parts: list[ModelOutput], dim: int, state: Any) -> ModelOutput:
-    """Outputs of rows (dim 0) or documents (1) as one."""
-    losses = [extras_of(part)[0] for part in parts]
-    found = {name: torch.cat([each[name] for each in losses], dim) for name in losses[0]}
-    return ModelOutput(torch.cat([part.logits for part in parts], dim), state, found)
 
 
 def without_attention(cache: Any) -> Any:

@@ -8,6 +8,7 @@ and written beside the corpus's place, which is renamed at the end.
 from __future__ import annotations
 
 import codecs
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -26,7 +27,7 @@ from typing import Any, cast
 
 from trainer.arrays import keyed_generator
 from trainer.data.formats import FORMATS, index_suffixes, suffixes
-from trainer.data.layout import COMPRESSED, find_files, named_directory
+from trainer.data.layout import COMPRESSED, find_files
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file
 from trainer.metrics.logger import Report, silent
@@ -317,8 +318,17 @@ def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
             raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", fix)
         files.update(matched)
     # Not of the files: one that is added would rename the streams of others.
-    root = os.path.commonpath([os.path.abspath(named_directory(pattern)) for pattern in globs])
+    root = os.path.commonpath([os.path.abspath(_named_directory(pattern)) for pattern in globs])
     return {printable(os.path.relpath(path, root)): path for path in sorted(files)}
+
+
+def _named_directory(path: str) -> str:
+    """The directory that a file lies in, or that a glob searches."""
+    if os.path.isfile(path) or not glob.has_magic(path):
+        return os.path.dirname(path) or os.curdir
+    while glob.has_magic(path):
+        path = os.path.dirname(path)
+    return path or os.curdir
 
 
 def build_pytext(

@@ -15,7 +15,7 @@ from trainer.config.rules import reads_lanes
 from trainer.config.schema import RunConfig
 from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
-from trainer.data.layout import unread_parts
+from trainer.data.layout import modalities_of
 from trainer.errors import UserError
 from trainer.tools import limits
 from trainer.training.plan import Plan
@@ -51,24 +51,17 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
 
 
 def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
-    """Modalities of a root that no source reads, and files in no modality's directory."""
+    """Modalities of a root that no source reads."""
     readers: dict[str, list[SourceTable]] = {}
     for source in (*sources, *eval_sources):
         if source.streams and source.table.root is not None:
             readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
-    for tables in readers.values():
-        root = str(tables[0].root)
-        read: set[str] | None = {name for table in tables for name in table.modalities or ()}
-        if any(table.modalities is None for table in tables):  # which reads all of them
-            read = None
-        modalities, files = unread_parts(Path(root), read, tables[0].format)
-        if modalities:
-            problem = f"has modalities that no source reads: {few(modalities)}"
-            yield f"root {root}", problem, "add them to modalities of a source, or a source of their own"
-        if files:
-            has = counted(len(files), "file")
-            problem = f"has {has} in no modality's directory, which no source reads: {few(files)}"
-            yield f"root {root}", problem, f"move those that are data into {root}/<modality>/"
+    for root, tables in readers.items():
+        read = {name for table in tables for name in table.modalities or ()}
+        unread = sorted(modalities_of(Path(root)).keys() - read)
+        if unread and all(table.modalities is not None for table in tables):
+            problem = f"has modalities that no source reads: {few(unread)}"
+            yield f"root {tables[0].root}", problem, "add them to modalities of a source, or a source of their own"
 
 
 def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:

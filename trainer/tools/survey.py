@@ -27,10 +27,9 @@ from trainer.data.layout import (
     Stream,
     discover_direct,
     discover_nested,
-    loose_files,
+    is_data,
     refuse_empty_files,
     refuse_unheeded,
-    sort_of,
 )
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -145,12 +144,10 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
     if len(paths) > 1 or not directory.is_dir():
         return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
     try:
-        streams = discover_nested(directory, format=format)
-        loose = tuple(loose_files(directory, format))
-        return Discovery("nested", streams, root=paths[0], left_out=loose)
+        return Discovery("nested", discover_nested(directory, format=format), root=paths[0])
     except UserError:
         files = [Path(path.name) for path in directory.iterdir() if path.is_file()]
-        if not any(sort_of(name, format) == "data" for name in files):
+        if not any(is_data(name, format) for name in files):
             raise
         pattern = os.path.join(glob.escape(paths[0]), "*")
         return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
@@ -235,8 +232,6 @@ def starter(
     notes = []
     if share < 1.0:
         notes.append(f"only {share:.0%} of the bytes were inspected; the rest may differ")
-    if at.left_out:
-        notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
     if tokenizer is None:
         tokenizer = {"text": "bytes", "ids": "ids"}[kind]
     with progress_bar() as report:

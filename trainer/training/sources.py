@@ -72,12 +72,9 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
     # A gap would end the run, perhaps after days.
     weights = [leaf.weight for leaf in leaves]
-    gap = first_all_zero(weights, micro_batches=batches, num_batches=num_batches)
+    gap = first_all_zero(weights, batches, num_batches)
     if gap is not None:
-        first, last = gap
-        until = "the end" if last is None or last >= num_batches - 1 else f"batch {last}"
-        problem = f"all weights are zero from batch {first} to {until}"
-        problem += f" (the run has {num_batches} batches a rank)"
+        problem = f"all weights are zero from batch {gap} on (the run has {num_batches} batches a rank)"
         raise UserError("data.source.weight", problem, "give a source a weight above 0 there")
     return leaves
 

@@ -196,16 +196,3 @@ def test_after_a_resume_no_group_is_taken_for_moved():
         next(iter(own))
     own.load_state_dict(3)
     assert [batch["group_ids"] for batch in own] == [[4], [4, 5]]
-
-
-def test_some_rows_come_with_their_groups_and_extras():
-    more = {"dataset_labels": ["x", "y"], "token_types": torch.tensor([[1] * 3, [2] * 3])}
-    micro = take_apart(batch(**more, temperature=0.5, noise=torch.zeros(5)), None)
-    second = micro.rows(slice(1, None))
-    assert second.targets.tolist() == micro.targets.tolist()[1:]
-    assert (second.carry.group_ids.tolist(), second.carry.is_last.tolist()) == ([5], [True])
-    assert second.extras["dataset_labels"] == ["y"]
-    assert second.extras["token_types"].tolist() == [[2] * 3]
-    # What has no entry for each row is shared.
-    assert second.inputs["temperature"] == 0.5
-    assert len(second.inputs["noise"]) == 5

@@ -1,4 +1,4 @@
-"""What is written for `from_pretrained` computes and generates the same; packed documents and experts' losses."""
+"""What is written for `from_pretrained` computes and generates the same, and experts' losses are weighed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.models import pretrained
 from trainer.arrays import IGNORED
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable, ObjectiveTable
-from trainer.lab.contracts import check_model
 from trainer.lab.hugging_face import references_on_cpu, writer_of
 from trainer.lab.samples import Draw, generate
 from trainer.model.families import FAMILIES
@@ -82,31 +81,6 @@ def test_the_reopened_model_computes_and_generates_the_same(tmp_path, family, ar
     assert new.tolist() == (expected[: expected.index(end) + 1] if end in expected else expected)
 
 
-@pytest.mark.parametrize("family", ADAPTED)
-def test_packed_documents_equal_the_same_alone_in_logits_state_and_gradient(family):
-    model = noisy(family).train()
-    tokens, weights = torch.randint(VOCAB, (3, 20)), torch.randn(3, 20, VOCAB)
-    state = model(tokens=tokens[:, :9], state=None).state.detach()
-    starts = ([1, 2, 19], [0, 7], [])  # documents of one token, a reset at once, and none
-    resets = torch.zeros(3, 20, dtype=torch.bool)
-    for row, places in enumerate(starts):
-        resets[row, places] = True
-    packed = model(tokens=tokens, state=state, resets=resets)
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    found = torch.autograd.grad((packed.logits * weights).sum(), parameters)
-    total = torch.zeros(())
-    for row, places in enumerate(starts):
-        for start, stop in itertools.pairwise(sorted({0, *places, 20})):
-            given = None if resets[row, start] else state[row, None]
-            # A second token, which no logits before it see, where one alone would write into the state.
-            taken = tokens[row, None, start : max(stop, start + 2)]
-            alone = model(tokens=taken[:, : stop - start] if given is None else taken, state=given)
-            total = total + (alone.logits[:, : stop - start] * weights[row, start:stop]).sum()
-        torch.testing.assert_close(alone.state[0], packed.state[row], rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(found, torch.autograd.grad(total, parameters), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()) + 1e-6)
-
-
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
 
 
@@ -129,16 +103,3 @@ def test_the_loss_of_a_mixture_of_experts_is_weighed_as_transformers_does():
     gradients = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (ours, theirs.loss))
     for own, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-6)
-    resets = torch.zeros(3, 20, dtype=torch.bool)
-    resets[1, 5] = True
-    packed = model(tokens=tokens, resets=resets).losses["aux_loss"]
-    alone = [model(tokens=part).losses["aux_loss"] for part in (tokens[:1], tokens[1:2, :5], tokens[1:2, 5:])]
-    torch.testing.assert_close(packed[[0, 1, 1], [0, 4, 5]], torch.stack(alone))
-    assert packed.shape == (3, 20)
-
-
-@pytest.mark.slow
-def test_the_contract_holds_for_packed_rows():
-    report = check_model(noisy("bamba"), vocab_size=VOCAB)
-    assert report.breaches == [], report
-    assert report["resets"].status == "held", report
