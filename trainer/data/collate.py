@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.documents import TokenArray
+from trainer.data.documents import IdBounds, TokenArray
 from trainer.data.groups import Handed, OpenStream
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -118,7 +117,6 @@ class Gathered(NamedTuple):
     modalities: list[str]  # and its modality
     rows: list[list[Read]]  # segments by row
     groups: list[int]  # `ROW_KEYS` of each row
-    opened: dict[int, OpenStream]  # what is read from, by identity
 
 
 class Collator:
@@ -138,7 +136,7 @@ class Collator:
 
     def __init__(self, tokenizer: Tokenizer, *, row_tokens: int, runs_on: bool) -> None:
         self._row_tokens, self._runs_on = row_tokens, runs_on
-        self._bos = tokenizer.bos_id
+        self._bos, self._tokenizer = tokenizer.bos_id, tokenizer
         self._nothing = np.zeros(row_tokens, np.int64)
         self._types = tokenizer.token_type_table
         if self._types is not None:
@@ -186,10 +184,10 @@ class Collator:
     def _gather(self, lanes: Sequence[Lane], refill: Refill) -> Gathered:
         """Move each lane on by a row."""
         length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
-        found = Gathered([], [], [], [], [], [], [], [], [], {})
+        found = Gathered([], [], [], [], [], [], [], [], [])
         # In local names: this loop runs for every document.
-        pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups, opened = found
-        last, room = None, 1  # how much of a row the next groups may fill
+        pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups = found
+        last, room, checked = None, 1, set()  # room: how much of a row the next groups may fill
         if runs_on:
             room = length
         for row, lane in enumerate(lanes):
@@ -200,9 +198,9 @@ class Collator:
                 if source is not last:
                     last, tokens = source, source.documents.tokens
                     label, modality = source.groups.namespace, source.stream.modality
-                    if id(source) not in opened:
+                    if id(source) not in checked:
                         check_size(source)
-                        opened[id(source)] = source
+                        checked.add(id(source))
                 if not offset:
                     begun.append(row * length + at)
                 if not at and (offset or not runs_on):
@@ -238,15 +236,13 @@ class Collator:
 
     def _check_ids(self, found: Gathered, targets: Ints) -> None:
         """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""
-        # Of the files whose ids are not known to be in range.
-        bounds = [*filter(None, map(attrgetter("documents.bounds"), found.opened.values()))]
-        if not bounds:
-            return
         # Nobody may have checked the token before a group that begins behind a cut.
         # As unsigned, a negative id is a large one.
         inputs = np.array(found.inputs, np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
-        if max(before, targets.view(np.uint64).max()) >= min(map(attrgetter("num_ids"), bounds)):
+        if max(before, targets.view(np.uint64).max()) >= IdBounds.of("", self._tokenizer).num_ids:
             for of, offset, size in chain.from_iterable(found.rows):
-                start = of.first + offset
-                of.source.documents.read(of.document, max(start - 1, 0), start + size)
+                documents, start = of.source.documents, max(of.first + offset - 1, 0)
+                tokens = documents.read(of.document, start, of.first + offset + size)
+                bounds = IdBounds.of(of.source.stream.path, self._tokenizer)
+                bounds.check(tokens, int(documents.starts[of.document]) + start)

@@ -86,20 +86,13 @@ class IdBounds:
             position, read_as = f" at token {begin + at}", f", read as {tokens.dtype}"
             raise self.refusal(int(tokens[at]), position, read_as)
 
-    def check_sample(self, tokens: npt.NDArray[Any]) -> IdBounds | None:
-        """Check a small file completely, or a few stretches of a large one, as `check` does.
-
-        Returns None if every id is known to be in range, otherwise these bounds, for later reads.
-        """
-        limits = np.iinfo(tokens.dtype)
-        if limits.min == 0 and limits.max < self.num_ids:
-            return None
+    def check_sample(self, tokens: npt.NDArray[Any]) -> None:
+        """Check a small file completely, or a few stretches of a large one, as `check` does."""
         if len(tokens) <= WHOLE:
             self.check(tokens, 0)
-            return None
+            return
         for start in np.linspace(0, len(tokens) - SAMPLE, NUM_SAMPLES).astype(np.int64).tolist():
             self.check(tokens[start : start + SAMPLE], start)
-        return self
 
 
 @dataclass(frozen=True)
@@ -109,21 +102,16 @@ class TokenTable:
     tokens: TokenArray  # any integer dtype, [N]
     starts: Ints  # where each document begins, int64 [D]
     lengths: Ints  # tokens per document, int64 [D]
-    # None if every id is known to be in the vocabulary; otherwise reads check their ids.
-    bounds: IdBounds | None = None
 
     @property
     def num_documents(self) -> int:
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document, as a view. UserError: an id is out of range."""
+        """Tokens [start, stop) of a document, as a view."""
         assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
         begin = int(self.starts[document]) + start
-        tokens = self.tokens[begin : begin + stop - start]
-        if self.bounds is not None:
-            self.bounds.check(tokens, begin)
-        return tokens
+        return self.tokens[begin : begin + stop - start]
 
 
 @part_options
@@ -196,7 +184,8 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
     tokens, bounds = np.asarray(mapped), IdBounds.of(path, options.tokenizer)
     start = np.zeros(1, np.int64)
     if options.eod is None:
-        return TokenTable(tokens, start, start + len(tokens), bounds.check_sample(tokens))
+        bounds.check_sample(tokens)
+        return TokenTable(tokens, start, start + len(tokens))
     bounds.check_eod(options.eod)
     ends = _document_ends(tokens, options.eod, bounds)
     starts = np.concatenate([start, ends[:-1]])
@@ -257,21 +246,15 @@ def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
     stops = pointers + sizes * dtype.itemsize
     is_outside = (sizes < 0) | (pointers < 0) | (stops > bin_size)
     is_outside |= pointers % dtype.itemsize != 0
-    at = int(stops.argmax())  # the last one, which must end the file
-    if is_outside.any():
-        at = int(is_outside.argmax())
-    if is_outside[at] or stops[at] != bin_size:
-        lies = f"sequence {at} lies at bytes {int(pointers[at])} to {int(stops[at])}"
-        raise damaged(path, f"{lies}, which does not fit a .bin of {bin_size} bytes of {dtype}")
+    if is_outside.any() or stops.max() != bin_size:
+        raise damaged(path, f"its sequences do not fit a .bin of {bin_size} bytes of {dtype}")
     starts = pointers // dtype.itemsize
     if len(indices) == len(sizes) + 1 and int(np.diff(indices).min()) == 1:  # one sequence each
         return dtype, starts, sizes
     is_inner = np.ones(len(starts), dtype=np.bool_)  # sequences that continue a document
     is_inner[indices[:-1][indices[:-1] < len(starts)]] = False
-    gaps = np.flatnonzero(is_inner[1:] & (starts[1:] != (starts + sizes)[:-1]))
-    if len(gaps):
-        sequence = f"sequence {int(gaps[0]) + 1}"
-        raise damaged(path, f"{sequence} does not directly follow the previous one of its document")
+    if (is_inner[1:] & (starts[1:] != (starts + sizes)[:-1])).any():
+        raise damaged(path, "the sequences of a document do not follow each other")
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     return dtype, starts[np.minimum(indices[:-1], len(starts) - 1)], np.diff(totals[indices])
 
@@ -285,5 +268,5 @@ def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
         raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
     dtype, starts, lengths = _read_index(index, path.stat().st_size)
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-    bounds = IdBounds.of(path, options.tokenizer).check_sample(tokens)
-    return TokenTable(tokens, starts, lengths, bounds)
+    IdBounds.of(path, options.tokenizer).check_sample(tokens)
+    return TokenTable(tokens, starts, lengths)

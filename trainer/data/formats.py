@@ -14,7 +14,7 @@ import stat
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -264,9 +264,8 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     if ((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens))).any():
         problem = f"a document does not lie within its {len(tokens):,} tokens"
         raise damaged(where, problem, "return where each begins, and its length")
-    # The user's function need not have checked the ids.
-    bounds = table.bounds or IdBounds.of(path, options.tokenizer).check_sample(tokens)
-    return replace(table, tokens=tokens, starts=starts, lengths=lengths, bounds=bounds)
+    IdBounds.of(path, options.tokenizer).check_sample(tokens)
+    return TokenTable(tokens, starts, lengths)
 
 
 @dataclass(frozen=True)

@@ -69,14 +69,14 @@ def _may_be_meant(path: PurePath) -> bool:
 
 
 def _sort_out(files: Mapping[str, PurePath], format: str) -> tuple[list[str], list[str]]:
-    """The files that a layout reads, and others that may be meant as data; all by name below the root."""
+    """The files that a layout reads, and others that may be meant as data, by names below the root."""
     read = [path for path, name in files.items() if is_data(name, format)]
     return read, [path for path in files.keys() - {*read} if _may_be_meant(files[path])]
 
 
 def warn_unread(where: object, unread: Collection[str]) -> None:
     if unread:
-        text = "%s: does not read %s: %s; if they are data, rename them (known extensions: %s), convert them, or set format"
+        text = "%s: does not read %s: %s; if they are data, rename or convert them (%s), or set format"
         files = counted(len(unread), "file"), few(sorted(unread))
         logger.warning(text, printable(str(where)), *files, " ".join(suffixes()))
 
@@ -150,10 +150,12 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     streams: list[Stream] = []
     unread: list[str] = []
     if modalities is None:  # files in the root itself are of no modality
-        unread = [path.name for path in base.iterdir() if path.is_file() and _may_be_meant(PurePath(path.name))]
+        names = [path.relative_to(base) for path in base.iterdir() if path.is_file()]
+        unread = [str(name) for name in names if _may_be_meant(name)]
     for modality in directories if modalities is None else sorted(set(modalities)):
         if modality not in directories:
-            raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(directories) or 'none'}")
+            fix = f"it has: {', '.join(directories) or 'none'}"
+            raise UserError(str(root), f"has no modality {modality!r}", fix)
         names = [path.relative_to(base) for path in _files_below(directories[modality])]
         read, others = _sort_out({name.as_posix(): name for name in names}, format)
         if not read and modalities is not None:
@@ -161,7 +163,8 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
         streams += [_stream(str(base / name), name, modality) for name in read]
         unread += others
     if not streams:
-        fix = f'put files into {base}/<modality>/ ({" ".join(suffixes())}), or set paths = ["{base}/*"] instead of root'
+        fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
+        fix += f', or set paths = ["{base}/*"] instead of root'
         raise _nothing_found(base, unread, fix)
     warn_unread(root, unread)
     return numbered(streams)

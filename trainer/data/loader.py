@@ -99,7 +99,8 @@ class MicroBatch:
             return {**values, **{key: v[kept] for key, v in by_row.items() if len(v) == num_rows}}
 
         targets = torch.full_like(self.targets[kept], IGNORED)
-        carry, metrics = self.carry and Carry.of_no_group(len(targets)), {MASKED_SHARE: 1.0, FILL: 0.0}
+        carry = self.carry and Carry.of_no_group(len(targets))
+        metrics = {MASKED_SHARE: 1.0, FILL: 0.0}
         same = replace(self, inputs=cut(self.inputs), extras=cut(self.extras), documents=())
         return replace(same, targets=targets, carry=carry, metrics=metrics, is_filler=True)
 
@@ -135,14 +136,10 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
     """A data set's dict as a micro-batch. `accepted`: inputs that the model takes; None: any."""
     inputs = {key: value for key, value in batch.items() if key not in BATCH_EXTRAS}
     extras = {key: value for key, value in batch.items() if key in BATCH_EXTRAS}
-    problem, missing = "", sorted(set(CARRY_KEYS) - inputs.keys())
-    if "targets" not in inputs:
-        problem, fix = f"no targets; it has {', '.join(sorted(inputs))}", "add targets [B, T]"
-    elif 0 < len(missing) < len(CARRY_KEYS):
-        problem = f"not all of {', '.join(CARRY_KEYS)}: it has no {', '.join(missing)}"
-        fix = "give all or none"
-    if problem:
-        raise UserError("data", f"a micro-batch has {problem}", fix)
+    missing = sorted(set(CARRY_KEYS) - inputs.keys())
+    if 0 < len(missing) < len(CARRY_KEYS):
+        problem = f"a micro-batch has no {', '.join(missing)}, but others of {', '.join(CARRY_KEYS)}"
+        raise UserError("data", problem, "give all or none")
     targets, carry = inputs.pop("targets"), None
     if not missing:
         optional = {key: np.asarray(inputs.pop(key)) for key in OPTIONAL_CARRY_KEYS if key in inputs}

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.metrics.best_effort import BestEffort
 from trainer.options import PickMode
 
 STAGES = ("open", "read", "own_code")  # of reading, timed separately
@@ -42,11 +41,10 @@ class ActivePool:
     """The active readers, one per slot: with `stream`, `remaining_picks`, `remaining_fraction`.
 
     `seen` holds the metrics of the last pick: what remained before it, and waits with it counted;
-    empty before the first, or if the `guard` of the metrics has seen them fail. All `modalities`
-    are reported, zeros included.
+    empty before the first. All `modalities` are reported, zeros included.
     """
 
-    def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:
+    def __init__(self, modalities: Sequence[str], pick_mode: PickMode) -> None:
         self.readers: list[Any] = []
         self.turn = 0  # the slot that round_robin picks next
         self._seen: dict[str, float] | None = {}  # None: not computed yet from the last pick
@@ -55,7 +53,6 @@ class ActivePool:
         self._stats = np.zeros((6, 0))
         self._counts = {MODALITY_PREFIX + modality: 0.0 for modality in sorted(modalities)}
         self._num_picks = 0
-        self._guard = guard or BestEffort("pool metrics")
 
     def add(self, reader: Any) -> None:
         self.readers.append(reader)
@@ -159,7 +156,7 @@ class ActivePool:
     @property
     def seen(self) -> dict[str, float]:
         if self._seen is None:
-            self._seen = self._guard.run(self.snapshot, *self._last_pick) or {}
+            self._seen = self.snapshot(*self._last_pick)
         return self._seen
 
     @staticmethod

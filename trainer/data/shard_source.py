@@ -38,7 +38,6 @@ from trainer.data.groups import (
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
 from trainer.errors import UserError
-from trainer.metrics.best_effort import BestEffort
 from trainer.options import DEFAULT_STREAMS
 from trainer.wording import printable
 
@@ -213,9 +212,8 @@ class StreamSource(ABC):
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
         self.open = lru_cache(2 * mix.streams_open)(self._open_weighted)
         self.epochs = EpochCount()
-        self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
-        self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
+        self._pool = ActivePool(self.modalities, mix.pick_mode)
         self._exhaust_events = self._num_picks = 0
         self.deals_few = True  # False: continues a state of a version that had no `FewDocuments`
         self._dealers: dict[int, FewDocuments | None] = {}  # by the number of shards
@@ -290,9 +288,7 @@ class StreamSource(ABC):
         drain. Once all data are read, only the counts."""
         self._note()
         gauges: Mapping[str, float | None] = self._pool.seen
-        if not self._guard.enabled:
-            gauges = dict.fromkeys(pool_metric_keys(self.modalities))
-        elif self.is_ended:
+        if self.is_ended:
             gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
         elif not gauges:
             return {}
@@ -439,7 +435,7 @@ class StreamSource(ABC):
         if len(states) == self._num_shards:
             own = states[self._shard]
         self.deals_few = own.get("deals_few", self.deals_few)
-        self._pool = ActivePool(self.modalities, self._mix.pick_mode, self._guard)
+        self._pool = ActivePool(self.modalities, self._mix.pick_mode)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)
             return

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
-import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +14,11 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.errors import UserError
 
-logger = logging.getLogger("trainer.data")
 # Text with every byte that UTF-8 may have, in the form that nearly all text has.
 _CHARACTERS = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x1000)])
 PROBE = unicodedata.normalize("NFC", "".join(_CHARACTERS))
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """The part of a tokenizer that trainer.data needs."""
 
@@ -115,14 +111,8 @@ class HuggingFaceTokenizer:
         self.name = Path(path).name
         self.bos_id = int(max(ids)) + 1  # not their number: ids may have gaps
         self.vocab_size = self.bos_id + 1
-        # What prepares batches of fixed length would drop or invent tokens.
-        saved = {"truncation": self._tokenizer.truncation, "padding": self._tokenizer.padding}
-        found = [name for name, settings in saved.items() if settings is not None]
-        if found:
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            text = "%s: switched off the %s saved in it: documents stay whole"
-            logger.warning(text, path, " and ".join(found))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str) -> Ints:
         """The ids, without the special tokens of the post-processor."""
@@ -194,9 +184,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
             return [tokenizer.bos_id, *map(int, words)]
         problem = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}'
         raise UserError(key, problem, 'write "17 4 99"')
-    # Python reads bytes of a command line that are not UTF-8 as lone surrogates.
-    if re.search("[\ud800-\udfff]", prompt):
-        raise UserError(key, "is not UTF-8", "write it as UTF-8")
     return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
 
 

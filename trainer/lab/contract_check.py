@@ -188,7 +188,8 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
     if runs_on(plan, model) and "resets" not in accepted:
         _, name, *_ = resolve_builder(plan.config.model, plan.parts)
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
-        raise UserError("data.align", problem, 'set it to "document", or let the model\'s forward take resets [B, T]')
+        fix = 'set it to "document", or let the model\'s forward take resets [B, T]'
+        raise UserError("data.align", problem, fix)
 
 
 def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, seq_len: int) -> None:

@@ -15,7 +15,6 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,23 +90,20 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
     if model.config.model_type != model_type:
         raise UserError("model.args.from", f"{folder} has a {model.config.model_type}", fix)
     if model.config.vocab_size < vocab_size:
-        with quiet(package()):
-            model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
+        model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
     return HuggingFace(model)
 
 
 def read_pretrained(folder: str, key: str) -> Any:
     """The causal model of a directory of `save_pretrained`. Raises UserError of `key`: there is none."""
-    transformers = package()
-    with quiet(transformers):
-        try:
-            if not (Path(folder) / "config.json").is_file():
-                raise ValueError("it has no config.json")
-            read = transformers.AutoModelForCausalLM.from_pretrained
-            return read(folder, local_files_only=True, dtype=torch.float32)
-        except Exception as error:  # of a damaged directory anything
-            problem = f"{folder} cannot be read: {format_error(error)}"
-            raise UserError(key, problem, "name a directory of save_pretrained with a causal model") from error
+    try:
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError("it has no config.json")
+        read = package().AutoModelForCausalLM.from_pretrained
+        return read(folder, local_files_only=True, dtype=torch.float32)
+    except Exception as error:  # of a damaged directory anything
+        problem = f"{folder} cannot be read: {format_error(error)}"
+        raise UserError(key, problem, "name a directory of save_pretrained with a causal model") from error
 
 
 def without_attention(cache: Any) -> Any:
@@ -183,26 +179,14 @@ def writer_of(model: Any) -> Callable[[Path], None] | None:
     return own
 
 
-@contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
-    """Without progress bars and reports of what was loaded: every rank would show them."""
-    log = transformers.utils.logging
-    level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if has_bars:
-            log.enable_progress_bar()
-
-
 def package() -> Any:
+    """`transformers`, without progress bars and reports of loading, which every rank would show."""
     try:
         package = importlib.import_module("transformers")
     except ImportError:
         raise UserError("transformers", "is not installed", "run: pip install transformers") from None
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
     return package
 
 
@@ -220,8 +204,7 @@ def save(model: Any, directory: Path) -> None:
         except ValueError:
             config.use_cache = model.generation_config.use_cache = False
     try:
-        with quiet(transformers):
-            model.save_pretrained(directory)
+        model.save_pretrained(directory)
     finally:
         config.use_cache = model.generation_config.use_cache = given
 

@@ -12,13 +12,11 @@ what a first one has finished.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 import time
@@ -144,19 +142,12 @@ class Stopped(Exception):
 
 
 def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan:
-    """The plan, with the tokens of its text in mapped files. Raises Stopped.
-
-    Where that fails (a full disk), every rank tokenizes what it reads, with a warning.
-    """
+    """The plan, with the tokens of its text in mapped files. Raises as `tokenize_source`."""
     if multiprocessing.current_process().daemon:  # which may start no processes
         return plan  # it reads the text itself
 
     def with_tokens(source: Source) -> Source:
-        try:
-            found = tokenize_source(plan, source, info, is_stopped)
-        except UserError as error:
-            logger.warning("source %s: every rank tokenizes its text itself: %s", source.name, error.message)
-            return source
+        found = tokenize_source(plan, source, info, is_stopped)
         return replace(source, streams=[replace(each, tokens=found.get(each.path, "")) for each in source.streams])
 
     sources, eval_sources = ([with_tokens(each) for each in own] for own in (plan.sources, plan.eval_sources))
@@ -192,14 +183,9 @@ def tokenize_source(
         making.mkdir(exist_ok=True)
         remove_leftovers(making)  # of a write that was killed
         files = {path: making / name for path, name in names.items()}
-        try:
-            with progress_bar(partial(logger.info, "tokenizing: %s")) as report:
-                num_cores = len(os.sched_getaffinity(0))
-                tokenize_files(files, table.format, how, workers=num_cores, report=partial(look, report))
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the run itself may need the room
-                shutil.rmtree(making, ignore_errors=True)
-            raise
+        with progress_bar(partial(logger.info, "tokenizing: %s")) as report:
+            num_cores = len(os.sched_getaffinity(0))
+            tokenize_files(files, table.format, how, workers=num_cores, report=partial(look, report))
         making.rename(place)
 
     try:

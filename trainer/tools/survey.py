@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.documents import Kind, ReadOptions, TokenArray, TokenTable
+from trainer.data.documents import IdBounds, Kind, ReadOptions
 from trainer.data.formats import file_kind, format_name, load_documents, takes_option
 from trainer.data.groups import held_out
 from trainer.data.layout import (
@@ -47,13 +47,6 @@ def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
         report(number, len(streams), stream.relative_path)
         yield stream
     report(len(streams), len(streams), "done")
-
-
-def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
-    """Every token of every document, in chunks. Raises UserError: the file is damaged."""
-    for document, length in enumerate(documents.lengths.tolist()):
-        for start in range(0, length, CHUNK):
-            yield documents.read(document, start, min(start + CHUNK, length))
 
 
 def guess(
@@ -98,7 +91,7 @@ def look(
         documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
         if tokenizer == "ids":  # a tokenizer has a vocabulary of its own
-            largest = max([largest, *(int(chunk.max(initial=0)) for chunk in token_chunks(documents))])
+            largest = max(largest, int(documents.tokens.max(initial=0)))
     return lengths, largest
 
 
@@ -111,7 +104,8 @@ def verify(
     for stream in each_stream(streams, report):
         try:
             documents = load_documents(stream.path, options)
-            num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
+            IdBounds.of(stream.path, options.tokenizer).check(documents.tokens, 0)
+            num_tokens += int(documents.lengths.sum())
             num_documents += documents.num_documents
         except UserError as error:
             errors.append(error)

@@ -122,10 +122,9 @@ def test_extras_and_bookkeeping_never_reach_the_model():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tokens": 1}, "has no targets; it has tokens"),
         (
             {"tokens": 1, "targets": 1, "group_ids": 1},
-            "has not all of group_ids, cell_index, is_last: it has no cell_index, is_last",
+            "has no cell_index, is_last, but others of group_ids, cell_index, is_last",
         ),
         (batch(odd=1), r"batch key odd: neither an input of the model \(tokens\).*dataset_labels.*token_types"),
     ],
