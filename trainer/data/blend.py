@@ -395,8 +395,6 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
     keys = getattr(dataset, "metric_keys", None)
     if keys is None or getattr(dataset, "drain_step_metrics", None) is None:
         return None
-    if isinstance(keys, str):
-        raise TypeError(f"metric_keys must be a list of names, got {keys!r}")
     found = [key for key in keys if is_name(key, guard.leave_out)]
     foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS))}
     for key in sorted(foreign):

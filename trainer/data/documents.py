@@ -186,7 +186,6 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
     if options.eod is None:
         bounds.check_sample(tokens)
         return TokenTable(tokens, start, start + len(tokens))
-    bounds.check_eod(options.eod)
     ends = _document_ends(tokens, options.eod, bounds)
     starts = np.concatenate([start, ends[:-1]])
     return TokenTable(tokens, starts, ends - starts)

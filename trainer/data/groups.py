@@ -186,10 +186,7 @@ def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenSt
     return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
 
 
-def nothing_left(key: str, problem: str, cut: CutOptions, most_documents: int) -> UserError:
-    """The error for a source without a document to read, whose files have at most so many."""
-    fix = "change holdout_fraction or the paths"
-    if cut.holdout_fraction and most_documents == 1:
-        problem += ": each file is one document, and documents are held out whole"
-        fix = f"set eod or text_split so that files are split, or {fix}"
-    return UserError(key, problem, fix)
+def nothing_left(key: str) -> UserError:
+    """The error for a source without a document to read."""
+    fix = "change the paths or holdout_fraction, or set eod or text_split so that files are split"
+    return UserError(key, "no document is left to read", fix)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -189,10 +189,8 @@ class LaneBlend(BlendDataset):
                 self._laned[index] = source.dataset
             elif source.weight.zero_from() != 0:
                 self._batched.append(index)
-        self._hands: dict[int, Callable[[int], list[Handed]]] = {}
         self._shard = (0, 1)
-        for index, part in self._laned.items():
-            self._hands[index] = part.hand
+        for part in self._laned.values():
             self._shard = (part.fixed_state["rank"], part.fixed_state["world_size"])
 
     @property
@@ -358,7 +356,7 @@ class LaneBlend(BlendDataset):
                 break
             self._now = index
             # Claims decide document by document; for a single source, a row's come together.
-            handed = self._hands[index](room if self._is_alone else 1)
+            handed = self._laned[index].hand(room if self._is_alone else 1)
             if not handed:
                 self._ended[index] = self._laned[index].is_ended
                 self._note_open()

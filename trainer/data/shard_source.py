@@ -265,13 +265,8 @@ class StreamSource(ABC):
 
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""
-        most_documents = 0
-        for stream in self.streams:
-            opened = self.open(stream)
-            if opened.groups.num_groups:
-                return
-            most_documents = max(most_documents, opened.documents.num_documents)
-        raise nothing_left(self.name, "no document is left to read", self._cut, most_documents)
+        if not any(self.open(stream).groups.num_groups for stream in self.streams):
+            raise nothing_left(self.name)
 
     @property
     def now_reading(self) -> str:

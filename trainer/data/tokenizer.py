@@ -6,7 +6,7 @@ import json
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ _CHARACTERS = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0
 PROBE = unicodedata.normalize("NFC", "".join(_CHARACTERS))
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """The part of a tokenizer that trainer.data needs."""
 

@@ -138,8 +138,7 @@ def _opened(plan: Plan, source: Source) -> Content:
     opened = [open_stream(stream, read, cut) for stream in source.streams]
     sizes = np.concatenate([each.num_tokens() for each in opened])
     if not len(sizes):
-        most = max(each.documents.num_documents for each in opened)
-        raise nothing_left(f"source {source.name}", "has no document to train on", cut, most)
+        raise nothing_left(f"source {source.name}")
     return Content(int(sizes.sum()), len(sizes))
 
 

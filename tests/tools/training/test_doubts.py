@@ -209,5 +209,5 @@ def test_small_data_are_counted_and_large_data_go_by_their_bytes(
 
 def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="source one: has no document to train on"):
+    with pytest.raises(UserError, match="source one: no document is left to read"):
         contents(plan_of(tmp_path, f'data.source=[{{name="one",paths=["{tmp_path}/empty.jsonl"]}}]'))
