@@ -5,7 +5,7 @@ On the CPU nothing can wait; there these are the same runs, and tests/core/train
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_batches_reach_the_device_through_pinned_memory_unchanged(device: torch.
 def test_batches_that_a_thread_prefetches_are_whole_when_they_are_used(device: torch.device) -> None:
     """The thread's copies are still on their way when the batch is handed over: what uses them must come after."""
     made = [{"tokens": np.full((64, 4096), number), "targets": np.zeros((64, 4096), np.int64)} for number in range(20)]
-    with Loader([dict(batch) for batch in made], device=device, prefetch=2) as loader:
+    with closing(Loader([dict(batch) for batch in made], device=device, prefetch=2)) as loader:
         sums = [micro.inputs["tokens"].sum() for micro in loader]
     assert torch.stack(sums).tolist() == [64 * 4096 * number for number in range(20)]
 

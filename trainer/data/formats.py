@@ -32,7 +32,7 @@ from trainer.data.documents import (
     damaged,
     table_from_pieces,
 )
-from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
 
@@ -41,6 +41,7 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 BATCH = 1 << 20  # bytes of lines that are tokenized together
 BATCH_ROWS = 1024  # likewise
 COLUMNS = ("text", "tokens")
+UNBOUNDED = 1 << 40  # larger than any vocabulary
 
 
 def _bounds(data: TokenArray, text_split: str) -> Ints:
@@ -161,19 +162,6 @@ def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) ->
             yield document
 
 
-def jsonl_kind(path: Path, column: str | None) -> Kind:
-    """The kind of the first record; `text` where it cannot be read, of which reading will tell."""
-    try:
-        with path.open("rb") as lines:
-            first = json.loads(next((line for line in lines if line.strip()), b"{}"))
-    except (OSError, ValueError, RecursionError):
-        return "text"
-    if not isinstance(first, dict):
-        return "text"
-    is_ids = "tokens" in first if column is None else isinstance(first.get(column), list)
-    return "ids" if is_ids else "text"
-
-
 @contextmanager
 def _parquet(path: Path) -> Iterator[tuple[Any, Any]]:
     """pyarrow and the opened file. Raises UserError: the package is missing, or the file is damaged."""
@@ -236,15 +224,6 @@ def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
             row += len(array)
 
 
-def parquet_kind(path: Path, column: str | None) -> Kind:
-    """The kind of the documents' column; `text` where it cannot be read, as `jsonl_kind`."""
-    try:
-        with _parquet(path) as (pyarrow, file):
-            return _column(path, file.schema_arrow, pyarrow, column)[1]
-    except UserError:
-        return "text"
-
-
 def is_import_path(format: str) -> bool:
     return ":" in format
 
@@ -272,8 +251,6 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
 class Format:
     suffixes: tuple[str, ...]  # file extensions that select the format
     load: Callable[[Path, ReadOptions], TokenTable] | None  # None: tokenizes its `pieces`
-    # Text or token ids; a function of the path (and column) where it depends on the file.
-    kind: Kind | Callable[[Path, str | None], Kind]
     # The keys that the user may set for such files.
     options: tuple[Literal["dtype", "eod", "text_split", "column"], ...] = ()
     # Extension of a second file that must be there too, and is not a stream of its own.
@@ -284,12 +261,12 @@ class Format:
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "text": Format((".txt", ".md", ".py"), load_text, "text", ("text_split",), pieces=text_pieces),
-        "jsonl": Format((".jsonl",), None, jsonl_kind, ("column",), pieces=jsonl_pieces),
-        "npy": Format((".npy",), documents.load_npy, kind="ids", options=("eod",)),
-        "megatron": Format((".bin",), documents.load_megatron, kind="ids", beside=".idx"),
-        "bin": Format((".bin",), documents.load_bin, kind="ids", options=("dtype", "eod")),
-        "parquet": Format((".parquet",), None, parquet_kind, ("column",), pieces=parquet_pieces),
+        "text": Format((".txt", ".md", ".py"), load_text, ("text_split",), pieces=text_pieces),
+        "jsonl": Format((".jsonl",), None, ("column",), pieces=jsonl_pieces),
+        "npy": Format((".npy",), documents.load_npy, ("eod",)),
+        "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
+        "bin": Format((".bin",), documents.load_bin, ("dtype", "eod")),
+        "parquet": Format((".parquet",), None, ("column",), pieces=parquet_pieces),
     }
 )
 
@@ -304,11 +281,17 @@ def index_suffixes() -> tuple[str, ...]:
 
 
 def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
-    """The kind of a file of the format `name`; `text` for formats by import path."""
-    if is_import_path(name):
+    """The kind of a file of the format `name`; `text` for formats by import path, and for files that
+    cannot be read, of which reading will tell."""
+    row = FORMATS.get(name)
+    if row is None or name == "text":
         return "text"
-    kind = FORMATS[name].kind
-    return kind(path, column) if callable(kind) else kind
+    if row.pieces is not None:
+        try:
+            next(row.pieces(path, ReadOptions(IdsTokenizer(UNBOUNDED), column=column)), None)
+        except (UserError, OSError):  # such as of text, which takes a tokenizer
+            return "text"
+    return "ids"
 
 
 def is_read_whole(path: Path | str, options: ReadOptions) -> bool:

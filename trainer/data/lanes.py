@@ -86,13 +86,8 @@ def count_documents(streams: Sequence[Stream], cut: CutOptions, read: ReadOption
     sizes = np.array([file_bytes(stream) for stream in streams], np.int64)
     order = keyed_generator("count", cut.namespace).permutation(len(streams))
     drawn, others = order[:COUNTED_FILES], order[COUNTED_FILES:]
-    counts = []
-    for at in drawn:
-        try:
-            counts.append(len(np.unique(open_stream(streams[at], read, cut).groups.documents)))
-        except UserError as error:
-            error.where = f"source {cut.namespace}"
-            raise
+    opened = (open_stream(streams[at], read, cut) for at in drawn)
+    counts = [len(np.unique(each.groups.documents)) for each in opened]
     by_byte = sum(counts) / max(int(sizes[drawn].sum()), 1)
     if max(counts) <= 1:  # each file is a document
         by_byte = 0.0

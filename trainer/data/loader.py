@@ -164,7 +164,7 @@ class Loader:
 
     An exception in the thread is raised from `next()`, after the batches made before it. While the
     thread runs, nobody else may touch the dataset, whose `state_dict` and `drain_step_metrics` are
-    used where it has them. `close()` ends the thread; the loader is also a context manager.
+    used where it has them. `close()` ends the thread.
 
     Args:
         device: where the values of `TENSOR_KEYS` go, in one copy that is not waited for.
@@ -224,12 +224,6 @@ class Loader:
         where = getattr(self._dataset, "now_reading", None)
         number = f"micro-batch {self._num_loaded + 1:,}"
         return f"{number} from {where}" if isinstance(where, str) and where else number
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the thread and drop prefetched batches. A read that hangs ends with the process."""

@@ -3,56 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from dataclasses import field, replace
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from trainer.arrays import Ints
 from trainer.errors import UserError
-from trainer.options import MicroBatches
+from trainer.options import MicroBatches, Options, part_options
 
 # Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a
 # weight is zero exactly where its schedule is.
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-100, 1e100
-ScheduleKind = Literal["linear", "step"]
-WeightUnit = Literal["batch", "step"]
+Value = Annotated[float, Field(ge=1e-100, le=1e100)] | Annotated[float, Field(ge=0, le=0)]
 
 
-def _checked(value: Any, path: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT):
-        raise UserError(path, f"must be 0 or a number within [1e-100, 1e100], got {value!r}")
-    return float(value)
-
-
-@dataclass(frozen=True)
-class ScheduledWeight:
+@part_options
+class ScheduledWeight(Options):
     """A weight that follows points and is constant outside them."""
 
-    kind: ScheduleKind  # `linear` interpolates; `step` takes the last point at or before x
-    points: Mapping[int, float]  # x -> value, at least one
-    scale: float = 1.0  # a factor on every value
-    unit: WeightUnit = "batch"  # what x counts: micro-batches from 0, or optimizer steps from 1
-    path: str = field(default="weight", compare=False)  # its name in messages
+    kind: Literal["linear", "step"]
+    """`linear` interpolates; `step` takes the last point at or before x."""
+    points: Annotated[Mapping[Annotated[int, Field(ge=0, lt=2**53)], Value], Field(min_length=1)]
+    """x -> value."""
+    scale: Value = 1.0
+    """A factor on every value."""
+    unit: Literal["batch", "step"] = "batch"
+    """What x counts: micro-batches from 0, or optimizer steps from 1."""
+    path: str = field(default="weight", compare=False)
+    """Its name in messages."""
 
     def __post_init__(self) -> None:
-        kinds, units, points = get_args(ScheduleKind), get_args(WeightUnit), dict(self.points)
-        are_places = all(type(x) is int and 0 <= x < 2**53 for x in points)
-        for key, is_right, rule, found in (
-            ("schedule", self.kind in kinds, f"one of {', '.join(kinds)}", self.kind),
-            ("unit", self.unit in units, f"one of {', '.join(units)}", self.unit),
-            ("points", points and are_places, "at least one point, at an integer >= 0", points),
-        ):
-            if not is_right:
-                raise UserError(f"{self.path}.{key}", f"must be {rule}, got {found!r}")
-        points = {x: _checked(points[x], f"{self.path}.points.{x}") for x in sorted(points)}
+        super().__post_init__()
+        points = {x: float(self.points[x]) for x in sorted(self.points)}
         object.__setattr__(self, "points", points)
-        object.__setattr__(self, "scale", _checked(self.scale, f"{self.path}.scale"))
-
-    def __hash__(self) -> int:
-        return hash((self.kind, tuple(self.points.items()), self.scale, self.unit))
 
     def evaluate(self, x: int) -> float:
         return float(self.evaluate_many(np.array([x]))[0])
@@ -90,7 +75,7 @@ class ConstantWeight(ScheduledWeight):
     """The same weight at every batch. Raises UserError unless finite and not negative."""
 
     def __init__(self, value: float, path: str = "weight") -> None:
-        super().__init__("step", {0: _checked(value, path)}, path=path)
+        super().__init__("step", {0: value}, path=path)
 
 
 def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -> WeightSpec:

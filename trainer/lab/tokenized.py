@@ -32,7 +32,7 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, damaged
-from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
+from trainer.data.formats import FORMATS, format_name
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
@@ -219,10 +219,9 @@ def _try(lock: BinaryIO) -> bool:
 
 
 def _is_text(stream: Stream, table: SourceTable) -> bool:
-    path = Path(stream.path)
-    name = format_name(path, table.format)
-    is_built_in = not is_import_path(name) and FORMATS[name].pieces is not None
-    return is_built_in and file_kind(path, name, table.column) == "text"
+    """Whether a file may hold text; ids in it are copied."""
+    row = FORMATS.get(format_name(Path(stream.path), table.format))
+    return row is not None and row.pieces is not None
 
 
 def _key(streams: Sequence[Stream], format: str, how: How) -> str:

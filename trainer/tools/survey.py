@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.documents import IdBounds, Kind, ReadOptions
-from trainer.data.formats import file_kind, format_name, load_documents, takes_option
+from trainer.data.formats import UNBOUNDED, file_kind, format_name, load_documents, takes_option
 from trainer.data.groups import held_out
 from trainer.data.layout import (
     Discovery,
@@ -36,9 +36,6 @@ from trainer.errors import UserError
 from trainer.metrics.logger import Report, progress_bar, silent
 from trainer.tools.corpora import why_not_text
 from trainer.wording import counted, few
-
-CHUNK = 1 << 20  # tokens
-UNBOUNDED = 1 << 40  # larger than any vocabulary
 
 
 def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:

@@ -227,9 +227,9 @@ def test_a_source_without_state_trains_but_does_not_resume():
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, 1e300, True, "3"])
 def test_weights_that_are_no_weights_are_refused(value):
-    with pytest.raises(UserError, match="must be"):
+    with pytest.raises(UserError, match="points"):
         ConstantWeight(value)
-    with pytest.raises(UserError, match=r"points\.5"):
+    with pytest.raises(UserError, match="points"):
         ScheduledWeight("linear", {0: 1.0, 5: value})
     with pytest.raises(UserError, match="scale"):
         ScheduledWeight("linear", {0: 1.0}, scale=value)
@@ -238,10 +238,10 @@ def test_weights_that_are_no_weights_are_refused(value):
 @pytest.mark.parametrize(
     ("kind", "points", "unit", "message"),
     [
-        ("linear", {}, "batch", "at least one point"),
-        ("linear", {-1: 1.0}, "batch", "an integer"),
-        ("cubic", {0: 1.0}, "batch", "linear, step"),
-        ("step", {0: 1.0}, "epoch", "batch, step"),
+        ("linear", {}, "batch", "at least 1 item"),
+        ("linear", {-1: 1.0}, "batch", "greater than or equal to 0"),
+        ("cubic", {0: 1.0}, "batch", "'linear' or 'step'"),
+        ("step", {0: 1.0}, "epoch", "'batch' or 'step'"),
     ],
 )
 def test_schedules_that_say_nothing_are_refused(kind, points, unit, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ class Counting:
 def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams, mixing, prefetch):
     streams = write_streams(LAYOUT)
     plain = mixing(streams)
-    with Loader(mixing(streams), device="cpu", prefetch=prefetch) as loader:
+    with closing(Loader(mixing(streams), device="cpu", prefetch=prefetch)) as loader:
         for loaded in (next(loader) for _ in range(25)):
             expected = next(plain)
             is_target = expected["targets"] != -100
@@ -73,7 +74,7 @@ def test_a_dataset_may_be_any_iterable_and_its_end_is_the_loaders(prefetch):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_arrives_after_the_batches_before_it_and_stays(prefetch):
-    with Loader(Counting(5, fail=3), device="cpu", prefetch=prefetch) as loader:
+    with closing(Loader(Counting(5, fail=3), device="cpu", prefetch=prefetch)) as loader:
         assert [int(next(loader).inputs["tokens"][0, 0]) for _ in range(3)] == [0, 1, 2]
         for _ in range(2 if prefetch else 1):
             with pytest.raises(ValueError, match="broken stream"):
@@ -112,7 +113,7 @@ def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
     streams = write_streams({"a": [[9, 3]] * 5})
     blend = BlendDataset([BlendSource("first", mixing(streams, num_streams_mixed=2), ConstantWeight(1.0))], seed=0)
     assert blend.now_reading == ""
-    with Loader(blend, device="cpu", prefetch=8) as loader:
+    with closing(Loader(blend, device="cpu", prefetch=8)) as loader:
         assert is_stuck.wait(60)
         number, _, where = loader.reading.partition(" from ")
         assert number.startswith("micro-batch ")

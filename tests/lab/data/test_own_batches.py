@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -42,7 +44,7 @@ class OneBuffer:
 def loaded(dataset):
     own = OwnBatches(dataset, vocab_size=256, key="own")
     blend = BlendDataset([BlendSource("own", own, ConstantWeight(1.0))], seed=0)
-    with Loader(blend, device="cpu", prefetch=5) as loader:
+    with closing(Loader(blend, device="cpu", prefetch=5)) as loader:
         return list(loader)
 
 
