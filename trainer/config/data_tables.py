@@ -233,7 +233,7 @@ class FilesTable(Table):
     root: Text | None = None
     """Nested layout: directory, or its URL, that holds `<modality>/.../<stream file>`."""
     paths: list[Text] | None = None
-    """Files or globs of a direct layout, with a directory's name as modality, or their URLs."""
+    """Files or globs of a direct layout, with a directory's name as modality."""
     modalities: list[Text] | None = None
     """Modalities to read below root; absent: all."""
     format: Text = "auto"

@@ -144,7 +144,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     check_format(format)
     base = Path(root)
     if not base.is_dir():
-        fix = "set root to a directory with one directory per modality"
+        fix = f"make it (train data build pytext --out {root}, or train data build text), or set root"
         raise UserError(str(root), "no such directory", fix)
     directories = modalities_of(base)
     streams: list[Stream] = []

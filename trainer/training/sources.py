@@ -129,25 +129,18 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 def _streams(table: SourceTable, name: str, *, file: str = "") -> list[Stream]:
     """The streams of a source, called `name` in messages. `file`: an included file that it is in."""
     root, paths = table.root, table.paths
+    key, given = f"{name}: paths", paths or []
+    if root is not None:
+        key, given = f"{name}: root", [root]
+    for url in filter(is_url, given):
+        fix = "mount the store, or copy the data to a disk first (docs/mixing.md)"
+        raise UserError(key, f"{url} is a URL, and data is read from files", fix, where=file)
     try:
-        url = next(filter(is_url, [root] if root is not None else paths or ()), None)
-        if url is not None:
-            fix = "mount the store, or copy the data to a disk first (docs/mixing.md)"
-            raise UserError(url, "is a URL, and data is read from files", fix)
         if root is not None:
             return discover_nested(root, table.modalities, format=table.format)
-        if paths is not None:
-            return discover_direct(paths, format=table.format)
+        return discover_direct(paths, format=table.format) if paths is not None else []
     except UserError as error:
-        key, problem, fix = f"{name}: paths", error.problem, error.fix
-        if root is not None:
-            key = f"{name}: root"
-        if error.key != "paths":
-            problem = f"{error.key}: {problem}"
-        if root is not None and url is None and not Path(root).exists():
-            fix = f"make it (train data build pytext --out {root}, or train data build text), or set root"
-        raise UserError(key, problem, fix, where=file) from None
-    return []
+        raise UserError(key, f"{error.key}: {error.problem}", error.fix, where=file) from None
 
 
 def check_reading(
