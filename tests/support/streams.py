@@ -11,6 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream, discover_nested
@@ -106,8 +108,7 @@ def spaced(kind: str) -> Any:
     return found
 
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
-LETTERS = {"uint8": "B", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint16": "H"}
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def index_bytes(
@@ -120,24 +121,18 @@ def index_bytes(
     version: int = 1,
 ) -> bytes:
     """The bytes of an index."""
-    head = magic + struct.pack("<Q", version) + struct.pack("<B", code)
-    head += struct.pack("<Q", len(sizes)) + struct.pack("<Q", len(documents))
-    tables = struct.pack(f"<{len(sizes)}i", *sizes) + struct.pack(f"<{len(pointers)}q", *pointers)
-    return head + tables + struct.pack(f"<{len(documents)}q", *documents)
+    head = struct.pack("<9sQBQQ", magic, version, code, len(sizes), len(documents))
+    tables = (np.array(sizes, "<i4"), np.array(pointers, "<i8"), np.array(documents, "<i8"))
+    return head + b"".join(table.tobytes() for table in tables)
 
 
 def write_megatron(
     path: Path, sequences: Sequence[Sequence[int]], *, dtype: str = "uint16", documents: Sequence[int] | None = None
 ) -> None:
     """`path`.bin and `path`.idx; `documents` are the document indices, one sequence a document unless given."""
-    letter = LETTERS[dtype]
-    size = struct.calcsize(f"<{letter}")
-    pointers, at = [], 0
-    with path.with_suffix(".bin").open("wb") as file:
-        for sequence in sequences:
-            pointers.append(at)
-            at += file.write(struct.pack(f"<{len(sequence)}{letter}", *sequence))
-    assert at == size * sum(map(len, sequences))
+    arrays = [np.array(sequence, dtype) for sequence in sequences]
+    np.concatenate(arrays).tofile(path.with_suffix(".bin"))
+    sizes = [len(sequence) for sequence in sequences]
+    pointers = [sum(array.nbytes for array in arrays[:number]) for number in range(len(arrays))]
     indices = range(len(sequences) + 1) if documents is None else documents
-    index = index_bytes([len(s) for s in sequences], pointers, list(indices), code=CODES[dtype])
-    path.with_suffix(".idx").write_bytes(index)
+    path.with_suffix(".idx").write_bytes(index_bytes(sizes, pointers, indices, code=CODES[dtype]))
