@@ -261,8 +261,6 @@ def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
 def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
     """The documents of an indexed `.bin`. Opening reads the index and a few stretches of ids."""
     index = path.with_suffix(".idx")
-    if options.eod is not None or options.dtype is not None:
-        raise damaged(path, f"eod and dtype do not apply: its index {index.name} defines them", "remove them")
     if not index.is_file():
         raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
     dtype, starts, lengths = _read_index(index, path.stat().st_size)

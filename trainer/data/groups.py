@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from types import MappingProxyType
@@ -173,7 +173,7 @@ def file_bytes(stream: Stream) -> int:
 def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:
     """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged."""
     if stream.tokens:
-        options = ReadOptions(options.tokenizer, format="megatron")
+        options = replace(options, format="megatron")
     num_bytes = file_bytes(stream)  # before it is read, so that nothing is cut unseen
     try:
         documents = load_documents(stream.tokens or stream.path, options)

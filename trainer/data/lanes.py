@@ -39,7 +39,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import is_read_whole
-from trainer.data.groups import CutOptions, Handed, OpenStream, file_bytes, open_stream
+from trainer.data.groups import CutOptions, Handed, file_bytes, open_stream
 from trainer.data.layout import Stream
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
@@ -164,7 +164,6 @@ class LaneBlend(BlendDataset):
         # Unfinished documents of a run with more lanes; they continue before new ones begin.
         self._waiting: list[Place] = []
         self._waiting_since = 0  # the micro-batch
-        self._reopened: dict[tuple[str, int], OpenStream] = {}  # while lanes are restored
         # Those of sources that are off: they wait until a later run reads the source again.
         self._paused: list[Place] = []
         self._collator = Collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
@@ -371,18 +370,10 @@ class LaneBlend(BlendDataset):
         return bool(groups)
 
     def _take_up(self, lane: Lane, place: Place) -> None:
-        opened = self._reopened.get((place.source, place.stream))
-        if opened is None:
-            source = self._laned[self._by_name[place.source]]
-            opened = source.open(source.streams[place.stream])
+        source = self._laned[self._by_name[place.source]]
+        opened = source.open(source.streams[place.stream])
         lane.groups = opened.hand(np.array([place.group]), place.epoch)
         lane.offset, lane.rows = place.offset, place.rows
-
-    def _lane_at(self, place: Place | None) -> Lane:
-        lane = Lane()
-        if place is not None:
-            self._take_up(lane, place)
-        return lane
 
     def _note_times(self, seconds: float) -> None:
         """Note the time of opening and tokenizing by source, and the rest as reading, by shares."""
@@ -451,13 +442,12 @@ class LaneBlend(BlendDataset):
         laned = {source.name for source in self._laned.values()}
         self._paused = [place for place in places if place is not None and place.source not in laned]
         places = [place if place is None or place.source in laned else None for place in places]
-        # Each file once, though many lanes may read it.
-        for name, stream in {(place.source, place.stream) for place in places if place is not None}:
-            source = self._laned[self._by_name[name]]
-            self._reopened[name, stream] = source.open(source.streams[stream])
         num_lanes = num_sets * self._rows
-        lanes = [*map(self._lane_at, places[:num_lanes])]
-        self._reopened.clear()
+        lanes = [Lane() for _ in places[:num_lanes]]
+        read = [(lane, place) for lane, place in zip(lanes, places, strict=False) if place is not None]
+        # By file: each is opened once, though many lanes may read it.
+        for lane, place in sorted(read, key=lambda each: (each[1].source, each[1].stream)):
+            self._take_up(lane, place)
         waiting = [*filter(None, places[num_lanes:])]
         self._lay_out(num_sets, lanes, waiting, is_same * own.get("turn", 0))
 

@@ -232,7 +232,4 @@ def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, 
         if is_given and not any(takes_option(name, option) for name in names):
             takers = [name for name in FORMATS if takes_option(name, option)]
             problem = f"is {json.dumps(value)}, but there are no {' or '.join(takers)} files"
-            fix = "remove it"
-            if "megatron" in names:
-                fix += ": the index of a .bin file defines it"
-            raise UserError(": ".join(filter(None, [source, option])), problem, fix)
+            raise UserError(": ".join(filter(None, [source, option])), problem, "remove it")

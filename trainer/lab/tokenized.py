@@ -59,12 +59,6 @@ class How(NamedTuple):
     column: str | None
     text_eod: int | None
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest type that has all ids."""
-        vocab_size = load_tokenizer(self.tokenizer).vocab_size
-        return next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
-
 
 def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers: int, report: Report = silent) -> None:
     """Write the tokens of the files that have none yet, in a pool of processes.
@@ -76,7 +70,7 @@ def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers:
     missing = [path for path, target in files.items() if not target.with_suffix(".idx").is_file()]
     done, total, last = sum(sizes.values()) - sum(sizes[path] for path in missing), sum(sizes.values()), ""
     # With fewer files than processes, each has the tokenizer's threads.
-    settings = (*how, len(missing) < workers)
+    settings = (how, len(missing) < workers)
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
@@ -99,21 +93,18 @@ def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers:
             raise
 
 
-# Of a process of the pool.
-_options: ReadOptions
-_written_as: np.dtype[Any]
+_options: ReadOptions  # of a process of the pool
 
 
-def _begin(tokenizer: str, text_split: Any, column: str | None, text_eod: int | None, has_threads: bool) -> None:
+def _begin(how: How, has_threads: bool) -> None:
     """Load in a process of the pool what all of its files need."""
-    global _options, _written_as
+    global _options
     # A terminal sends it to all processes: the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = str(has_threads).lower()
-    how = How(tokenizer, text_split, column, text_eod)
-    _options = ReadOptions(load_tokenizer(tokenizer), text_split=text_split, column=column, text_eod=text_eod)
-    _written_as = how.dtype
+    name, text_split, column, text_eod = how
+    _options = ReadOptions(load_tokenizer(name), text_split=text_split, column=column, text_eod=text_eod)
 
 
 def _end_with_parent() -> None:
@@ -128,13 +119,15 @@ def _tokenize_file(path: str, format: str, target: Path) -> None:
     """Write a file's tokens, and their index."""
     pieces, lengths = FORMATS[format_name(Path(path), format)].pieces, array("q")
     assert pieces is not None
+    vocab_size = _options.tokenizer.vocab_size
+    dtype = next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
     with replacing(target) as file:
         for piece in pieces(Path(path), _options):
             lengths.append(len(piece))
-            file.write(piece.astype(_written_as).tobytes())
+            file.write(piece.astype(dtype).tobytes())
     if not lengths:
         raise UserError(path, "has no documents", "remove the file")
-    write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), _written_as)
+    write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), dtype)
 
 
 class Stopped(Exception):

@@ -140,8 +140,6 @@ def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path):
     assert tokens(folder / "a.bin", format="bin", dtype="uint16") == [[t for s in TOKENS for t in s]]
     with pytest.raises(UserError, match=r"b\.idx: is missing"):
         tokens(folder / "b.bin", format="megatron")
-    with pytest.raises(UserError, match="eod and dtype do not apply"):
-        tokens(folder / "a.bin", eod=0)
 
 
 # Token ids are below `data.vocab_size`, since the next id begins documents.
