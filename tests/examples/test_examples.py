@@ -114,11 +114,11 @@ def test_a_balance_loss_keeps_the_experts_of_the_mixture_busy(tmp_path, monkeypa
 
 def test_the_format_of_one_s_own_gives_the_column(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES / "own_parts"))
-    from trainer.data import BytesTokenizer, open_documents
+    from trainer.data import BytesTokenizer, ReadOptions, load_documents
 
     tokenizer = BytesTokenizer()
     path = Path(EXAMPLES / "own_parts/tables/elements/part0.csv")
-    documents = open_documents(path, format="my_parts:load_csv", tokenizer=tokenizer)
+    documents = load_documents(path, ReadOptions(tokenizer, format="my_parts:load_csv"))
     first = torch.as_tensor(documents.read(0, 0, int(documents.lengths[0])))
     assert bytes(first.tolist()).decode() == "Hydrogen, symbol H, is element number 1: its atom has 1 proton."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
-from trainer.data.formats import open_documents
+from trainer.data.formats import load_documents
 from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_nested
@@ -27,6 +27,6 @@ __all__ = [
     "StreamMixingDataset",
     "TokenTable",
     "discover_nested",
-    "open_documents",
+    "load_documents",
     "table_from_pieces",
 ]

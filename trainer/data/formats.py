@@ -307,18 +307,13 @@ def takes_option(name: str, option: str) -> bool:
     return name in FORMATS and option in FORMATS[name].options
 
 
-def check_format(name: str) -> None:
-    """Reject a name that is not `auto`, a row, or an import path, which is not imported yet."""
+def format_name(path: Path, name: str = "auto") -> str:
+    """The format a file is read as: the given one, or, with `auto`, the first row that matches.
+    UserError: there is none. An import path is not imported yet."""
     if not is_import_path(name) and name != "auto" and name not in FORMATS:
         names = f"{', '.join(FORMATS)}, or an import path package.module:function"
         problem = f"must be one of auto, {names}; got {name!r}"
         raise UserError("format", problem, "use one of these, or write a format of your own")
-
-
-def format_name(path: Path, name: str = "auto") -> str:
-    """The format a file is read as: the given one, or, with `auto`, the first row that matches.
-    UserError: there is none."""
-    check_format(name)
     if name != "auto":
         return name
     for found, each in FORMATS.items():
@@ -361,8 +356,3 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
     if not table.num_documents:
         raise damaged(path, "has no documents", "remove the file")
     return table
-
-
-def open_documents(path: str | Path, *, tokenizer: Tokenizer, **options: Any) -> TokenTable:
-    """The documents of a file, mapped where the format allows. `options`: of `ReadOptions`."""
-    return load_documents(path, ReadOptions(tokenizer, **options))

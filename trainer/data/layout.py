@@ -14,7 +14,6 @@ from typing import Literal
 
 from trainer.data.formats import (
     FORMATS,
-    check_format,
     format_name,
     index_suffixes,
     is_import_path,
@@ -141,7 +140,6 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     `modalities`: use only these; None: all. `format`: `auto` takes the files with a known
     extension, a named format every file.
     """
-    check_format(format)
     base = Path(root)
     if not base.is_dir():
         fix = f"make it (train data build pytext --out {root}, or train data build text), or set root"
@@ -176,7 +174,6 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     A file that is named explicitly is used whatever its extension; one that matches a glob must
     have a known extension, unless `format` is set.
     """
-    check_format(format)
     found: dict[str, Stream] = {}
     unread: set[str] = set()
     start = cache(partial(_permanent, here=os.getcwd()))

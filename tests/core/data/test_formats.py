@@ -15,7 +15,7 @@ from tests.support.runs import ROOT
 from tests.support.streams import index_bytes, mixing_dataset, spaced, write_megatron
 from trainer.data import formats as registry
 from trainer.data.documents import ReadOptions
-from trainer.data.formats import file_kind, format_name, load_documents, open_documents
+from trainer.data.formats import file_kind, format_name, load_documents
 from trainer.data.layout import discover_direct, discover_nested
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -26,7 +26,7 @@ TOKENS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
 
 def tokens(path, tokenizer=BYTES, **kwargs):
-    documents = open_documents(path, tokenizer=tokenizer, **kwargs)
+    documents = load_documents(path, ReadOptions(tokenizer, **kwargs))
     return [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)]
 
 
@@ -175,7 +175,7 @@ def test_large_files_are_checked_where_they_are_read(tmp_path, monkeypatch):
     path, ids, tokenizer = tmp_path / "a.npy", np.zeros(4000, dtype=np.uint16), IdsTokenizer(500)
     ids[3210] = 500
     np.save(path, ids)
-    documents = open_documents(path, tokenizer=tokenizer)
+    documents = load_documents(path, ReadOptions(tokenizer))
     assert documents.read(0, 3000, 3210).tolist() == [0] * 210
     dataset = mixing_dataset(discover_direct([path]), tokenizer=tokenizer, seq_len=16)
     with pytest.raises(UserError, match=r"a\.npy: token id 500 at token 3210 is outside the vocabulary of 500 ids"):
@@ -183,7 +183,7 @@ def test_large_files_are_checked_where_they_are_read(tmp_path, monkeypatch):
     ids[0] = 600  # where a file begins is looked at when it is opened
     np.save(path, ids)
     with pytest.raises(UserError, match="token id 600 at token 0"):
-        open_documents(path, tokenizer=tokenizer)
+        load_documents(path, ReadOptions(tokenizer))
 
 
 # Formats by import path: what they give is checked, and reads like any other.

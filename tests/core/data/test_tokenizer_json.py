@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.streams import spaced
 from trainer.data import documents
-from trainer.data.documents import table_from_pieces
-from trainer.data.formats import open_documents
+from trainer.data.documents import ReadOptions, table_from_pieces
+from trainer.data.formats import load_documents
 from trainer.data.tokenizer import (
     BytesTokenizer,
     HuggingFaceTokenizer,
@@ -97,7 +97,7 @@ def test_texts_together_are_encoded_as_each_alone(tmp_path):
     assert together[2].tolist() == [1, 3, 0]  # a special token that is written in a text is that token
     (tmp_path / "a.txt").write_bytes(b"a b \xff")
     with pytest.raises(UserError, match="byte offset 4"):
-        open_documents(tmp_path / "a.txt", tokenizer=tokenizer)
+        load_documents(tmp_path / "a.txt", ReadOptions(tokenizer))
     with pytest.raises(UnicodeEncodeError):
         encode_all(tokenizer, ["a", "\ud800"])
 

@@ -19,7 +19,7 @@ from tests.support.in_process import program
 from tests.support.ranks import children, wait_for_end
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, write_tiny_config
 from trainer.config.data_tables import DataTable, SourceTable
-from trainer.data import open_documents
+from trainer.data import ReadOptions, load_documents
 from trainer.data.layout import discover_nested
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
@@ -72,7 +72,8 @@ def contents(directory):
 
 
 def documents(path, words):
-    table = open_documents(path, tokenizer=words, text_split="blank_line" if path.suffix in (".txt", ".md") else "file")
+    text_split = "blank_line" if path.suffix in (".txt", ".md") else "file"
+    table = load_documents(path, ReadOptions(words, text_split=text_split))
     return [table.read(i, 0, int(length)).tolist() for i, length in enumerate(table.lengths)]
 
 

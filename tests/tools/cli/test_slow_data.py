@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from tests.support.in_process import train_here
-from trainer.data.formats import open_documents
+from trainer.data.documents import ReadOptions
+from trainer.data.formats import load_documents
 from trainer.model import build
 from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import diagnose
@@ -31,7 +32,7 @@ def build_slow(vocab_size: int, dim: int, num_layers: int, *, seconds: float) ->
 def load_slowly(path: Path, options: Any) -> Any:
     """For `[[data.source]] format`."""
     time.sleep(0.05)
-    return open_documents(path, format="jsonl", tokenizer=options.tokenizer)
+    return load_documents(path, ReadOptions(options.tokenizer, format="jsonl"))
 
 
 CONFIG = f"""
