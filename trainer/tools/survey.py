@@ -218,8 +218,8 @@ def starter(
     refuse_empty(at.streams)
     given: dict[str, Any] = {"dtype": dtype, "eod": eod, "column": column}
     refuse_unheeded(at.streams, format, given)
-    kind, formats = guess(at.streams, format=format, dtype=dtype, column=column)
     chosen, share = sample_streams(at.streams)
+    kind, formats = guess(chosen, format=format, dtype=dtype, column=column)
     notes = []
     if share < 1.0:
         notes.append(f"only {share:.0%} of the bytes were inspected; the rest may differ")
