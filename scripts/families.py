@@ -68,10 +68,9 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
 }
 
 
-def hugging_face(family: str, *, assigns: bool = False) -> nn.Module:
-    """A family of `transformers` behind the trainer's own adapter. `assigns`: replace the cache's
-    in-place copies by assignments, as the adapter does for training."""
-    return carry_flat(HuggingFace(small(family), assigns=assigns))
+def hugging_face(family: str) -> nn.Module:
+    """A family of `transformers` behind the trainer's own adapter."""
+    return carry_flat(HuggingFace(small(family)))
 
 
 def small(family: str, **further: Any) -> Any:
@@ -129,7 +128,6 @@ def families() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
             yield "Hugging Face recurrent_gemma", RecurrentGemma
         else:
             yield f"Hugging Face {family}", lambda family=family: hugging_face(family)  # type: ignore[misc]
-    yield "Hugging Face qwen3_next, a cache that assigns", lambda: hugging_face("qwen3_next", assigns=True)
 
 
 def row_of(name: str, make: Callable[[], nn.Module]) -> tuple[str, str, str]:

@@ -32,16 +32,12 @@ Weights = dict[str, Tensor]
 
 
 class HuggingFace(nn.Module):
-    """A causal model of `transformers`; its recurrent cache is the state, tensors [B, ...].
+    """A causal model of `transformers`; its recurrent cache is the state, tensors [B, ...]."""
 
-    `assigns`: assign to the cache instead of copying in place, so that gradients flow.
-    """
-
-    def __init__(self, model: nn.Module, *, assigns: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         references_on_cpu(model)
         self.model = model
-        self._assigns = assigns
         taken = inspect.signature(model.forward).parameters
         # Without this key of its config a mixture of experts does not compute its loss.
         self.loss_keys: dict[str, str] = {}
@@ -73,9 +69,8 @@ class HuggingFace(nn.Module):
     def _new_cache(self) -> Any:
         config: Any = self.model.config
         cache = without_attention(package().DynamicCache(config=config))
-        if self._assigns:
-            for layer in cache.layers:
-                layer.update_recurrent_state = _assigning(layer)
+        for layer in cache.layers:  # copies in place would keep gradients from flowing
+            layer.update_recurrent_state = _assigning(layer)
         return cache
 
 
