@@ -91,10 +91,10 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
 
 def read_pretrained(folder: str, key: str) -> Any:
     """The causal model of a directory of `save_pretrained`. Raises UserError of `key`: there is none."""
+    read = package().AutoModelForCausalLM.from_pretrained
     try:
         if not (Path(folder) / "config.json").is_file():
             raise ValueError("it has no config.json")
-        read = package().AutoModelForCausalLM.from_pretrained
         return read(folder, local_files_only=True, dtype=torch.float32)
     except Exception as error:  # of a damaged directory anything
         problem = f"{folder} cannot be read: {format_error(error)}"
