@@ -57,7 +57,6 @@ _LAB = {
     "own evaluation": f"{LAB}.own_batches:OwnTask",
     "own optimizer": f"{LAB}.optimizers:build_custom",
     "recomputed blocks": f"{LAB}.pieces:recompute_blocks",
-    "shard check": f"{LAB}.contract_check:refuse_bypassed_units",
     "tensorboard": f"{LAB}.tensorboard:TensorboardSink",
     "tokenized text": f"{LAB}.tokenized",
     "uploads": f"{LAB}.remote:Uploads",

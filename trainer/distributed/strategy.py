@@ -199,10 +199,6 @@ class Strategy:
         """This rank's part of the averaged gradients. UserError: a parameter was left out."""
         return gradients
 
-    def whole(self, model: nn.Module) -> nn.Module | None:
-        """The model, if this rank can run it without the others."""
-        return None if self.is_sharded else model
-
     def most(self, number: int) -> int:
         """The largest of the ranks' numbers, if all must run as many forwards."""
         return number
@@ -394,14 +390,6 @@ def _has_forward(module: nn.Module) -> bool:
 def num_parameters(module: nn.Module) -> int:
     """Number of elements of its parameters, over all ranks."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def bypassed(error: Exception) -> UserError | None:
-    """The message about an error that a parameter in shards has caused; None for any other."""
-    if "mixed torch.Tensor and DTensor" not in str(error):
-        return None
-    problem = "the model uses a part of a block without calling the block, which gathers its parameters"
-    return UserError(KEY, problem, "call blocks through their forward")
 
 
 def _unused(names: Sequence[str], fix: str, otherwise: str = "") -> UserError:

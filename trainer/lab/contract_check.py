@@ -5,7 +5,6 @@ It could go once every model is one of this package, which the tests prove.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -17,13 +16,11 @@ from torch import nn
 from trainer.arrays import IGNORED
 from trainer.config.schema import ModelTable
 from trainer.data.loader import accepted_inputs, check_inputs
-from trainer.distributed.strategy import Strategy, bypassed
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, users_code
 from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating, run_few_tokens
-from trainer.on_device import forked_rng
 from trainer.training.plan import AUTOCAST, Plan, make_model, model_and_loss, resolve_builder, weightless
 from trainer.training.sources import evaluated_rows, runs_on
 
@@ -190,25 +187,3 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
         fix = 'set it to "document", or let the model\'s forward take resets [B, T]'
         raise UserError("data.align", problem, fix)
-
-
-def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, seq_len: int) -> None:
-    """Refuse a sharded model that uses parts of a module without calling it, and so without their
-    parameters.
-
-    Runs a few tokens to find out. Every rank must call it.
-    """
-    if strategy.whole(model) is not None:
-        return
-    try:
-        inspect.signature(model.forward).bind(tokens=None, state=None)
-    except TypeError:  # it takes inputs that only the data have
-        return
-    fork = forked_rng(device)
-    try:
-        with evaluating(model), torch.no_grad(), fork:
-            run_few_tokens(model, device, seq_len=seq_len)
-    except RuntimeError as error:
-        raise bypassed(error) or error from None
-    finally:
-        strategy.reshard(model)

@@ -93,7 +93,8 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             position = restore(*found, plan, state, info)
     if _is_over(run_dir, position, plan.length, info):
         return None
-    contract = _check_contract(plan, strategy.whole(state.model), info, device, position.step)
+    whole = None if strategy.is_sharded else state.model
+    contract = _check_contract(plan, whole, info, device, position.step)
     # The directory is written from here on: a run refused earlier has left the record as it was.
     run_dir = begin_record(info, run_dir, stack, position.step)
     stack.push(partial(_leave_reason, run_dir, info, position))
@@ -196,8 +197,6 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
     """The parts of the run that have a state, including the noise scale."""
     with raise_on_all_ranks(world_size=info.world_size):
         state = make_state(plan, info, device, strategy)
-    if strategy.whole(state.model) is None:  # it is sharded, and the lab is not loaded for others
-        plan.call("shard check", strategy, state.model, device, plan.config.data.seq_len)
     if plan.config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
         state.gns = GradientNoiseScale(state.model, process_group=group)
