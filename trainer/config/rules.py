@@ -30,15 +30,12 @@ class Facts:
     world_size: int
     data_shards: int  # the ranks, or `distributed.shards`
     steps: int  # of the run; with `train.tokens` if all batches were full and m never grew
-    cells_per_step: int
     tokens_per_step: int
     tokens_per_micro: int  # over all data shards; 0 if all data sets are the user's own
-    tokens_in_run: int
     groups_in_flight: int  # most groups whose state a data shard has to hold at once
     # After a resume on other data shards, each keeps what was in flight in all of them.
     capacity_to_change_ranks: int
     ledger_capacity: int
-    ledger_mode: str
 
     @property
     def shards_per_rank(self) -> int:
@@ -87,14 +84,11 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         world_size=world_size,
         data_shards=num_shards,
         steps=steps,
-        cells_per_step=tokens // config.data.seq_len,
         tokens_per_step=tokens,
         tokens_per_micro=micro_tokens,
-        tokens_in_run=config.train.tokens or micro_tokens * config.micro_batches.batches_before(steps + 1),
         groups_in_flight=in_flight,
         capacity_to_change_ranks=in_flight * (num_shards + 1),
         ledger_capacity=config.ledger.slots,
-        ledger_mode=config.ledger.wipe_mode,
     )
 
 

@@ -106,9 +106,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         uploads = start(store, run_dir, config.checkpoint, position.step, diagnostics)
         after_group.callback(uploads.wait, launch.stop)
         retain = uploads.publish
-    events, wandb_run_id = open_record(
-        plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout
-    )
+    events = open_record(plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout)
     if info.is_main:
         plan.call("first messages", plan, state, device, run_dir)
     row_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
@@ -147,7 +145,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         position=position,
         stop=launch.stop,
         events=events,
-        wandb_run_id=wandb_run_id,
         reading=reading,
         train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
         schedule=make_schedule(config, plan.length),
@@ -162,7 +159,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             state=state,
             extensions=extensions,
             shared={
-                "wandb_run_id": wandb_run_id,
+                "wandb_run_id": run_dir.wandb_run_id,
                 "config": config.model_dump(mode="json"),
                 "environment": environment(info),
                 FINGERPRINT_KEY: asdict(fingerprint),

@@ -118,12 +118,12 @@ def open_record(
     stack: ExitStack,
     config_path: Path | None,
     stdout: Output | None,
-) -> tuple[EventWriter | None, str | None]:
+) -> EventWriter | None:
     """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it.
 
-    Returns the writer of events and the id of the run in wandb, None on other ranks.
+    Returns the writer of events, None on other ranks.
     """
-    diagnostics, events, wandb_run_id = state.tracker.diagnostics, None, None
+    diagnostics, events = state.tracker.diagnostics, None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             events = EventWriter(run_dir.events)
@@ -132,7 +132,7 @@ def open_record(
             # Without a checkpoint too: the record of an earlier attempt continues.
             is_restart = run_dir.metrics.exists() or found is not None
             saved_id = None if found is None else found[1].get("wandb_run_id")
-            sinks, wandb_run_id = make_sinks(plan, run_dir, stdout or sys.stdout, saved_id, diagnostics)
+            sinks, run_dir.wandb_run_id = make_sinks(plan, run_dir, stdout or sys.stdout, saved_id, diagnostics)
             state.tracker.init_backends(sinks)
             if is_restart:
                 previous = _previous(run_dir, position.step)
@@ -144,9 +144,9 @@ def open_record(
                 sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
                 sizes["tokens_per_step"] = plan.facts.tokens_per_step
                 run_dir.describe(plan.config, config_path, info, **sizes)
-            run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_run_id)
+            run_dir.write_status("running", reason="", step=position.step)
     stack.callback(state.tracker.close)
-    return events, wandb_run_id
+    return events
 
 
 def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:

@@ -61,7 +61,6 @@ class Run:
     position: Position
     stop: StopRequest
     events: EventWriter | None  # rank 0 only
-    wandb_run_id: str | None  # likewise
     reading: Reading
     train_step: TrainStep
     schedule: Schedule
@@ -263,8 +262,7 @@ def end_step(
         force_log=is_logged,
     )
     if is_logged and run.info.is_main:
-        guard = run.diagnostics.best_effort("status.json")
-        guard.run(run.run_dir.keep_status, step, wandb_run_id=run.wandb_run_id)
+        run.diagnostics.best_effort("status.json").run(run.run_dir.keep_status, step)
 
 
 def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, drains: bool) -> dict[str, float]:

@@ -38,6 +38,7 @@ class RunDir:
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
         self.is_locked = False
+        self.wandb_run_id: str | None = None  # for status.json
         self._status_at = 0.0
         self._set(path)
 
@@ -119,15 +120,15 @@ class RunDir:
         """The state of the run, see `run_state`; for a run of this process, as in status.json."""
         return run_state(self.path)
 
-    def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
+    def write_status(self, state: str, *, reason: str, step: int) -> None:
         """Write the state and why: `running`, `done`, `stopped` (with a checkpoint), `failed`."""
         self._status_at = time.monotonic()
-        write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
+        write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=self.wandb_run_id)
 
-    def keep_status(self, step: int, *, wandb_run_id: str | None) -> None:
+    def keep_status(self, step: int) -> None:
         """Write a finished step, at most once a second."""
         if time.monotonic() - self._status_at >= 1.0:
-            self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
+            self.write_status("running", reason="", step=step)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state in which the run ends (only rank 0). A failure is logged."""
@@ -135,8 +136,7 @@ class RunDir:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-            wandb_run_id = self.status().get("wandb_run_id")
-            self.write_status(state, reason=reason, step=step, wandb_run_id=wandb_run_id)
+            self.write_status(state, reason=reason, step=step)
         except OSError as error:
             # Not raised: the error that ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)

@@ -22,9 +22,7 @@ def facts(tmp_path, *overrides: str, world_size: int = 1):
 
 def test_facts_count_the_largest_batch_on_all_ranks(tmp_path):
     found = facts(tmp_path, "data.mixing.batch_size_by_modality={b=6}", world_size=3)
-    assert found.cells_per_step == 6 * 2 * 3
     assert found.tokens_per_step == 6 * 2 * 3 * 16
-    assert found.tokens_in_run == 6 * found.tokens_per_step
     assert found.groups_in_flight == 2 * 2 * 6
     own, foreign = "data.source.first.mixing.num_streams_mixed=3", "data.source.second={name='own', target='my:build'}"
     assert facts(tmp_path, own).groups_in_flight == 3 * 4 + 2 * 4
@@ -98,7 +96,6 @@ def test_facts_are_those_of_the_largest_step_and_of_the_planned_run(tmp_path):
     micro = 4 * 16 * 2
     found = facts(tmp_path, BY_BATCH, 'train.micro_batches={schedule="step",points={0=1,3=5,5=2}}', world_size=2)
     assert (found.tokens_per_micro, found.tokens_per_step) == (micro, 5 * micro)
-    assert found.tokens_in_run == (1 + 1 + 5 + 5 + 2 + 2) * micro
     in_tokens = ("train.steps=0", f"train.tokens={10 * micro}", "scheduler.warmup_steps=0")
     by_steps = 'train.micro_batches={schedule="step",points={0=1,3=3}}'
     assert facts(tmp_path, BY_BATCH, by_steps, *in_tokens, world_size=2).steps == 2 + 3  # 1 + 1 + 3 + 3 + 2 of 3

@@ -191,8 +191,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
         passes = f"{batches.most * each} forward passes a step instead of {batches.most} of {each} times the rows"
         facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
     if not batches.is_constant:
-        steps = f"cells_per_step and tokens_per_step are those of {batches.most}"
-        facts["micro_batches"] = f"{batches.least} to {batches.most}; {steps}"
+        facts["micro_batches"] = f"{batches.least} to {batches.most}; tokens_per_step are those of {batches.most}"
     reason = why_no_noise_scale(config, plan.facts.world_size)
     if reason is not None:
         facts["noise_scale"] = f"not measured: {reason}"
