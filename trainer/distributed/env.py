@@ -10,12 +10,12 @@ import hashlib
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from textwrap import shorten
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,9 @@ class RankInfo:
         return [RankInfo(self.rank * each + i, self.local_rank, num_shards) for i in range(each)]
 
 
-def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
+def rank_info() -> RankInfo:
     """The identity by torchrun's variables; without them a single process."""
+    environ = os.environ
     if "RANK" not in environ:
         return RankInfo()
     try:
@@ -58,9 +59,9 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
         raise UserError("RANK", problem, "launch with torchrun") from None
 
 
-def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
+def num_nodes(info: RankInfo) -> int:
     """How many machines the ranks are on, by what torchrun says; 1 where it says nothing."""
-    return max(info.world_size // int(environ.get("LOCAL_WORLD_SIZE", info.world_size)), 1)
+    return max(info.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", info.world_size)), 1)
 
 
 def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:
@@ -77,13 +78,9 @@ def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--devic
     return device
 
 
-def pick_backend(device: torch.device) -> str:
-    """The backend of a process group whose tensors are on `device`."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> dist.Store:
+def rendezvous_store(info: RankInfo, *, timeout: timedelta) -> dist.Store:
     """The key-value store for the rendezvous of the ranks, fresh for every torchrun restart."""
+    environ = os.environ
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # Rank 0 hosts it, and does not wait for the others here, where Python handles no signal.
         place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
@@ -108,12 +105,7 @@ class GroupError(Exception):
 
 @contextmanager
 def process_group(
-    info: RankInfo,
-    *,
-    backend: str,
-    timeout_sec: float,
-    device: torch.device,
-    is_stopped: Callable[[], bool] = lambda: False,
+    info: RankInfo, *, timeout_sec: float, device: torch.device, is_stopped: Callable[[], bool]
 ) -> Iterator[None]:
     """The process group of the run, from rendezvous to teardown; a no-op for a single process.
 
@@ -136,14 +128,11 @@ def process_group(
             if is_stopped() or time.monotonic() > end:
                 raise GroupError("not all ranks have started")
             time.sleep(CHECK_EVERY_SEC)
-        dist.init_process_group(
-            backend,
-            store=store,
-            timeout=timedelta(seconds=timeout_sec),
-            rank=info.rank,
-            world_size=info.world_size,
-            device_id=device if backend == "nccl" else None,
-        )
+        how: dict[str, Any] = {"backend": "gloo"}
+        if device.type == "cuda":
+            how = {"backend": "nccl", "device_id": device}
+        timeout = timedelta(seconds=timeout_sec)
+        dist.init_process_group(store=store, timeout=timeout, rank=info.rank, world_size=info.world_size, **how)
     except RuntimeError as error:  # torch's DistError is one
         raise GroupError(shorten(str(error), 150)) from error
     try:

@@ -16,7 +16,6 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from trainer.distributed.env import (
     GroupError,
     RankInfo,
     gather_from_ranks,
-    pick_backend,
     pick_device,
     process_group,
     rank_info,
@@ -90,8 +88,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         if device.type != "cuda":
             raise_found(needs_of_cuda(config.train))
         timeout = config.distributed.timeout_sec
-        how: dict[str, Any] = {"backend": pick_backend(device), "timeout_sec": timeout, "device": device}
-        group = process_group(info, **how, is_stopped=lambda: stop.requested)
+        group = process_group(info, timeout_sec=timeout, device=device, is_stopped=lambda: stop.requested)
         try:
             with group:
                 try:
