@@ -54,7 +54,7 @@ LOADS = {
     "data verify {data}": "numpy pydantic",
     "data build text --out {new} --modality prose={data}/*.txt": "numpy pydantic",
     "init {data} --out {new}": "numpy pydantic",
-    "eval {run} --source x={near}": "numpy pydantic",
+    "eval {near}": "numpy pydantic",
 }
 LOADED = """
 import sys
@@ -87,4 +87,3 @@ def test_what_looks_at_files_or_refuses_a_path_needs_no_torch(tmp_path: Path) ->
     for line, found, loaded in zip(lines, said, LOADS.values(), strict=True):
         code, *modules = found.split()
         assert (code, {*modules} <= {*loaded.split()}) == ("2" if "myrun" in line else "0", True), (line, ended.stderr)
-    assert f"--source: {near}: no such file or directory; check the path" in ended.stderr
