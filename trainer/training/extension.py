@@ -46,7 +46,7 @@ class Extension:
 
     Args:
         run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and other parts.
-        args: `args` of its `[[extension]]`.
+            A class that overrides `__init__` also takes the `args` of its `[[extension]]`.
 
     Attributes (those about sums and steps are the same on all ranks):
         metric_keys: the names of the metrics that it drains, or that have no row of their own.
@@ -61,11 +61,8 @@ class Extension:
     every_step: bool = False
     boundary_every: int = 0
 
-    def __init__(self, run: Run, **args: Any) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        if args:
-            problem = f"{type(self).__name__} takes no {', '.join(args)}"
-            raise UserError("extension.args", problem, "take them out")
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
         """Before a step's first forward pass, with its micro-batches."""

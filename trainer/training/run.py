@@ -115,7 +115,7 @@ def agreed_operations(run: Run) -> Operations:
     A rank without a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
     """
     # The names of all metrics that may come, so that every vector has the same length.
-    keys = [*plain_names(), *run.state.dataset.metric_keys, *run.extensions.metric_keys]
+    keys = [*plain_names(), *run.state.shards[0].dataset.metric_keys, *run.extensions.metric_keys]
     by_rank = gather_from_ranks(rank_operations(keys), world_size=run.info.world_size)
     agreed: dict[str, RankReduction] = {}
     for own in by_rank:

@@ -62,11 +62,6 @@ class TrainState:
     gns: GradientNoiseScale | None = None
 
     @property
-    def dataset(self) -> BlendDataset:
-        """The first shard's; those of the others are alike."""
-        return self.shards[0].dataset
-
-    @property
     def ledgers(self) -> dict[int, Ledger]:
         """By the number of its shard; empty for a model without state."""
         return {shard.number: shard.ledger for shard in self.shards if shard.ledger is not None}
