@@ -46,9 +46,6 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
         return launch_ranks(nproc)
     if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
         _say("starting")
-    if config.metrics.profile:
-        # Read when torch is imported: its profiler would say when it starts.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # Before torch is imported, whose import a signal would otherwise kill.
     stop = StopRequest(say_stopping)
     stop.install()

@@ -6,7 +6,7 @@ Checked before the process group starts. Rules that need the data itself are in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.config.data_tables import MixingTable, SourceTable
@@ -79,7 +79,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     micro_tokens = tokens_per_micro(config, sources, num_shards)
     tokens = micro_tokens * config.micro_batches.most
     steps = least_steps(config, micro_tokens)
-    _refuse(_broken_rules(config, sources, in_flight, steps, tokens, world_size))
+    raise_found([UserError(*each) for each in _broken_rules(config, sources, in_flight, steps, tokens, world_size)])
     return Facts(
         world_size=world_size,
         data_shards=num_shards,
@@ -215,10 +215,6 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
-
-
-def _refuse(found: Iterable[Mistake]) -> None:
-    raise_found([UserError(key, problem, fix) for key, problem, fix in found])
 
 
 def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
