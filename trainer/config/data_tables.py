@@ -136,19 +136,8 @@ Points = Annotated[dict[Tokens, Share], Field(min_length=1), BeforeValidator(_in
 BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Field(min_length=1), BeforeValidator(_integer_keys)]
 
 
-def _accept_kind(schema: dict[str, Any]) -> None:
-    """Add the alias to the JSON Schema, from which pydantic leaves it out."""
-    properties = schema["properties"]
-    # Without a description: the docs name it at `schedule`, not as a key of its own.
-    properties["kind"] = {key: value for key, value in properties["schedule"].items() if key != "description"}
-    schema["required"].remove("schedule")
-    schema["oneOf"] = [{"required": ["schedule"]}, {"required": ["kind"]}]
-
-
 class ScheduleTable(Table):
     """A weight that changes: `{ schedule = "linear", points = { 0 = 3.0, 150 = 1.0 } }`."""
-
-    model_config = ConfigDict(json_schema_extra=_accept_kind)
 
     schedule: Annotated[Literal["linear", "step"], Field(validation_alias=AliasChoices("schedule", "kind"))]
     """linear: interpolate between points; step: take the last point reached. Constant outside

@@ -184,16 +184,12 @@ def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
 
     The block must hold no collective of its own.
     """
-    found: UserError | None = None
-    own: tuple[str, ...] = ()
+    own: UserError | None = None
     try:
         yield
     except UserError as error:
-        found, own = error, (error.key, error.problem, error.fix, error.where)
-    for speaker, first in enumerate(gather_from_ranks(own, world_size=world_size)):
-        if first:
-            if found is None or own != first:
-                key, problem, fix, where = first
-                found = UserError(key, problem, fix, where=where)
+        own = error
+    for speaker, (found,) in enumerate(gather_from_ranks((own,), world_size=world_size)):
+        if found is not None:
             found.speaker = speaker
             raise found from None

@@ -335,21 +335,17 @@ class Sharded(Strategy):
 def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time.
 
-    They are `blocks_of` the model, or else its children, without those that share a parameter with
-    another part of the model: FSDP would break the tie. A UserError if a parameter has no rows.
+    They are `blocks_of` the model, without those that share a parameter with another part of it:
+    FSDP would break the tie. A UserError if a parameter has no rows.
     """
     # Shards are rows, which a scalar has none of.
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise UserError(KEY, f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
-    blocks = blocks_of(model)
-    if blocks:
-        return _apart(model, blocks)
-    children = [child for child in model.children() if num_parameters(child) and _has_forward(child)]
-    units = _apart(model, children)
-    names = [name for name, child in model.named_children() if child in units]
-    text = "%s has no blocks to be sharded one by one (an nn.ModuleList): using %s"
-    logger.info(text, type(model).__name__, few(names) or "the whole model as one")
+    units = _apart(model, blocks_of(model))
+    if not units:
+        text = "%s has no blocks to be sharded one by one (an nn.ModuleList): it is gathered as a whole"
+        logger.info(text, type(model).__name__)
     return units
 
 

@@ -92,26 +92,6 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
     keep(2, f"full disk: {what}", lost=LOST)
 
 
-@pytest.fixture
-def read_only(tmp_path):
-    place = tmp_path / "read_only"
-    place.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m,ro", "tmpfs", place], check=False, capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
-
-
-def test_a_read_only_run_directory_is_refused_with_one_line(tmp_path, read_only):
-    arguments = ("--config", make_config(tmp_path), "--run-dir", read_only / "run", *ARGUMENTS)
-    said = end_with(2, arguments, tmp_path / "logs")
-    assert f"{read_only / 'run'}: cannot be written: Read-only file system; choose another place with --run-dir" in said
-    assert len([line for line in said.splitlines() if line and " INFO " not in line]) == 1, said
-    keep(7, "a run directory on a read-only file system", lost="–")
-
-
 def test_a_wandb_service_that_is_stopped_holds_up_no_step(tmp_path):
     config = make_config(tmp_path, 'wandb = { mode = "offline", project = "trainer-test" }\n')
     run_dir = tmp_path / "run"
