@@ -213,7 +213,7 @@ def test_an_evaluation_of_a_checkpoint_has_the_losses_but_imports_no_code_unaske
         run_dir,
         *MODEL,
         OWN,
-        "objective.losses.energy={weight=0.5}",
+        "objective.losses.energy=0.5",
         "eval.batches=1000",
         extra={"PYTHONPATH": str(config.parent)},
     )
