@@ -95,28 +95,19 @@ def test_a_run_whose_process_was_killed_after_its_last_checkpoint_is_done_once_t
     assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("done", 10)
 
 
-@pytest.fixture
-def launched(tmp_path):
-    """A run on two ranks that has logged some steps and would go on for long."""
-    with Launched(write_tiny_config(tmp_path), tmp_path / "run") as launched:
+def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(tmp_path):
+    run_dir = tmp_path / "run"
+    with Launched(write_tiny_config(tmp_path), run_dir) as launched:
         launched.wait_for_step(3)
-        yield launched
-
-
-def check_stopped(run_dir, reason):
-    ended = status(run_dir)
-    assert (ended["state"], ended["reason"]) == ("stopped", reason)
-    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
-
-
-def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(launched, tmp_path):
-    os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does, to the launcher and to every rank
-    _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
+        os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does, to the launcher and to every rank
+        _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
     assert launched.process.returncode == 0, stderr
     assert "torch" not in stderr, "the ranks and the launcher have said it in their own words"
     left = [path.name for path in launched.temporary.iterdir()]
     assert not [name for name in left if name.startswith(("torchelastic", "trainer"))], left
-    check_stopped(tmp_path / "run", "stopped by SIGINT")
+    ended = status(run_dir)
+    assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGINT")
+    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
 
 
 START_TIMEOUT_SEC = 5
