@@ -27,10 +27,9 @@ from typing import Any, cast
 
 from trainer.arrays import keyed_generator
 from trainer.data.formats import FORMATS, index_suffixes, suffixes
-from trainer.data.layout import COMPRESSED, find_files
+from trainer.data.layout import find_files
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file
-from trainer.metrics.logger import Report, silent
 from trainer.wording import counted, few, printable
 
 MANIFEST_NAME = "manifest.json"
@@ -38,7 +37,6 @@ MIN_STREAM_BYTES = 65_536
 MAX_FILE_BYTES = 64 * 2**20
 MISC = "misc"
 CHUNK_BYTES = 1 << 20
-RECORDS = (".json", ".ndjson", ".csv", ".tsv")  # files of many documents, or of none, that no format reads
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 PYTEXT_BYTES: Mapping[str, int] = {"python": 18_000_000, "cpp": 10_000_000, "prose": 5_000_000}
@@ -121,7 +119,6 @@ def check_all(
     what: str,
     max_bytes: int,
     forbidden: Sequence[str] = (),
-    report: Report = silent,
 ) -> tuple[list[Document], dict[str, str]]:
     """The candidates of the modality `what` that are text, by source, each once; and why others
     are none. `forbidden`: strings that must not enter the corpus, such as absolute paths of this
@@ -129,9 +126,7 @@ def check_all(
     ordered = sorted(candidates, key=lambda candidate: candidate[0])
     skipped: dict[str, str] = {}
     documents: dict[str, Document] = {}
-    for done, (source, place) in enumerate(ordered):
-        if done % 100 == 0:
-            report(done, len(ordered), f"reading {what}")
+    for source, place in ordered:
         found = _checked(source, place, max_bytes, forbidden)
         if isinstance(found, Document) and found.digest in documents:
             found = f"a copy: of {documents[found.digest].source}"
@@ -149,9 +144,8 @@ def _size(documents: Sequence[Document]) -> int:
 def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
     """One stream per directory; one with less than `min_bytes` joins its parent.
 
-    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins
-    the smallest other stream. Streams are named after the directory, with dots: `numpy.linalg`,
-    without `_` or `.` at its beginning, which hide a file from runs.
+    Top directories below `min_bytes` form the stream `misc`. Streams are named after the directory,
+    with dots: `numpy.linalg`, without `_` or `.` at its beginning, which hide a file from runs.
     """
     by_directory: dict[tuple[str, ...], list[Document]] = {}
     for document in documents:
@@ -167,21 +161,16 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
     for parts in sorted(key for key in by_directory if key):
         streams.setdefault(".".join(parts).lstrip("._") or MISC, []).extend(by_directory[parts])
     left_over = by_directory.get((), [])
-    if left_over and streams and _size(left_over) < min_bytes:
-        smallest = min(streams, key=lambda name: (_size(streams[name]), name))
-        streams[smallest] = streams[smallest] + left_over
-    elif left_over:
+    if left_over:
         streams.setdefault(MISC, []).extend(left_over)
     return {name: sorted(streams[name], key=lambda each: each.source) for name in sorted(streams)}
 
 
-def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
+def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int) -> Streams:
     """At most `max_bytes` of text, in even shares; what small streams leave goes to the others.
 
     Within a stream documents are considered in the order of the SHA-256 of their source, and those
-    that fit are taken. A stream that stays below `min_bytes` because its documents are larger than
-    its share takes its smallest ones too; if it still stays below (one small document and a huge
-    one), it is dropped.
+    that fit are taken.
     """
     chosen: Streams = {}
     left = max_bytes
@@ -190,26 +179,18 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
     for position, name in enumerate(by_size):
         room = left // (len(by_size) - position)
         taken: list[Document] = []
-        rest: list[Document] = []
-        size = 0
         for document in sorted(streams[name], key=lambda each: hashlib.sha256(each.source.encode()).digest()):
-            if size + document.num_bytes > room:
-                rest.append(document)
-                continue
-            taken.append(document)
-            size += document.num_bytes
-        for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
-            if size < min_bytes and size + document.num_bytes <= left:
+            if document.num_bytes <= room:
                 taken.append(document)
-                size += document.num_bytes
-        if taken and size >= min(min_bytes, _size(streams[name])):
-            left -= size
+                room -= document.num_bytes
+        left -= _size(taken)
+        if taken:
             chosen[name] = sorted(taken, key=lambda document: document.source)
     return {name: chosen[name] for name in sorted(chosen)}
 
 
 def write_corpus(
-    out: Path, modalities: Mapping[str, Streams], skipped: Mapping[str, str], *, force: bool, report: Report = silent
+    out: Path, modalities: Mapping[str, Streams], skipped: Mapping[str, str], *, force: bool
 ) -> dict[str, Any]:
     """Write `out/<modality>/<stream>.jsonl`, one document per line, and a manifest, which is
     returned.
@@ -218,18 +199,15 @@ def write_corpus(
     `force` is not given, or it holds files that are no part of one.
     """
     out = out.absolute()
-    total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
-        new, old, done = Path(work, "new"), Path(work, "old"), 0
+        new, old = Path(work, "new"), Path(work, "old")
         manifest: dict[str, Any] = {"modalities": {}, "streams": {}, "skipped": dict(skipped)}
         for modality, streams in modalities.items():
             (new / modality).mkdir(parents=True)
             for stream, documents in streams.items():
                 name = f"{modality}/{stream}.jsonl"
-                report(done, total, f"writing {name}")
                 manifest["streams"][name] = _write_stream(new / name, documents)
-                done += len(documents)
             counts = {"streams": len(streams), "documents": sum(map(len, streams.values()))}
             manifest["modalities"][modality] = {**counts, "text_bytes": sum(map(_size, streams.values()))}
         write_file(new / MANIFEST_NAME, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
@@ -242,7 +220,6 @@ def write_corpus(
         if out.exists():
             out.rename(old)
         new.rename(out)
-    report(total, total, "done")
     return manifest
 
 
@@ -274,9 +251,7 @@ def _write_stream(path: Path, documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def build_text(
-    out: Path, modalities: Mapping[str, Sequence[str]], *, force: bool = False, report: Report = silent
-) -> dict[str, Any]:
+def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: bool = False) -> dict[str, Any]:
     """Build a corpus of text, a document per file, at `out/<modality>/<stream>.jsonl`.
 
     `modalities`: modality -> globs (with `**` and `~`). Hidden files are skipped. Raises
@@ -289,14 +264,14 @@ def build_text(
             raise UserError("--modality", f"{name!r} is not a plain name", "use letters, digits, - and _")
         refused = {}
         candidates: list[Candidate] = []
-        others = {*COMPRESSED, *RECORDS, *suffixes(), *index_suffixes()}.difference(FORMATS["text"].suffixes)
+        others = {*suffixes(), *index_suffixes()}.difference(FORMATS["text"].suffixes)
         for source, path in _files(name, patterns).items():
             suffix = path.suffix.lower()
             if suffix in others:
                 refused[f"{name}/{source}"] = f"no plain text: {suffix}"
             else:
                 candidates.append((source, path))
-        documents, unusable = check_all(candidates, what=name, max_bytes=MAX_FILE_BYTES, report=report)
+        documents, unusable = check_all(candidates, what=name, max_bytes=MAX_FILE_BYTES)
         refused |= unusable
         if not documents:
             examples = few([f"{source}: {why}" for source, why in refused.items()])
@@ -304,7 +279,7 @@ def build_text(
             raise UserError(f"--modality {name}", problem, "name files of UTF-8 text; .jsonl needs no build")
         chosen[name] = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
         skipped |= refused
-    return write_corpus(out, chosen, skipped, force=force, report=report)
+    return write_corpus(out, chosen, skipped, force=force)
 
 
 def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
@@ -331,9 +306,7 @@ def _named_directory(path: str) -> str:
     return path or os.curdir
 
 
-def build_pytext(
-    out: Path, *, max_bytes: Mapping[str, int] = PYTEXT_BYTES, force: bool = False, report: Report = silent
-) -> dict[str, Any]:
+def build_pytext(out: Path, *, max_bytes: Mapping[str, int] = PYTEXT_BYTES, force: bool = False) -> dict[str, Any]:
     """Build the corpus that needs no download: the same installation gives the same bytes.
 
     `out/python`: `.py` files of the standard library and of numpy; `cpp`: the C++ and CUDA headers
@@ -346,15 +319,15 @@ def build_pytext(
         "cpp": [*_walk(_package("torch") / "include", (".h", ".hpp", ".cuh"))],
         "prose": [*_prose()],
     }
-    how: dict[str, Any] = {"forbidden": sorted({str(stdlib), str(numpy.parent)}), "report": report}
+    machine = sorted({str(stdlib), str(numpy.parent)})
     modalities: dict[str, Streams] = {}
     skipped: dict[str, str] = {}
     for name, candidates in sources.items():
-        documents, refused = check_all(candidates, what=name, max_bytes=_PYTEXT_FILE_BYTES, **how)
+        documents, refused = check_all(candidates, what=name, max_bytes=_PYTEXT_FILE_BYTES, forbidden=machine)
         streams = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
-        modalities[name] = cap_evenly(streams, max_bytes[name], min_bytes=MIN_STREAM_BYTES)
+        modalities[name] = cap_evenly(streams, max_bytes[name])
         skipped |= refused
-    return write_corpus(out, modalities, skipped, force=force, report=report)
+    return write_corpus(out, modalities, skipped, force=force)
 
 
 def _package(name: str) -> Path:

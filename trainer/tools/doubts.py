@@ -85,11 +85,8 @@ def trained_on(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Ite
     for each in eval_sources:
         shared = [stream for stream in each.streams if _identity(stream.path) in trained]
         if shared:
-            files = "a file of it is"
-            if len(shared) > 1:
-                files = f"{counted(len(shared), 'file')} of it are"
             source = trained[_identity(shared[0].path)]
-            problem = f"{files} trained on, by source {source}: {printable(shared[0].relative_path)}"
+            problem = f"{counted(len(shared), 'file')} trained on too, by source {source}: {printable(shared[0].relative_path)}"
             yield f"eval source {each.name}", problem, "leave them out of one of the two"
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,7 +35,6 @@ def evaluate_checkpoint(
     batches: int | None = None,
     held_out: bool = False,
     device: torch.device,
-    tokenizer: str | None = None,
     trust_code: bool = False,
 ) -> tuple[int | None, dict[str, float]]:
     """Evaluate a model, of a run or exported, in one process: (step, metrics by key).
@@ -49,17 +47,15 @@ def evaluate_checkpoint(
         held_out: read the held-out documents although the config has sets.
         step: of the checkpoint; None: the latest.
         batches: of each set at most; None: all, or as many as its config says.
-        tokenizer: path of the tokenizer.json, if it has moved.
         trust_code: import the code that the config of the model names.
 
     Raises:
         UserError: code without trust, no such model, nothing to evaluate on, or unreadable data.
     """
     directory = Path(directory).absolute()
-    how: Any = {"step": step, "device": device, "tokenizer": tokenizer, "trust_code": trust_code}
     # The model's code may leave the directory that its config's paths are relative to.
     with chdir(os.curdir):
-        saved = load_model(directory, **how)
+        saved = load_model(directory, step=step, device=device, trust_code=trust_code)
     refuse_code(saved.config, directory, "data", "eval", "objective", trusted=trust_code)
     config, sets = saved.config, list(sources) or saved.config.eval.source
     if len({each.name for each in sets}) < len(sets):

@@ -138,14 +138,12 @@ def load_model(
     *,
     step: int | None = None,
     device: torch.device,
-    tokenizer: str | None = None,
     trust_code: bool = False,
 ) -> SavedModel:
     """The model of a run's checkpoint, or of a directory that `train export` has written.
 
     Args:
         step: which checkpoint; None: the newest.
-        tokenizer: path of the tokenizer.json, if it has moved since.
         trust_code: import the model that the config in `directory` names.
 
     Raises:
@@ -153,12 +151,13 @@ def load_model(
     """
     place = Path(directory).absolute()  # building the model may change the working directory
     found: int | None = None
+    tokenizer = ""
     if (place / WEIGHTS_FILE).is_file():
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
         if metadata.get("step", "").isdigit():
             found = int(metadata["step"])
-        if tokenizer is None and (place / "tokenizer.json").is_file():
+        if (place / "tokenizer.json").is_file():
             tokenizer = str(place / "tokenizer.json")
     else:
         saved = read_checkpoint(directory, step)
@@ -167,8 +166,7 @@ def load_model(
     name = tokenizer or config.data.tokenizer
     if name.endswith(".json") and not Path(name).is_file():
         problem = "the tokenizer of the model is not there (paths are relative to the working directory)"
-        fix = "go where the run was started, or name the file with --tokenizer"
-        raise UserError(name, problem, fix)
+        raise UserError(name, problem, "go where the run was started")
     words = load_tokenizer(name, vocab_size=config.data.vocab_size)
     model = model_with(weights, config, words.vocab_size, source)
     return SavedModel(model.to(device).eval(), words, config, found)

@@ -7,9 +7,7 @@ import glob
 import json
 import os
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 from mmap import ACCESS_READ, mmap
@@ -33,17 +31,9 @@ from trainer.data.layout import (
 )
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.metrics.logger import Report, progress_bar, silent
+from trainer.metrics.logger import Report, silent
 from trainer.tools.corpora import why_not_text
 from trainer.wording import counted, few
-
-
-def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
-    """The streams, reporting (streams done, streams, the next path) on the way."""
-    for number, stream in enumerate(streams):
-        report(number, len(streams), stream.relative_path)
-        yield stream
-    report(len(streams), len(streams), "done")
 
 
 def guess(
@@ -76,7 +66,6 @@ def look(
     dtype: str | None = None,
     eod: int | None = None,
     column: str | None = None,
-    report: Report = silent,
 ) -> tuple[list[Ints], int]:
     """Read the streams once: tokens of each document, by stream; the largest id of token ids.
     Raises UserError: a file cannot be read or is damaged."""
@@ -84,7 +73,7 @@ def look(
     options = ReadOptions(bounded, dtype, eod, format=format, column=column)
     lengths: list[Ints] = []
     largest = 0
-    for stream in each_stream(streams, report):
+    for stream in streams:
         documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
         if tokenizer == "ids":  # a tokenizer has a vocabulary of its own
@@ -93,12 +82,13 @@ def look(
 
 
 def verify(
-    streams: Sequence[Stream], options: ReadOptions, *, report: Report = silent
+    streams: Sequence[Stream], options: ReadOptions, report: Report = silent
 ) -> tuple[int, int, list[UserError]]:
     """Read every stream completely: the documents, their tokens, and an error for each damaged file."""
     errors: list[UserError] = []
     num_documents = num_tokens = 0
-    for stream in each_stream(streams, report):
+    for number, stream in enumerate(streams):
+        report(number, len(streams), stream.relative_path)
         try:
             documents = load_documents(stream.path, options)
             IdBounds.of(stream.path, options.tokenizer).check(documents.tokens, 0)
@@ -157,29 +147,18 @@ STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
 MOST_HELD_OUT = 0.3
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
-WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from here on, tied embeddings save most of a small model
 # A string, number, boolean or list of them, as TOML writes it.
 _toml = partial(json.dumps, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Initial values of `[data]`, `[train]` and `[eval]`. `holdout_fraction` 0: too few documents
-    to hold any out. `passes`: over the documents that are not held out."""
+def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> dict[str, float]:
+    """Sizes of `[data]`, `[train]` and `[eval]` by key, with which a run is about one epoch within `STEPS_RANGE`.
 
-    seq_len: int
-    batch_size: int
-    micro_batches: int
-    steps: int
-    passes: float
-    holdout_fraction: float
-
-
-def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
-    """Sizes with which rows are full, and a run is about one epoch within `STEPS_RANGE`.
     `lengths`: tokens of each document, by stream; at least one document has a token. `share`: of
-    all data that these streams are."""
+    all data that these streams are. `holdout_fraction` 0: too few documents to hold any out.
+    `passes`: over the documents that are not held out.
+    """
     total, holdout = sum(int(each.sum()) for each in lengths), 0.0
     kept = np.concatenate(lengths)
     for fraction in HOLDOUT_FRACTIONS:
@@ -197,9 +176,10 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     seq_len = int(np.clip(1 << max(int(kept.sum()) // 64, 1).bit_length() - 1, *SEQ_LEN_RANGE))
     batch = int(np.clip(np.count_nonzero(kept), 1, LARGEST_BATCH))
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
-    tokens_a_step = batch * seq_len * micro
-    steps = int(np.clip(round(trained / tokens_a_step), *STEPS_RANGE))
-    return Sizes(seq_len, batch, micro, steps, steps * tokens_a_step / trained, holdout)
+    steps = int(np.clip(round(trained / (batch * seq_len * micro)), *STEPS_RANGE))
+    passes = steps * batch * seq_len * micro / trained
+    sizes = {"seq_len": seq_len, "batch_size": batch, "micro_batches": micro, "steps": steps}
+    return {**sizes, "passes": passes, "holdout_fraction": holdout}
 
 
 def starter(
@@ -225,8 +205,7 @@ def starter(
         notes.append(f"only {share:.0%} of the bytes were inspected; the rest may differ")
     if tokenizer is None:
         tokenizer = {"text": "bytes", "ids": "ids"}[kind]
-    with progress_bar() as report:
-        lengths, largest = look(chosen, tokenizer=tokenizer, format=format, report=report, **given)
+    lengths, largest = look(chosen, tokenizer=tokenizer, format=format, **given)
     if not any(each.any() for each in lengths):
         raise UserError(paths[0], "holds no token at all", "name files with text or ids")
     strange = not_text(chosen, format)
@@ -240,8 +219,7 @@ def starter(
         "ids": bool(vocab_size),
         "large": ids.vocab_size >= TIE_FROM_VOCABULARY,
         "bytes": tokenizer == "bytes",
-        "held out": sizes.holdout_fraction > 0,
-        "few": sizes.holdout_fraction == 0,
+        "held out": sizes["holdout_fraction"] > 0,
     }
     lines, template = [], resources.files("trainer.tools") / "reference" / "starter.toml.in"
     for line in template.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -254,36 +232,33 @@ def starter(
         given["format"] = format
     takes_eod = eod is None and any(takes_option(name, "eod") for name in formats)
     text = "".join(lines).format(
-        **asdict(sizes) | {"passes": counted(round(sizes.passes, 2), "pass")},
+        **sizes | {"passes": counted(round(sizes["passes"], 2), "pass")},
         name=_toml(_run_name(paths[0])),
         tokenizer=_toml(tokenizer),
-        head="\n".join(map(_comment, head)),
+        head="\n".join(f"# {line}" for line in head),
         largest=largest,
         vocab_size=vocab_size,
         source=_source(at, given, takes_eod=takes_eod),
-        every=max(sizes.steps // 10, 10),
-        warmup=sizes.steps // 20,
-        save=max(sizes.steps // 5, 1),
+        every=max(sizes["steps"] // 10, 10),
+        warmup=sizes["steps"] // 20,
+        save=max(sizes["steps"] // 5, 1),
     )
     return text, notes
 
 
-def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:
-    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share)."""
+def sample_streams(streams: Sequence[Stream]) -> tuple[list[Stream], float]:
+    """(all streams, or evenly spread ones if there are more than `MAX_BYTES`; their share)."""
     sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
     total = float(sizes.sum())
-    if total <= max_bytes:
+    if total <= MAX_BYTES:
         return list(streams), 1.0
-    chosen = range(0, len(streams), int(np.ceil(total / max_bytes)))
+    chosen = range(0, len(streams), int(np.ceil(total / MAX_BYTES)))
     return [streams[i] for i in chosen], float(sizes[list(chosen)].sum()) / total
 
 
 def _run_name(path: str) -> str:
-    """A run's name from the data's path: the last part that has a plain character."""
-    named = [part for part in Path(path).resolve().parts if re.search(r"[A-Za-z0-9]", part)]
-    stem = ["run", *named][-1]
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(stem).stem).strip("-_")
-    return plain[:40] or "run"
+    """A run's name from the last part of the data's path."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("*/")).resolve().stem).strip("-_")[:40] or "run"
 
 
 def _found(at: Discovery, lengths: Sequence[Ints]) -> str:
@@ -292,11 +267,6 @@ def _found(at: Discovery, lengths: Sequence[Ints]) -> str:
     tokens = sum(int(each.sum()) for each in lengths)
     streams = f"{len(lengths):,} of {counted(len(at.streams), 'stream')}"
     return f"{streams}, {documents}, {tokens:,} tokens, in layout {at.layout}"
-
-
-def _comment(text: str) -> str:
-    keep: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", **keep)
 
 
 def _source(at: Discovery, keys: dict[str, Any], *, takes_eod: bool) -> str:

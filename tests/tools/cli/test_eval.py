@@ -136,7 +136,7 @@ def test_a_checkpoint_is_evaluated_where_its_training_data_are_not(bare, tmp_pat
     config, run_dir = make_config(tmp_path), bare
     file = bare.parent / "corpus" / "a" / "stream0.jsonl"
     ended = program(["eval", bare, "--source", f"seen={file}", "--batches", 1], capsys)
-    assert "eval source seen: a file of it is trained on, by source first: " in ended.stderr
+    assert "eval source seen: 1 file trained on too, by source first: " in ended.stderr
     (bare.parent / "corpus").rename(bare.parent / "elsewhere")
     near = config.parent / "near"
     found = evaluated(run_dir, capsys, "--source", f"a={near}", "--source", f"b={near}/1.jsonl")

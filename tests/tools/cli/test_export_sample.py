@@ -137,5 +137,5 @@ def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monke
     text = write_tiny_config(tmp_path).read_text()
     (tmp_path / "config.toml").write_text(text.replace("[data]\n", '[data]\ntokenizer = "words/tok.json"\n', 1))
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"words/tok.json: .*relative to the working directory.*with --tokenizer"):
+    with pytest.raises(UserError, match=r"words/tok.json: .*relative to the working directory.*go where the run"):
         load_model(tmp_path, step=None, device=CPU)

@@ -9,14 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import nn
 
 from tests.support.in_process import train_here
+from trainer.data import collate, shard_source
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import load_documents
 from trainer.model import build
 from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.diagnostics.run import STAGES
 from trainer.tools.runs.load import load_run
 
 SECONDS = re.compile(r"time/.*/(tortoise|hare)")
@@ -67,22 +70,41 @@ per_source = true
 """
 
 
-def test_the_slow_source_and_stage_are_named(tmp_path, monkeypatch):
+# Stage: the call that takes 0.05 s longer for what is of the source `tortoise`.
+SLOW = {
+    "open": (shard_source, "open_stream", lambda stream, *_: "tortoise" in stream.path),
+    "read": (collate, "check_size", lambda source: "tortoise" in source.stream.path),
+}
+
+
+@pytest.mark.parametrize("stage", ["open", "read", "own_code"])
+def test_the_slow_source_and_stage_are_named(tmp_path, monkeypatch, stage):
     for name, word in (("hare", "fast"), ("tortoise", "slow")):
         (tmp_path / name).mkdir()
         for number in range(8):  # a batch each, more than are kept open
             (tmp_path / name / f"{number}.jsonl").write_text(json.dumps({"text": word[:1] * 6}) + "\n")
-    (tmp_path / "config.toml").write_text(CONFIG)
+    config = CONFIG
+    if stage in SLOW:
+        place, name, is_slow = SLOW[stage]
+        call = getattr(place, name)
+
+        def called(*arguments):
+            time.sleep(0.05 * is_slow(*arguments))
+            return call(*arguments)
+
+        monkeypatch.setattr(place, name, called)
+        config = re.sub("format = .*", "", CONFIG)
+    (tmp_path / "config.toml").write_text(config)
     monkeypatch.chdir(tmp_path)
     train_here(tmp_path / "config.toml", tmp_path / "run", "train.steps=14")
     monkeypatch.setattr(limits, "BUSY_SECONDS", 0.3)
     run = load_run(tmp_path / "run")
     (found,) = [each.outcome for each in diagnose(run).rulings if each.rule.name == "data_bound"]
     assert found.verdict == "finding"
-    assert found.sentence.endswith("time/own_code/tortoise took most")
+    assert found.sentence.endswith(f"time/{stage}/tortoise took most")
     assert found.knob is not None
-    assert "less work for each batch in its own code" in found.knob.suggested
+    assert found.knob.suggested == STAGES[stage]
     seconds = {key: math.fsum(run.column(key)[1]) for key in filter(SECONDS.fullmatch, run.keys)}
-    slow = seconds.pop("time/own_code/tortoise")
+    slow = seconds.pop(f"time/{stage}/tortoise")
     assert 0.6 < slow < 6.0  # at 0.05 s for each of the 28 batches that are of this source, of five about four
     assert sum(seconds.values()) < slow / 4, "no other source or stage has it"

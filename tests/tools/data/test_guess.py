@@ -22,13 +22,13 @@ def test_sizes_are_usable_whatever_the_lengths(lengths, share):
     streams = [Stream(i, f"s{i}.txt", f"s{i}.txt", "m") for i in range(len(lengths))]
     arrays = [np.array(each, dtype=np.int64) for each in lengths]
     sizes = choose_sizes(streams, arrays, share=share)
-    assert SEQ_LEN_RANGE[0] <= sizes.seq_len <= SEQ_LEN_RANGE[1]
-    assert STEPS_RANGE[0] <= sizes.steps <= STEPS_RANGE[1]
-    assert min(sizes.batch_size, sizes.micro_batches) >= 1
-    if sizes.holdout_fraction:
+    assert SEQ_LEN_RANGE[0] <= sizes["seq_len"] <= SEQ_LEN_RANGE[1]
+    assert STEPS_RANGE[0] <= sizes["steps"] <= STEPS_RANGE[1]
+    assert min(sizes["batch_size"], sizes["micro_batches"]) >= 1
+    if sizes["holdout_fraction"]:
         tokens = 0
         for stream, each in zip(streams, arrays, strict=True):
-            tokens += int(each[held_out(stream.relative_path, len(each), sizes.holdout_fraction)].sum())
+            tokens += int(each[held_out(stream.relative_path, len(each), sizes["holdout_fraction"])].sum())
         assert 0 < tokens < sum(int(each.sum()) for each in arrays)
 
 

@@ -91,8 +91,7 @@ def test_the_rows_are_those_that_the_step_has_read(config, tmp_path, verb, case)
 def test_rows_of_a_data_set_of_the_users_own_have_what_it_says():
     batch = {"targets": np.array([[1, 2], [3, -100]]), "dataset_labels": ["own", "own"]}
     own = {"source": "own", "stream": None, "documents": None, "cell": None}
-    for meta in ({}, {"instability_meta_json": "no JSON"}, {"instability_meta_json": "[1]"}):
-        assert list(_rows_of({**batch, **meta})) == [{"row": 0, "tokens": 2, **own}, {"row": 1, "tokens": 1, **own}]
+    assert list(_rows_of(batch)) == [{"row": 0, "tokens": 2, **own}, {"row": 1, "tokens": 1, **own}]
 
 
 def test_what_cannot_be_read_is_refused(tmp_path, verb):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from tests.support.records import record_of
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.report.run_summary import (
     config_differences,
     summarize,
-    with_distinct_names,
 )
 
 
@@ -26,12 +24,12 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
     train = {"loss": [4.0, 3.0, 1.0, 2.0], "tokens_per_sec": [5.0, 100.0, 110.0, 120.0]}
     train |= {"ledger/cold_starts": [1.0, 0.0, 2.0, 0.0], "data/fill": [1.0, 1.0, 1.0, 0.6]}
     run = record_of(train, {2: {"eval_loss": 2.0, "eval_bits_per_byte": 1.5}, 4: {"eval_loss": 2.5}})
-    expected = {"Steps": 4, "Final loss": 2.0, "Held-out loss": 2.5, "Best held-out loss": 2.0}
+    expected = {"Steps": 4, "Final loss": 2.0, "Held-out loss": 2.5}
     expected |= {"Speed": 105.0, "Fill": 0.9, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
     unknown = ("Parameters", "Batch", "MFU", "Peak memory", "Time of all steps")
     expected |= dict.fromkeys(unknown)
     assert results(run) == results(run) | expected
-    assert notes(run)["Best held-out loss"] == "1.5 bits/byte, best of 2 evaluations, step 2"
+    assert notes(run)["Held-out loss"] == "step 4, best 2 at step 2"
 
 
 def test_the_size_of_a_run_comes_from_its_environment_and_rows():
@@ -41,7 +39,7 @@ def test_the_size_of_a_run_comes_from_its_environment_and_rows():
     run = record_of(rows, environment={"parameters": 50})
     expected = {"Batch": 50.0, "MFU": 0.4, "Peak memory": 3.0, "Data read": 2.3}
     assert results(run) == results(run) | expected
-    assert notes(run)["Data read"] == "source code; web 0.41"
+    assert notes(run)["Data read"] == "source code"
     resumed = record_of({"step_time_sec": {110: 11.0, 120: 12.0}}, restarts=[Restart(100)])
     assert results(resumed)["Time of all steps"] == 10 * 11 + 10 * 12
 
@@ -69,9 +67,3 @@ def test_differing_settings_are_dotted_keys_and_sources_go_by_name():
         ("env.world_size", [None, 2]),
     ]
     assert config_differences([a, a]) == []
-
-
-def test_runs_of_the_same_name_get_distinct_names(tmp_path):
-    runs = [replace(record_of({}), path=tmp_path / name / "x") for name in "ab"]
-    assert [run.name for run in with_distinct_names(runs)] == [str(run.path) for run in runs]
-    assert [run.name for run in with_distinct_names(runs[:1])] == ["x"]

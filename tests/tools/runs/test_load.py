@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import PayloadError, build_payload, encode_payload, parse_payload
-from trainer.tools.runs.load import RowTable, load_run
+from trainer.tools.runs.load import load_run
 
 
 def train(step: int, mode: str = "train", **metrics: float) -> str:
@@ -148,21 +147,3 @@ def test_a_line_is_read_exactly_when_the_payload_contract_accepts_it(
         for key, value in expected.values().items():
             found = dict(zip(*table.column(key), strict=True))[expected.global_step]
             assert found == value or math.isnan(value)
-
-
-@given(seed=st.integers(0, 10**6))
-def test_columns_match_a_dict_of_rows(seed: int) -> None:
-    rng, table = random.Random(seed), RowTable()
-    rows: dict[int, dict[str, float]] = {}
-    step = attempt = 0
-    for _ in range(rng.randrange(1, 30)):
-        if rng.random() < 0.2:
-            step, attempt = rng.randrange(step + 1), attempt + 1
-        step += rng.choice((1, 1, 5))
-        rows[step] = {key: rng.random() for key in rng.sample("abcd", rng.randrange(1, 5))}
-        table.add(step, attempt, rows[step])
-        if rng.random() < 0.1:
-            table.column("a")  # a cached column must not go stale
-    assert list(table.steps) == sorted(rows)
-    for key in "abcd":
-        assert list(zip(*table.column(key), strict=True)) == [(s, rows[s][key]) for s in sorted(rows) if key in rows[s]]

@@ -67,7 +67,7 @@ class Ruling:
             "not_yet": self.outcome.is_early,
             "sentence": self.outcome.sentence,
             "evidence": [evidence.to_json() for evidence in self.outcome.evidence],
-            "knob": self.outcome.knob and self.outcome.knob.to_json(),
+            "knob": self.outcome.knob and vars(self.outcome.knob),
             "fix": self.fix,
             "needs": list(self.rule.needs),
         }

@@ -25,7 +25,6 @@ from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
 SURPRISE = "stream_mixing/active/pick_surprise_max"  # nats; since a reader was last picked
-WAIT = "stream_mixing/active/steps_since_pick_max"  # picks since a reader was last picked
 REMAINING_MIN = "stream_mixing/active/remaining_min"  # picks of the reader with fewest left
 REMAINING_MAX = "stream_mixing/active/remaining_max"  # picks of the reader with most left
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"  # share of its slice
@@ -92,9 +91,6 @@ def uneven_slices(run: RunRecord) -> Outcome:
     if len(hits) < max(limits.UNEVEN_ROWS, limits.UNEVEN_SHARE * len(least)):
         return healthy(words)
     words += ", and streams are read in proportion to their batches: those with few wait"
-    waits = series(run, WAIT)
-    if waits:
-        words += f", here for up to {counted(max(waits.values), 'batch')} of others"
     evidence, sizes = (least.evidence(hits), most.evidence(hits)), _batch_sizes(run)
     if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
         value = f"sizes within a factor of {limits.EVEN_BATCHES}"
@@ -198,9 +194,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
         return healthy("no stream ended")
     picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
     per_slice = ranks(run) * picks / events
-    each, rate = number_text(per_slice), number_text(events / picks)
-    words = f"a stream gives a rank {each} batches before it ends: {rate} are opened per micro-batch"
-    words += " over all ranks"
+    words = f"a stream gives a rank {number_text(per_slice)} batches before it ends"
     if per_slice > limits.CHURN_PICKS or events < limits.CHURN_EVENTS * ranks(run):
         return healthy(words)
     size = run.setting("data.mixing.batch_size")

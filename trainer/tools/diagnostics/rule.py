@@ -43,9 +43,6 @@ class Knob:
         """With the current value of the run."""
         return cls(key, run.setting(key), suggested)
 
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
     def __str__(self) -> str:
         text = f"{self.key} = {self.suggested}"
         if self.current is not None:

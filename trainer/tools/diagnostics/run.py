@@ -145,25 +145,22 @@ def model_contract(run: RunRecord) -> Outcome:
         return not_measured("the run has no record of a check of its model (trainer.lab.contracts.check_model)")
     # Where each document begins a row, none has a reset inside.
     begins_rows = not has_full_rows(run) or run.setting("data.align") == "document"
-    verdicts = [(event, verdict) for event in events for verdict in event.get("verdicts", [])]
-    broken: dict[str, str] = {}
-    steps: list[int] = []  # at which breaches were found
-    for event, verdict in verdicts:
-        is_unused = verdict["check"] == "resets" and begins_rows
-        if verdict["status"] == "broken" and not is_unused:
-            broken.setdefault(verdict["check"], verdict["text"])
-            steps.append(int(event.get("global_step", 0)))
+    verdicts = [verdict for event in events for verdict in event.get("verdicts", [])]
+    broken = {each["check"]: each["text"] for each in verdicts if each["status"] == "broken"}
+    if begins_rows:
+        broken.pop("resets", None)
     if broken:
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
-        evidence = Evidence("breaches of the contract", tuple(steps), (1.0,) * len(steps))
+        steps = tuple(sorted({int(event.get("global_step", 0)) for event in events}))
+        evidence = Evidence("checks of the contract", steps, (1.0,) * len(steps))
         return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
     # Every model can be judged for causality: where that one was not testable, nothing was.
     untested = [
-        each["text"] for _, each in verdicts if each["check"] == "causality" and each["status"] == "not testable here"
+        each["text"] for each in verdicts if each["check"] == "causality" and each["status"] == "not testable here"
     ]
-    if not verdicts or untested:
+    if untested or not verdicts:
         why = [*untested, *(str(event["not_tried"]) for event in events if event.get("not_tried"))]
-        return not_measured(f"the model was not checked: {why[-1] if why else 'unknown reason'}")
+        return not_measured(f"the model was not checked: {[*why, 'unknown reason'][0]}")
     return healthy("the model keeps the contract, as far as it could be tested")
 
 

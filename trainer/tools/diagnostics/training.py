@@ -28,7 +28,7 @@ from trainer.tools.diagnostics.rule import (
     sources,
 )
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import B_BIG, NoiseScale, noise_scale_of
+from trainer.tools.runs.readings import B_BIG, B_NOW, NoiseScale, noise_scale_of
 from trainer.wording import counted, number_text
 
 CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
@@ -75,20 +75,14 @@ def repeated_data(run: RunRecord) -> Outcome:
     is_own = any("target" in table for table in sources(run))
     if abs(value - 1.0) > within and has_full_rows(run) and not is_own:
         words += ": the rows of a step are not independent, and the noise scale is wrong"
-        return finding(words, evidence, severity="warning", knob=_towards_independence(run))
+        knob = Knob.of(run, "data.mixing.spread", "larger, or more and shorter documents")
+        return finding(words, evidence, severity="warning", knob=knob)
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
         words += ": gradients were clipped or scaled before they were measured, "
         words += "or ranks read data of different kinds"
         return finding(words, evidence, severity="warning")
     return healthy(words)
-
-
-def _towards_independence(run: RunRecord) -> Knob:
-    """More open files, or a larger spread."""
-    if run.setting("data.mixing.num_streams_mixed"):
-        return Knob.of(run, "data.mixing.num_streams_mixed", 0)
-    return Knob.of(run, "data.mixing.spread", "larger, or more and shorter documents")
 
 
 @rule("advice", needs=[B_BIG], hint=HINT)
@@ -105,7 +99,7 @@ def batch_size(run: RunRecord) -> Outcome:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
     words = f"{number_text(scale.batch)} sequences per step, "
     words += f"noise scale {scale.number} ({scale.where})"
-    keys = (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)
+    keys = (f"{B_NOW}_low", B_NOW, f"{B_NOW}_high", B_BIG)
     rows = [series(run, key).since(scale.step) for key in keys]
     shown = [row.evidence() for row in rows if row]
     # A lower bound is enough for "too small". The other two verdicts need an upper bound.

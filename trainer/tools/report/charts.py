@@ -107,10 +107,6 @@ class Chart:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def is_wide(self) -> bool:
-        return len(self.keys) > 2
-
-    @property
     def facts(self) -> list[tuple[str, str]]:
         """(title, text): the meaning of each row of the catalog, with its good and bad signs."""
         specs = {family(key)[0]: lookup(_variant(key)[0]) for key in self.keys if is_known(key)}

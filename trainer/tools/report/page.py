@@ -16,7 +16,6 @@ from trainer.tools.report.run_summary import (
     config_differences,
     rows_text,
     summaries,
-    summarize,
     value_text,
 )
 from trainer.wording import few
@@ -40,9 +39,7 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"rows": rows_text, "value": value_text, "few": few, "flat": flatten}
     runs = [diagnosis.run for diagnosis in diagnoses]
-    title, charts = runs[0].name, make_charts(runs)
-    if len(runs) > 1:
-        title = f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    charts = make_charts(runs)
     depth = [(run.name, *figure) for run in runs for figure in depth_figures(run)]
     figures = [figure for *_, figure in depth] + [chart.figure for chart in charts if chart.figure]
     assets = resources.files("trainer.tools.report") / "assets"
@@ -50,9 +47,8 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
         diagnoses=diagnoses,
         looks=LOOKS,
         num_colors=NUM_COLORS,
-        title=title,
+        title=", ".join(run.name for run in runs),
         notes=[(run.name, note) for run in runs for note in run.notes],
-        tiles=[row for row in summarize(runs[0]) if row.is_told],
         results=summaries(runs),
         differences=config_differences(runs),
         groups={group: list(members) for group, members in groupby(charts, key=lambda chart: chart.group)},

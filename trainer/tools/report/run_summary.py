@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
 from typing import Any
@@ -17,7 +17,7 @@ from trainer.metrics.catalog_rows import EPOCHS
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import noise_scale_of
-from trainer.wording import counted, few, number_text
+from trainer.wording import counted, number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
@@ -37,15 +37,6 @@ class SummaryRow:
         if isinstance(self.value, str):
             return self.value
         return "–" if self.value is None else number_text(self.value, digits=5)
-
-    @property
-    def is_told(self) -> bool:
-        """Whether there is a value, or a word on why there is none."""
-        return self.value is not None or bool(self.note)
-
-    @property
-    def heading(self) -> str:
-        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 def rows_text(steps: Sequence[int]) -> str:
@@ -92,7 +83,7 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
         SummaryRow("Speed", _reduced(run, statistics.median, "tokens_per_sec"), "tokens/s"),
         SummaryRow("MFU", _reduced(run, statistics.median, "mfu"), "of the peak"),
         SummaryRow("Peak memory", _reduced(run, _last, "gpu/peak_gb"), "GB"),
-        *_held_out(run),
+        _held_out(run),
         _final_loss(run),
         _noise_scale(run),
         SummaryRow("Cold starts", _reduced(run, math.fsum, "ledger/cold_starts"), "cells"),
@@ -126,37 +117,29 @@ def _time(run: RunRecord) -> SummaryRow:
 
 
 def _epochs(run: RunRecord) -> SummaryRow:
-    """How often the data were read: the source that was read most, and in the note the others."""
+    """How often the source that was read most was read."""
     known = {}
     for key in run.train.keys:
         column = run.column(key)[1]
         # A count that became unknown during the run is no total.
         if key.startswith(EPOCHS) and column and math.isfinite(column[-1]):
             known[key.removeprefix(EPOCHS)] = column[-1]
-    first, *others = sorted(known, key=known.__getitem__, reverse=True) or [""]
-    note = ""
-    if others:
-        rest = [f"{name} {number_text(known[name], digits=3)}" for name in others]
-        note = f"source {first}; {few(rest)}"
-    return SummaryRow("Data read", known.get(first), "epochs", note)
+    name = max(known, key=known.__getitem__, default="")
+    return SummaryRow("Data read", known.get(name), "epochs", f"source {name}" * bool(known))
 
 
-def _held_out(run: RunRecord) -> list[SummaryRow]:
-    """The last and the lowest held-out loss, with bits per byte and the error of the last."""
+def _held_out(run: RunRecord) -> SummaryRow:
+    """The last held-out loss, with bits per byte, its error, and the lowest one."""
     evals, errors, bits = (_finite(run, f"eval_{name}") for name in ("loss", "loss_se", "bits_per_byte"))
-    many = counted(len(evals), "evaluation")
-    if errors:
-        many += f", +- {number_text(ERRORS_SHOWN * list(errors.values())[-1])} (95 %)"
-    last, best = max(evals, default=0), min(evals, key=evals.__getitem__, default=0)
-    rows = []
-    for label, which, step in (("Held-out loss", "last", last), ("Best held-out loss", "best", best)):
-        note = ""
-        if evals:
-            note = f"{which} of {many}, step {step:,}"
-            if step in bits:
-                note = f"{number_text(bits[step])} bits/byte, {note}"
-        rows.append(SummaryRow(label, evals.get(step), "nats/token", note))
-    return rows
+    if not evals:
+        return SummaryRow("Held-out loss", None, "nats/token")
+    last, best = max(evals), min(evals, key=evals.__getitem__)
+    notes = [f"step {last:,}", f"best {number_text(evals[best])} at step {best:,}"]
+    if last in errors:
+        notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[last])} (95 %)")
+    if last in bits:
+        notes.insert(0, f"{number_text(bits[last])} bits/byte")
+    return SummaryRow("Held-out loss", evals[last], "nats/token", ", ".join(notes))
 
 
 def _final_loss(run: RunRecord) -> SummaryRow:
@@ -189,14 +172,7 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
 def summaries(runs: Sequence[RunRecord]) -> list[tuple[SummaryRow, ...]]:
     """The results that any of the runs has, those of all side by side."""
     rows = zip(*map(summarize, runs), strict=True)
-    return [results for results in rows if any(each.is_told for each in results)]
-
-
-def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs, labeled by their paths where names are not distinct."""
-    if len({run.name for run in runs}) == len(runs):
-        return list(runs)
-    return [replace(run, label=str(run.path)) for run in runs]
+    return [results for results in rows if any(each.value is not None or each.note for each in results)]
 
 
 def value_text(value: Any) -> str:

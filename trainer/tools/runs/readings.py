@@ -14,15 +14,13 @@ from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
 
 B_BIG: Final = "gns/b_big"
-READINGS: Final = ("gns/b_now", "gns/b_simple")
-"""The most informative first: the second is a lagging average."""
+B_NOW: Final = "gns/b_now"
 
 
 @dataclass(frozen=True)
 class NoiseScale:
     """The last row's noise scale, in sequences, and the batch of that step."""
 
-    key: str
     step: int
     batch: float
     low: float
@@ -56,7 +54,7 @@ class NoiseScale:
     @property
     def where(self) -> str:
         """The rows that it was made of, in words."""
-        where = f"{self.key} at step {self.step:,}"
+        where = f"{B_NOW} at step {self.step:,}"
         if self.steps is not None:
             where += f", from the last {self.steps:,} steps"
         return where
@@ -68,19 +66,13 @@ def noise_scale_of(run: RunRecord) -> NoiseScale | None:
     if not batches:
         return None
     step = max(batches)
-
-    def at(key: str) -> float | None:
-        return _column(run, key).get(step)
-
-    for key in READINGS:
-        low, high, value, steps = (at(f"{key}{end}") for end in ("_low", "_high", "", "_steps"))
-        if low is None:
-            continue
-        if high is None:  # a value without an upper bound says nothing
-            value = None
-        documents = _column(run, "data/documents").get(step, math.inf)
-        return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps), documents)
-    return None
+    low, high, value, steps = (_column(run, f"{B_NOW}{end}").get(step) for end in ("_low", "_high", "", "_steps"))
+    if low is None:
+        return None
+    if high is None:  # a value without an upper bound says nothing
+        value = None
+    documents = _column(run, "data/documents").get(step, math.inf)
+    return NoiseScale(step, batches[step], low, value, high, None if steps is None else int(steps), documents)
 
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:

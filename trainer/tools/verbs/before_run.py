@@ -226,7 +226,7 @@ def init(
         shared.refuse_existing(out, force=force)
     text, notes = starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
     if out is None:
-        put_text(text, None)
+        echo(text, nl=False)
         return
     put_text(f"#:schema {SCHEMA_NAME}\n{text}", out)
     put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))

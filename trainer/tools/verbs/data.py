@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,8 +44,8 @@ def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
     """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
     from trainer.tools.corpora import build_pytext
 
-    with progress_bar() as report, writing(out):
-        manifest = build_pytext(Path(out), force=force, report=report)
+    with writing(out):
+        manifest = build_pytext(Path(out), force=force)
     _summarise(out, manifest)
 
 
@@ -66,19 +65,15 @@ def text(
             fix = "write --modality 'prose=docs/**/*.md'"
             raise UserError(f"--modality {given}", "is not of the form NAME=GLOB", fix)
         globs.setdefault(name, []).append(pattern)
-    with progress_bar() as report, writing(out):
-        manifest = build_text(Path(out), globs, force=force, report=report)
+    with writing(out):
+        manifest = build_text(Path(out), globs, force=force)
     _summarise(out, manifest)
 
 
 def _summarise(out: str, manifest: Mapping[str, Any]) -> None:
-    skipped = manifest["skipped"]
-    by_reason = defaultdict[str, list[str]](list)
-    for source, reason in skipped.items():
-        by_reason[reason.partition(":")[0]].append(source)
+    skipped = [f"{source} ({reason})" for source, reason in manifest["skipped"].items()]
     if skipped:
-        examples = "; ".join(f"{few(sources)} ({reason})" for reason, sources in by_reason.items())
-        echo(f"skipped {counted(len(skipped), 'file')}: {examples}; see manifest.json", err=True)
+        echo(f"skipped {counted(len(skipped), 'file')}: {few(skipped)}; see manifest.json", err=True)
     for modality, found in manifest["modalities"].items():
         counts = f"{counted(found['documents'], 'document')}, {counted(found['streams'], 'stream')}"
         echo(f"{modality}: {counts}, {found['text_bytes'] / 1e6:.1f} MB of text", err=True)
@@ -155,7 +150,7 @@ def verify(
     words = load_tokenizer(tokenizer, vocab_size=vocab_size)
     options = ReadOptions(words, format=format, **given)
     with progress_bar() as report:
-        documents, tokens, errors = read_everything(at.streams, options, report=report)
+        documents, tokens, errors = read_everything(at.streams, options, report)
     if errors:
         raise UserErrors(errors)
     strange = not_text(at.streams, format)

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, raise_found
 from trainer.files import read_lines
-from trainer.tools.verbs.shared import RunDirArgument, put_text, writing
+from trainer.tools.verbs.shared import RunDirArgument, writing
 from trainer.wording import counted
 
 EXIT_DIFFERENT, EXIT_INVALID = 1, 1
-OutOption = Annotated[str | None, Option(help="File to write; default: stdout.", metavar="FILE")]
 
 config = typer.Typer(help="The config's schema, its keys, and the differences of two configs.", no_args_is_help=True)
 checkpoint = typer.Typer(help="Checkpoints of a run.", no_args_is_help=True)
@@ -27,19 +26,19 @@ payload = typer.Typer(help="Metrics payloads, as another program reads them.", n
 
 
 @config.command()
-def schema(out: OutOption = None) -> None:
+def schema() -> None:
     """Print the JSON Schema of a config; editors complete and check a TOML that starts with `#:schema FILE`."""
     from trainer.tools.reference_docs import render_config_schema
 
-    put_text(render_config_schema(), out)
+    echo(render_config_schema(), nl=False)
 
 
 @config.command()
-def docs(out: OutOption = None) -> None:
+def docs() -> None:
     """Print every table and key with its type, default and meaning, as Markdown."""
     from trainer.tools.reference_docs import render_config_markdown
 
-    put_text(render_config_markdown(), out)
+    echo(render_config_markdown(), nl=False)
 
 
 @config.command()

@@ -40,7 +40,6 @@ def sample(
     top_k: Annotated[int, Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
     step: shared.StepOption = None,
-    tokenizer: shared.MovedOption = None,
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
 ) -> None:
@@ -53,7 +52,7 @@ def sample(
         from trainer.tools.saved_model import load_model
 
     on = pick_device(device)
-    saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer, trust_code=trust_code)
+    saved = load_model(run_dir, step=step, device=on, trust_code=trust_code)
     ids = prompt_ids(saved.tokenizer, prompt, "--prompt")
     generated = generate(
         saved.model,
@@ -77,15 +76,9 @@ def sample(
 def _write(text: str) -> None:
     if sys.stdout.isatty():
         # A model may write anything; an escape sequence must not reach the terminal as one.
-        text = "".join(map(_shown, text))
+        text = "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _shown(character: str) -> str:
-    if character.isprintable() or character in "\n\t":
-        return character
-    return "\ufffd"
 
 
 def evaluate(
@@ -102,7 +95,6 @@ def evaluate(
         bool, Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
     ] = False,
     step: shared.StepOption = None,
-    tokenizer: shared.MovedOption = None,
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
@@ -122,7 +114,6 @@ def evaluate(
         batches=batches,
         held_out=held_out,
         device=pick_device(device),
-        tokenizer=tokenizer,
         trust_code=trust_code,
     )
     if as_json:

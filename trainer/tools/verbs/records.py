@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 from typer import Argument, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import COLOURS, coloured, output, print_json, print_table, refuse_existing, writing
+from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
 from trainer.wording import number_text
 
 if TYPE_CHECKING:
@@ -40,10 +38,8 @@ class RunEntry:
     state: str
     step: int | None = None  # the last one, which may be later than the last logged one
     steps: int | None = None  # the configured number
-    loss: float | None = None  # the last logged value, as the three below
+    loss: float | None = None  # the last logged value, as the one below
     eval_loss: float | None = None
-    tokens_in_step: float | None = None
-    fill: float | None = None
     age_sec: float = math.inf  # since the run last logged, or wrote its state without a log
     verdict: str | None = None  # of `train diagnose`, in a few words
     reason: str | None = None  # why the run ended, if status.json says it
@@ -98,8 +94,8 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     values: dict[str, Any] = {}
     if isinstance(run.setting("train.steps"), int):
         values["steps"] = run.setting("train.steps")
-    for key in ("loss", "eval_loss", "tokens_in_step", "data/fill"):
-        values[key.removeprefix("data/")] = next(reversed(run.column(key)[1]), None)
+    for key in ("loss", "eval_loss"):
+        values[key] = next(reversed(run.column(key)[1]), None)
     if run.keys:
         values["verdict"] = diagnose(run).brief
     values["step"] = max([*run.steps[-1:], *filter(None, [step])], default=step)  # rows are some steps apart
@@ -110,8 +106,6 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
 NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", "{:.4f}".format),
     "eval": ("eval_loss", "{:.4f}".format),
-    "tokens/step": ("tokens_in_step", "{:,.0f}".format),
-    "fill": ("fill", "{:.1%}".format),
     "age": ("age_sec", lambda seconds: _age(seconds)),
 }
 
@@ -220,80 +214,53 @@ def report(
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
     from trainer.tools.report.page import plotly_script, render_page
-    from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
     target = Path(out)
     plotly = plotly_script()
     refuse_existing(out, force=force)
-    diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
+    # The paths tell several runs apart.
+    diagnoses = [diagnose(replace(load_run(path), label=path * (len(runs) > 1))) for path in runs]
     # Names of files may hold any bytes.
     content = render_page(diagnoses, plotly=plotly).encode("utf-8", "backslashreplace")
     with writing(out):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, content, follow=True)
-    for diagnosis in diagnoses:
-        for text in (diagnosis.brief, *(f"note: {note}" for note in diagnosis.run.notes)):
-            echo(f"{diagnosis.run.name}: {text}", err=True)
     echo(f"wrote the report to {out} ({len(content) / 1e6:.1f} MB)", err=True)
 
 
-def compare(
-    paths: shared.RunsArgument,
-    as_json: shared.JsonOption = False,
-) -> None:
+def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> None:
     """Compare the settings, results and verdicts of runs side by side."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.run_summary import with_distinct_names
+    from trainer.tools.report.run_summary import config_differences, summaries, value_text
     from trainer.tools.runs.load import load_run
 
     if len(paths) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
-    runs = with_distinct_names([load_run(path) for path in paths])
-    diagnoses = list(map(diagnose, runs))
+    runs = [replace(load_run(path), label=path) for path in paths]
+    differing, results, diagnoses = config_differences(runs), summaries(runs), list(map(diagnose, runs))
     if as_json:
-        print_json(_as_json(diagnoses))
+        found = []
+        for each in diagnoses:
+            verdict = {"verdict": each.verdict, "findings": [ruling.rule.name for ruling in each.findings]}
+            found.append({"name": each.run.name, "path": str(each.run.path), **verdict, "notes": each.run.notes})
+        config = [{"key": key, "values": values} for key, values in differing]
+        outcome = []
+        for rows in results:
+            values, notes = [row.value for row in rows], [row.note for row in rows]
+            outcome.append({"label": rows[0].label, "unit": rows[0].unit, "values": values, "notes": notes})
+        print_json({"runs": found, "config": config, "outcome": outcome})
         return
-    output().print(_table(diagnoses))
+    heads = [f"{rows[0].label} {rows[0].unit}" for rows in results]
+    columns = {"": [*(escape(key) for key, _ in differing), *heads, "Verdict"]}
+    for number, each in enumerate(diagnoses):
+        cells = [value_text(values[number]) for _, values in differing]
+        cells += [f"{rows[number].text}\n{rows[number].note}".strip() for rows in results]
+        columns[escape(each.run.name)] = [
+            *map(escape, cells),
+            coloured(str(each.verdict), each.brief.replace(", ", "\n")),
+        ]
+    print_table(columns, box=SIMPLE_HEAD, pad_edge=False)
     for run in runs:
         for note in run.notes:
-            output().print(Text(f"{run.name}: {note}", style=COLOURS["warning"]))
-
-
-def _as_json(diagnoses: list[Diagnosis]) -> dict[str, Any]:
-    from trainer.tools.report.run_summary import config_differences, summarize
-
-    runs, found = [each.run for each in diagnoses], []
-    for each in diagnoses:
-        verdict = {"verdict": each.verdict, "findings": [ruling.rule.name for ruling in each.findings]}
-        found.append({"name": each.run.name, "path": str(each.run.path), **verdict, "notes": each.run.notes})
-    outcome = []
-    for rows in zip(*map(summarize, runs), strict=True):
-        cells = {"values": [row.value for row in rows], "notes": [row.note for row in rows]}
-        outcome.append({"label": rows[0].label, "unit": rows[0].unit, **cells})
-    return {
-        "runs": found,
-        "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
-        "outcome": outcome,
-    }
-
-
-def _table(diagnoses: list[Diagnosis]) -> Table:
-    """A column for each run: the settings that differ, the results and the verdict."""
-    from trainer.tools.report.run_summary import config_differences, summaries, value_text
-
-    runs = [each.run for each in diagnoses]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column(overflow="fold")
-    for run in runs:
-        table.add_column(Text(run.name), justify="right", overflow="fold")
-    for key, values in config_differences(runs) or [("no recorded setting differs", [])]:
-        table.add_row(Text(key), *(Text(value_text(value)) for value in values))
-    table.add_section()
-    for results in summaries(runs):
-        cells = [Text.assemble(each.text, (f"\n({each.note})" * bool(each.note), "dim")) for each in results]
-        table.add_row(results[0].heading, *cells)
-    styles = {"healthy": COLOURS["healthy"], "findings": COLOURS["warning"]}
-    briefs = [Text(each.brief.replace(", ", "\n"), style=styles.get(str(each.verdict), "dim")) for each in diagnoses]
-    table.add_row("Verdict", *briefs)
-    return table
+            echo(f"{run.name}: {note}")

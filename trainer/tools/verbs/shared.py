@@ -31,13 +31,10 @@ RunArgument = Annotated[str, Argument(help="A run directory, or a metrics.jsonl.
 RunsArgument = Annotated[list[str], Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")]
 StepOption = Annotated[int | None, Option(help="Step of the checkpoint; default: the latest.")]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where the model is.")]
-MovedOption = Annotated[
-    str | None, Option("--tokenizer", help="Path of the tokenizer.json if it moved.", metavar="PATH")
-]
 FormatOption = Annotated[str, Option(help=FORMAT_HELP, metavar="NAME")]
 ColumnOption = Annotated[str | None, Option(help="As data.source.column, of .jsonl and .parquet.", metavar="NAME")]
 EodOption = Annotated[int | None, Option(help="Id that ends a document in .npy and headerless .bin files.")]
-PIPE_WIDTH, WIDEST = 120, 10_000  # characters of a line where stdout is no terminal, and of a table there
+PIPE_WIDTH = 10_000  # characters of a line where stdout is no terminal
 COLOURS = {
     "error": "red", "warning": "yellow", "advice": "cyan",
     "healthy": "green", "findings": "red",
@@ -62,11 +59,11 @@ class _Console(Console):
             yield piece if piece.control else piece._replace(text=printable_lines(piece.text))
 
 
-def output(*, pipe_width: int = PIPE_WIDTH) -> Console:
-    """Stdout, as wide as the terminal or `COLUMNS`; `pipe_width` in a pipe."""
+def output() -> Console:
+    """Stdout, as wide as the terminal or `COLUMNS`; in a pipe lines are not folded."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return _Console(file=sys.stdout)
-    return _Console(file=sys.stdout, width=pipe_width)
+    return _Console(file=sys.stdout, width=PIPE_WIDTH)
 
 
 def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] = (), **options: Any) -> None:
@@ -77,7 +74,7 @@ def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] 
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
-    output(pipe_width=WIDEST).print(table, highlight=False)
+    output().print(table, highlight=False)
 
 
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:
@@ -108,11 +105,8 @@ def refuse_existing(out: str, *, force: bool) -> None:
         raise UserError(out, "exists already", "name another file, or add --force")
 
 
-def put_text(text: str, out: str | None) -> None:
-    """Write to a file, or to stdout. Raises UserError: the file cannot be written."""
-    if out is None:
-        echo(text, nl=False)
-        return
+def put_text(text: str, out: str) -> None:
+    """Write to a file. Raises UserError: it cannot be written."""
     with writing(out):
         write_file(Path(out), text, follow=True)
     echo(f"wrote {out}", err=True)

@@ -114,13 +114,7 @@
 
   const press = (button, isOn) => button.setAttribute("aria-pressed", String(isOn));
   document.addEventListener("click", ({ target }) => {
-    const button = target.closest("button"), { step, run } = button?.dataset ?? {};
-    if (step !== undefined) {
-      const half = Math.max((span[1] - span[0]) / 20, 5);
-      setRange([Number(step) - half, Number(step) + half]);
-      $("charts").scrollIntoView();
-      return;
-    }
+    const button = target.closest("button"), run = button?.dataset.run;
     if (button?.id === "reset") setRange(null);
     if (button?.id === "log") press(button, state.log = !state.log);
     if (button?.id === "smooth") press(button, state.smooth = !state.smooth);
