@@ -32,6 +32,7 @@ from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_t
 from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
 from trainer.options import TrackerOptions
+from trainer.wording import message_of
 
 _SMOOTHED = ("loss", "tokens", "step_time")
 SMOOTHING = 0.1  # weight of the newest value in `smoothed/*`
@@ -152,6 +153,7 @@ class MetricsTracker:
         self._since = _Since()
         self._last: dict[str, Any] | None = None  # of the step that ended last, to log it
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
+        self._seen_keys = set[str]()
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
 
@@ -268,7 +270,9 @@ class MetricsTracker:
         """Log a step that has ended; see `end_step`."""
         since, guard = self._since, self.diagnostics.best_effort
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = guard("memory").run(get_memory_stats, self._device) or {}
+        memory = None
+        if self._device.type == "cuda":
+            memory = guard("memory").run(get_memory_stats, self._device)
         # Times and speeds of a payload are those of all steps since the last one.
         self._since, step_time = _Since(), since.seconds / since.steps
         speed, mfu = self._rates(since.tokens, max(since.seconds, 0.0))
@@ -279,7 +283,7 @@ class MetricsTracker:
             tokens_per_sec=speed,
             mfu=mfu,
             step_time_sec=step_time,
-            **{name: memory.get(name) for name in _OF_MEMORY},
+            **{name: (memory or {}).get(name) for name in _OF_MEMORY},
         )
         values: dict[str, float | None] = dict(vars(metrics))
         for name in _OF_MEMORY:
@@ -310,12 +314,16 @@ class MetricsTracker:
     def _add_extras(self, values: dict[str, float | None], *, reserved: Collection[str]) -> None:
         """Add the values reported since the last logged step; waits for their devices."""
         drained = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
-        known = {key: value for key, value in drained.items() if value is not None}
-        for key, number in checked(known, self._leave_out, _read).items():
+        for key, value in drained.items():
             if key in reserved:
                 self._leave_out(key, "the name is one of the tracker's own")
-            else:
-                values[key] = number
+            elif value is not None:
+                pair = value if isinstance(value, tuple) else (value, 1.0)
+                try:
+                    total, weight = map(float, pair)
+                    values[key] = total / weight if weight else None
+                except Exception as error:  # noqa: BLE001 - one value must not cost the others
+                    self._leave_out(key, message_of(error))
         # Of epochs, the total since the start.
         read = [key for key in values if key.startswith(EPOCHS)]
         totals: dict[str, float | None] = {}
@@ -351,8 +359,9 @@ class MetricsTracker:
 
     def _emit(self, mode: Mode, step: int, values: Mapping[str, float | None]) -> None:
         metrics = {key: value for key, value in values.items() if value is not None}
-        for key in metrics:
+        for key in metrics.keys() - self._seen_keys:
             lookup_or_gauge(key)  # which warns, once, of a key without a row
+        self._seen_keys |= metrics.keys()
         if self._sinks and metrics:
             restart, self._restart = self._restart, None
             self._send("log", build_payload(mode, step, metrics, restart=restart))

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.arrays import IGNORED, Ints
 from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import own_part
-from trainer.metrics.aggregate import Recorder, Reported
+from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.on_device import to_device
@@ -54,8 +54,9 @@ class StepDetails(Extension):
         self._names = {"source": sources, "modality": modalities}
         self._token_type_guard = diagnostics.best_effort("token_type")
         self._label_guard = diagnostics.best_effort("per_source")
+        self._sums: dict[str, SumCount] = {}
         self._has_model_metrics = bool(model_metrics)
-        self._recorder = Recorder(leave_out=diagnostics.best_effort("model").leave_out)
+        self._model_metrics = Recorder(leave_out=diagnostics.best_effort("model").leave_out)
         keys = ["loss", "accuracy"]
         if bytes_of is not None:
             keys.append("bits_per_byte")
@@ -71,7 +72,7 @@ class StepDetails(Extension):
         for name, (total, count) in result.parts.items():
             self._put(f"objective/{name}", total, count)
         if self._has_model_metrics:
-            self._recorder.add(result.metrics or {})
+            self._model_metrics.add(result.metrics or {})
         loss, is_correct = result.token_loss, result.is_correct
         if is_correct is not None:
             self._put("accuracy", is_correct.sum(), result.num_tokens)
@@ -90,10 +91,14 @@ class StepDetails(Extension):
 
     def drain_metrics(self) -> dict[str, Reported]:
         """The sums since the last drain, by catalog key."""
-        return self._recorder.drain_metrics()
+        drained, self._sums = self._sums, {}
+        return {**drained, **self._model_metrics.drain_metrics()}
 
     def _put(self, key: str, total: Tensor, count: Tensor) -> None:
-        self._recorder.record(key, (total.double(), count.double()))
+        before = self._sums.get(key)
+        if before is not None:  # added on the device, without waiting
+            total, count = before.total + total, before.weight + count
+        self._sums[key] = SumCount(total.double(), count.double())
 
     def _add_token_types(self, micro: MicroBatch, loss: Tensor, is_correct: Tensor) -> None:
         types = micro.extras["token_types"]

@@ -384,20 +384,15 @@ class PairAverage:
     def __init__(self, ema: float, stretches: Stretches | None = None) -> None:
         self._ema, self._stretches = ema, stretches or Stretches()
         length = math.ceil(math.log(FORGOTTEN) / math.log(ema))
-        self._pairs: deque[tuple[float, float, float]] = deque(maxlen=max(length, MIN_PAIRS))  # phase, x, y
-
-    @property
-    def count(self) -> int:
-        """Of the pairs that have not been dropped."""
-        return len(self._pairs)
+        self.pairs: deque[tuple[float, float, float]] = deque(maxlen=max(length, MIN_PAIRS))  # phase, x, y
 
     def update(self, x: float, y: float, phase: int = 0) -> None:
         """Add a window's pair. `phase`: see `Stretches`."""
-        self._pairs.append((float(phase), x, y))
+        self.pairs.append((float(phase), x, y))
 
     def fit(self) -> Fit:
         """The averages with their covariance, which says something from `MIN_PAIRS` pairs on."""
-        phases, *columns = np.array(self._pairs, dtype=np.float64).T
+        phases, *columns = np.array(self.pairs, dtype=np.float64).T
         ages, pairs = np.arange(len(phases))[::-1].astype(np.float64), np.stack(columns, axis=1)
         weights = self._ema**ages
         weights /= weights.sum()
@@ -410,11 +405,11 @@ class PairAverage:
         return Fit(len(pairs), means, covariance, max(1.0 / share - 1.0, 1.0), 1.0 / share)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pairs": [*map(list, self._pairs)]}
+        return {"pairs": [*map(list, self.pairs)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pairs.clear()
-        self._pairs.extend((float(phase), float(x), float(y)) for phase, x, y in state["pairs"])
+        self.pairs.clear()
+        self.pairs.extend((float(phase), float(x), float(y)) for phase, x, y in state["pairs"])
 
 
 class NoiseScaleAverage:
@@ -468,8 +463,8 @@ class NoiseScaleAverage:
     @property
     def reason(self) -> str | None:
         """Why `gns/b_simple` is absent; None if it is present."""
-        if self._noise.count < MIN_PAIRS:
-            return self._absent or f"{self._noise.count} of at least {MIN_PAIRS} windows have been seen"
+        if len(self._noise.pairs) < MIN_PAIRS:
+            return self._absent or f"{len(self._noise.pairs)} of at least {MIN_PAIRS} windows have been seen"
         fit = self._noise.fit()
         ratio = fit.ratio()
         if ratio.value is not None:
@@ -485,13 +480,13 @@ class NoiseScaleAverage:
         values: dict[str, float | None] = {"gns/skipped": self.skipped}
         if self.left_out:
             values["gns/left_out"] = self.left_out
-        if self._noise.count:
+        if len(self._noise.pairs):
             fit, current = self._noise.fit(), self.history.current()
             values["gns/tr_sigma"], values["gns/grad_sq"] = fit.now.tolist()
             values |= {"gns/b_small": 1.0 / self.small_noise, "gns/b_big": 1.0 / self.big_noise}
-            if self._consistency.count >= MIN_PAIRS:
+            if len(self._consistency.pairs) >= MIN_PAIRS:
                 values |= self._consistency_values()
-            if self._noise.count >= MIN_PAIRS:
+            if len(self._noise.pairs) >= MIN_PAIRS:
                 values |= self._values_of_ratio(fit.ratio())
             if current is not None:
                 low, high, value, _ = current.ratio
