@@ -202,6 +202,8 @@ class Extensions:
 
     def sum_up(self) -> Measured | None:
         """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""
+        if not self._measuring:
+            return None
         summing = [each for each in self._measuring if each.extension.num_sums]
         if not summing:
             return None
