@@ -174,6 +174,8 @@ class TrackerOptions(Options):
     """Steps between logged steps; step 1 and the last step are always logged."""
     peak_tflops: Amount = 0.0
     """Peak TFLOPS of one device, for MFU; 0: by the device's name."""
+    per_source: bool = False
+    """Also report metrics per source and modality."""
 
 
 @part_options

@@ -100,7 +100,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 def combined(rows: list[dict[str, float]], key: str) -> float | None:
     """What the last of several rows would hold, had the others not been logged."""
-    how = "last" if key.startswith(("tokens_in_step", "data/epochs/")) else lookup(key).window
+    how = "last" if key.startswith(("tokens_in_step", "data/epochs")) else lookup(key).window
     values = [row[key] for row in rows if key in row]
     return {"sum": sum, "max": max, "min": min}.get(how, itemgetter(-1))(values) if values else None
 

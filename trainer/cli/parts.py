@@ -26,6 +26,7 @@ VERBS = {
 
 _TOOLS = {
     "doubts": "trainer.tools.doubts:doubts",
+    "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
     "first messages": "trainer.tools.summary:announce",
     "lines by depth": "trainer.tools.runs.readings:lines_of",

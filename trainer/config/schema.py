@@ -257,8 +257,6 @@ class MetricsTable(Table, TrackerOptions):
 
     stdout: Literal["auto", "json", "line", "off"] = "auto"
     """auto: readable lines on a terminal, JSON payloads elsewhere."""
-    per_source: bool = False
-    """Also report metrics per source and modality."""
     compare_replicas: bool = True
     """Under ddp, a rank whose weights differ ends the run."""
     per_layer: bool = False

@@ -137,6 +137,7 @@ class Collator:
     def __init__(self, tokenizer: Tokenizer, *, row_tokens: int, runs_on: bool) -> None:
         self._row_tokens, self._runs_on = row_tokens, runs_on
         self._bos, self._tokenizer = tokenizer.bos_id, tokenizer
+        self._num_ids = IdBounds.of("", tokenizer).num_ids
         self._nothing = np.zeros(row_tokens, np.int64)
         self._types = tokenizer.token_type_table
         if self._types is not None:
@@ -240,7 +241,7 @@ class Collator:
         # As unsigned, a negative id is a large one.
         inputs = np.array(found.inputs, np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
-        if max(before, targets.view(np.uint64).max()) >= IdBounds.of("", self._tokenizer).num_ids:
+        if max(before, targets.view(np.uint64).max()) >= self._num_ids:
             for of, offset, size in chain.from_iterable(found.rows):
                 documents, start = of.source.documents, max(of.first + offset - 1, 0)
                 tokens = documents.read(of.document, start, of.first + offset + size)

@@ -291,7 +291,13 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
         "Documents of an epoch, about.", "Above 7 noise scales in rows.", "Fewer: that is too high."
     ),
     _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
-        "Epochs read since the start.", "Below 4: as good as new tokens.", "Far above: memorized."
+        "Epochs read since the start (metrics.per_source).", "Below 4: as good as new tokens.", "Far above: memorized."
+    ),
+    *(
+        _BlendRow(f"data/epochs_{which}", f"Epochs, {which} of any source", unit="epochs")(
+            f"Of the source that was read {which}.", "Below 4: as good as new tokens.", "Far above: memorized."
+        )
+        for which in ("least", "most")
     ),
     _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
         "Largest difference of a share from its weight.", "Shrinks.", "Grows: a source ended."

@@ -124,9 +124,12 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self.path = path.absolute()  # whatever the working directory becomes
+        self._open()
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = open_descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             self._repair_last_line()
         except BaseException:
@@ -157,6 +160,10 @@ class LineFile:
         Raises:
             OSError: the file, which it names, is not complete (disk full, quota).
         """
+        if not (self.path.exists() and os.path.samestat(os.fstat(self._fd), os.stat(self.path))):
+            logger.warning("%s was removed or replaced; what it held is lost, a new file continues here", self.path)
+            self.close()
+            self._open()
         self._write(line.encode("utf-8") + b"\n")
 
     def _write(self, data: bytes) -> None:

@@ -133,7 +133,7 @@ class MetricsTracker:
             rank: only rank 0 may have sinks.
             clock: monotonic seconds.
         """
-        self._log_interval = options.log_interval
+        self._log_interval, self._per_source = options.log_interval, options.per_source
         self._device = torch.device(device)
         self._num_devices, self._rank = num_devices, rank
         peak = resolve_peak_tflops(self._device, options.peak_tflops)
@@ -334,6 +334,11 @@ class MetricsTracker:
                 totals[key] = before + more
                 values[key] = round(before + more, 9)  # whole epochs are whole numbers
         self._epochs = totals
+        known = [value for key in totals if (value := values[key]) is not None]
+        if known and len(known) == len(totals):
+            values["data/epochs_least"], values["data/epochs_most"] = min(known), max(known)
+        for key in () if self._per_source else totals:
+            del values[key]
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,14 @@ from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
 from trainer.data.layout import modalities_of
 from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
 from trainer.tools import limits
+from trainer.training.optimizer import Length, make_schedule
 from trainer.training.plan import Plan
 from trainer.training.sources import Source, reading
 from trainer.wording import counted, few, printable
+
+logger = get_logger(__name__)
 
 Doubt = tuple[str, str, str]
 """Key, problem and fix."""
@@ -48,6 +52,20 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
         if length and warmup > limits.LONG_WARMUP * length:
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
+
+
+def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, reached: int) -> None:
+    """Warn where a resume from a checkpoint of this config makes the learning rate jump."""
+    try:
+        before = RunConfig.model_validate(saved)
+        length = Length.of(before, plan.facts.tokens_per_micro)
+        then = make_schedule(before, length)(reached)
+    except (ValueError, UserError):  # of an earlier version; its differences are logged anyway
+        return
+    now = make_schedule(plan.config, plan.length)(min(reached, plan.length.total))
+    if length.is_in_tokens == plan.length.is_in_tokens and abs(now - then) > limits.RATE_MARGIN * max(then, now):
+        text = "the learning rate jumps from %.3g to %.3g: the schedule spans the whole run"
+        logger.warning(text, then, now)
 
 
 def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:

@@ -20,6 +20,7 @@ from trainer.arrays import Ints
 from trainer.data.documents import IdBounds, Kind, ReadOptions
 from trainer.data.formats import UNBOUNDED, file_kind, format_name, load_documents, takes_option
 from trainer.data.groups import held_out
+from trainer.data.lanes import DOCUMENTS_PER_LANE
 from trainer.data.layout import (
     Discovery,
     Stream,
@@ -174,8 +175,11 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     trained = int(kept.sum()) / share
     # A power of two of which little data still gives some cells.
     seq_len = int(np.clip(1 << max(int(kept.sum()) // 64, 1).bit_length() - 1, *SEQ_LEN_RANGE))
-    batch = int(np.clip(np.count_nonzero(kept), 1, LARGEST_BATCH))
+    documents = int(np.count_nonzero(kept) / share)
+    batch = int(np.clip(documents, 1, LARGEST_BATCH))
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
+    if batch * micro > documents // DOCUMENTS_PER_LANE >= 2:  # no micro-batch continues another's documents
+        batch, micro = documents // DOCUMENTS_PER_LANE // 2, 2
     steps = int(np.clip(round(trained / (batch * seq_len * micro)), *STEPS_RANGE))
     passes = steps * batch * seq_len * micro / trained
     sizes = {"seq_len": seq_len, "batch_size": batch, "micro_batches": micro, "steps": steps}

@@ -91,6 +91,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info)
+            plan.call("rate change", found[1]["config"], plan, position.reached)
     if _is_over(run_dir, position, plan.length, info):
         return None
     whole = None if strategy.is_sharded else state.model

@@ -86,7 +86,7 @@ def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
 def epochs_read(path: Path, at: int = -1) -> list[float]:
     """Of both sources, in a row of a run."""
     row = [row for (mode, _), row in read_rows(path / "metrics.jsonl").items() if mode == "train"][at]
-    return [row["data/epochs/first"], row["data/epochs/second"]]
+    return [row["data/epochs_least"], row["data/epochs_most"]]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in REPEATS)) for case in CASES])

@@ -41,6 +41,22 @@ def test_each_payload_is_on_disk_at_once_and_reopening_appends(tmp_path: Path) -
     assert list(validate_stream(lines)) == []
 
 
+def test_a_file_that_was_taken_away_is_begun_anew_with_a_warning(tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.chdir(tmp_path)
+    sink = JsonlSink(Path("metrics.jsonl"))
+    for step, change in enumerate(
+        (lambda: None, lambda: monkeypatch.chdir("/"), path.unlink, lambda: path.rename("x"))
+    ):
+        sink.log(payload(step))
+        change()
+        sink.log(payload(100 + step))
+        monkeypatch.chdir(tmp_path)
+    sink.close()
+    assert capsys.readouterr().err.count("was removed or replaced; what it held is lost") == 2
+    assert [json.loads(line)["global_step"] for line in path.read_text().splitlines()] == [103]
+
+
 @pytest.mark.parametrize("cut", [1, 20, 70_000])
 def test_a_cut_last_line_is_mended_on_reopening(tmp_path: Path, cut: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -175,7 +175,7 @@ def test_a_resumed_tracker_goes_on_where_the_other_stopped() -> None:
             second.tracker.load_state_dict(first.tracker.state_dict())
         (first if step < 5 else second).step(step, loss=float(step), extra=read)
     assert second.metrics() == whole.metrics()
-    assert (second.metrics()["tokens_seen"], second.metrics()["data/epochs/a"]) == (8000, 0.8)
+    assert (second.metrics()["tokens_seen"], second.metrics()["data/epochs_most"]) == (8000, 0.8)
 
 
 class Broken(Recorder):
@@ -284,8 +284,12 @@ def test_a_value_that_is_no_number_is_left_out_with_one_warning(bad: Any, caplog
 def test_a_mean_over_nothing_is_absent_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(log_interval=1)
     for step, read in enumerate((0.5, None, 0.5), start=2):  # a total that lacks a part stays unknown
-        run.step(step, extra={"data/epochs/a": read})
-    assert [row["metrics"].get("data/epochs/a") for row in run.sink.payloads] == [0.5, None, None]
+        run.step(step, extra={"data/epochs/a": read, "data/epochs/b": 0.25})
+    found = [[row["metrics"].get(f"data/epochs_{which}") for which in ("least", "most")] for row in run.sink.payloads]
+    assert found == [[0.25, 0.5], [None, None], [None, None]]
+    assert not any(
+        "/a" in key or "/b" in key for row in run.sink.payloads for key in row["metrics"]
+    )  # unless asked for
     run.step(1, extra={"accuracy": (0.0, 0.0)})
     assert "accuracy" not in run.metrics()
     assert not caplog.records

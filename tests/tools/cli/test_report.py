@@ -98,7 +98,7 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
     logged = read_rows(runs[0] / "metrics.jsonl")
     with opened(make_report(tmp_path / "one.html", runs[0]), scheme="dark") as seen:
         page = seen.page
-        shown = "State done .*Data read .* source first .*Parameters .* 14,032 "
+        shown = "State done .*Data read .*Parameters .* 14,032 "
         assert re.search(shown, " ".join(page.locator("#outcome").inner_text().split()))
         assert page.locator("#verdict").inner_text().strip()
         page.locator("html[data-drawn=all]").wait_for()

@@ -34,12 +34,10 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
 
 def test_the_size_of_a_run_comes_from_its_environment_and_rows():
     rows = {"gpu/peak_gb": [2.0, 3.0], "tokens_seen": [50.0, 100.0], "mfu": [0.4, 0.4]}
-    rows |= {"data/epochs/web": [0.2, 0.41], "data/epochs/code": [1.1, 2.3]}
-    rows["data/epochs/lost"] = [5.0, math.nan]  # not known any more: no total
+    rows |= {"data/epochs/web": [0.2, 0.41], "data/epochs_most": [1.1, 2.3]}
     run = record_of(rows, environment={"parameters": 50})
     expected = {"Batch": 50.0, "MFU": 0.4, "Peak memory": 3.0, "Data read": 2.3}
     assert results(run) == results(run) | expected
-    assert notes(run)["Data read"] == "source code"
     resumed = record_of({"step_time_sec": {110: 11.0, 120: 12.0}}, restarts=[Restart(100)])
     assert results(resumed)["Time of all steps"] == 10 * 11 + 10 * 12
 

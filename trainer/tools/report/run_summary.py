@@ -13,7 +13,6 @@ from typing import Any
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog import ERRORS_SHOWN
-from trainer.metrics.catalog_rows import EPOCHS
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import noise_scale_of
@@ -117,15 +116,10 @@ def _time(run: RunRecord) -> SummaryRow:
 
 
 def _epochs(run: RunRecord) -> SummaryRow:
-    """How often the source that was read most was read."""
-    known = {}
-    for key in run.train.keys:
-        column = run.column(key)[1]
-        # A count that became unknown during the run is no total.
-        if key.startswith(EPOCHS) and column and math.isfinite(column[-1]):
-            known[key.removeprefix(EPOCHS)] = column[-1]
-    name = max(known, key=known.__getitem__, default="")
-    return SummaryRow("Data read", known.get(name), "epochs", f"source {name}" * bool(known))
+    """How often the source that was read most was read; unknown if that became unknown."""
+    column = run.column("data/epochs_most")[1]
+    known = column[-1] if column and math.isfinite(column[-1]) else None
+    return SummaryRow("Data read", known, "epochs")
 
 
 def _held_out(run: RunRecord) -> SummaryRow:
