@@ -220,7 +220,7 @@ class FilesTable(Table):
     name: Annotated[str, Field(pattern=SOURCE_NAME, max_length=100)]
     """The source's name in messages, `--set` and metric keys."""
     root: Text | None = None
-    """Nested layout: directory, or its URL, that holds `<modality>/.../<stream file>`."""
+    """Nested layout: directory that holds `<modality>/.../<stream file>`."""
     paths: list[Text] | None = None
     """Files or globs of a direct layout, with a directory's name as modality."""
     modalities: list[Text] | None = None
