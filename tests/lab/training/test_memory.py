@@ -55,7 +55,6 @@ def test_the_trace_has_the_steps_and_no_loss_changes(tmp_path):
     steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
     assert len(steps) == 3
     assert said.count("profile of 3 steps from step 11 on") == 1
-    assert "USDT" not in said  # torch's own log of its profiler
 
 
 def test_a_run_that_ends_before_says_that_there_is_no_profile(tmp_path):
