@@ -3,13 +3,11 @@
 
 Above each threshold stand its unit and its reason. Those that follow from no formula were set by
 calibration: high enough that the healthy runs of `scripts/calibrate_diagnosis.py` raise no alarm,
-low enough that its injected faults are found in time (docs/diagnosis.md). A limit that needs more
-than a number is a function below, which also says what to set instead.
+low enough that its injected faults are found in time (docs/diagnosis.md).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 # Any rule
@@ -125,12 +123,3 @@ BUSY_SECONDS: Final = 60.0
 REDONE_SHARE: Final = 0.05
 # restarts from one step: more are a crash loop, which more checkpoints do not help.
 RESTARTS: Final = 2
-
-
-def surprise_bound(picks: float) -> float:
-    """Largest `pick_surprise_max` that chance explains after so many picks, in nats.
-
-    The surprise accumulated since a reader's last pick is a unit exponential in any pool, so it
-    exceeds ln(picks / ALPHA) in one of 1 / ALPHA runs.
-    """
-    return math.log(max(picks, 2) / ALPHA)

@@ -82,7 +82,7 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    assert "is neither a run directory nor a file; pass a run" in diagnosed(tmp_path / "else").stderr
+    assert "else: cannot be read: No such file or directory; pass a run" in diagnosed(tmp_path / "else").stderr
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'

@@ -93,6 +93,6 @@ def test_a_run_that_failed_before_its_first_number_stands_where_it_belongs_and_s
     assert listed[1]["reason"] == status["reason"]
     ls([str(tmp_path / "runs")])
     shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"failed │ 0/100 │ - │ [3-8] min", shown), shown
+    assert re.search(r"failed │ 0/100 │ - │ - │ [3-8] min", shown), shown
     assert "KeyError:" in shown  # the column wraps
     assert "..." in shown

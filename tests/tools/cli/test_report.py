@@ -63,7 +63,7 @@ def check_hover_and_zoom(page, loss):
     box = plot.bounding_box()
     page.mouse.move(box["x"] + where[0], box["y"] + where[1])
     plot.locator(".hoverlayer text").first.wait_for()
-    shown = re.search(r"train\D*?([\d.]+)", plot.locator(".hoverlayer").text_content())
+    shown = re.search(r"loss\D*?([\d.]+)", plot.locator(".hoverlayer").text_content())
     assert float(shown.group(1)) == pytest.approx(loss, rel=1e-4)
     page.mouse.down()
     page.mouse.move(box["x"] + where[0] + 60, box["y"] + where[1], steps=5)
@@ -98,7 +98,7 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
     logged = read_rows(runs[0] / "metrics.jsonl")
     with opened(make_report(tmp_path / "one.html", runs[0]), scheme="dark") as seen:
         page = seen.page
-        shown = "State done .*Data read .*Parameters .* 14,032 "
+        shown = "State done .*Data read .*Parameters 14,032 "
         assert re.search(shown, " ".join(page.locator("#outcome").inner_text().split()))
         assert page.locator("#verdict").inner_text().strip()
         page.locator("html[data-drawn=all]").wait_for()
@@ -151,7 +151,7 @@ def test_an_existing_page_is_replaced_only_with_force(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["report", "nowhere"], "nowhere: is neither a run directory nor a file"),
+        (["report", "nowhere"], "nowhere: cannot be read: No such file or directory; pass a run directory"),
         (["compare", "{run}"], "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR"),
     ],
 )

@@ -17,8 +17,8 @@ from tests.support.records import record_of
 from trainer.metrics.catalog import CATALOG
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import depth_figures, make_charts, make_curve
-from trainer.tools.report.page import plotly_script, render_page
+from trainer.tools.report.charts import depth_figures, make_charts, make_curve, restart_marks
+from trainer.tools.report.page import render_page
 from trainer.tools.report.run_summary import summarize
 from trainer.tools.runs.readings import curves_of, in_words
 
@@ -64,10 +64,20 @@ def test_colors_stand_for_lines_of_one_run_or_for_several_runs():
         {f"layer/{name}/grad_norm": [1.0, 2.0] for name in names}, {1: {"eval_loss": 2.0}, 2: {"eval_loss": 1.0}}
     )
     loss, layers = make_charts([run])
-    assert loss.title == "Loss, held out"
-    assert shown(layers) == [("blocks.2", "c0"), ("blocks.10", "c1"), ("embedding", "c2")]
-    _, *single = make_charts([replace(run, label="a"), replace(run, label="b")])
-    assert [shown(chart) for chart in single] == [[("a", "c0"), ("b", "c1")]] * 3
+    assert loss.title == "Loss (evaluation)"
+    assert shown(layers) == [(f"{name}/grad_norm", f"c{place}") for place, name in enumerate(names)]
+    loss, layers = make_charts([replace(run, label="a"), replace(run, label="b")])
+    assert shown(loss) == [("eval_loss", "c0"), ("eval_loss", "c1")]
+    assert [line["meta"]["name"] for line in loss.figure["data"]] == ["a", "b"]
+    assert [color for _, color in shown(layers)] == ["c0", "c1"] * 3
+    dashes = [line["line"]["dash"] for line in layers.figure["data"]]
+    assert dashes == ["solid", "solid", "dot", "dot", "dash", "dash"]
+
+
+def test_standard_errors_are_not_drawn_next_to_the_values():
+    charts = make_charts([record_of({"loss": [2.0, 1.0]}, {2: {"eval_loss": 2.0, "eval_loss_se": 0.01}})])
+    assert [chart.keys for chart in charts] == [["loss", "eval_loss"], ["eval_loss_se"]]
+    assert charts[0].title == "Loss"
 
 
 def test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row():
@@ -78,18 +88,10 @@ def test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row()
     (chart,) = make_charts([run])
     ruling = next(ruling for ruling in diagnose(run).rulings if ruling.rule.name == "batch_size")
     assert chart.keys == ["gns/b_now", "gns/b_now_low", "gns/b_now_high", "gns/b_big"]
-    assert tile.value == chart.figure["data"][0]["y"][-1] == 27.0
+    assert chart.figure["data"][0]["y"][-1] == 27.0
+    assert tile.text.startswith("27 (")
     assert f"noise scale {tile.text} (" in ruling.outcome.sentence
     assert all("gns/b_now at step 3" in text for text in (tile.note, ruling.outcome.sentence))
-
-
-def test_a_constant_is_said_and_one_odd_value_is_drawn():
-    rows = {"lr": [0.1, 0.1], "ledger/refused_rows": [0.0, math.nan], "ledger/evictions/stale": [0.0, 1e-300]}
-    drawn = {chart.keys[0]: chart.values for chart in make_charts([record_of(rows)]) if chart.figure is None}
-    assert drawn == {"lr": "0.1"}
-    sets = {f"eval/{name}/loss": [loss] for name, loss in {"books": 3.5, "code": 2.5}.items()}
-    (chart,) = make_charts([record_of(sets)])
-    assert chart.values == "books 3.5 · code 2.5"
 
 
 def test_band_restarts_bad_values_and_the_range_of_buckets_are_drawn():
@@ -99,7 +101,7 @@ def test_band_restarts_bad_values_and_the_range_of_buckets_are_drawn():
     (chart,) = make_charts([run])
     shade, mean = chart.figure["data"]
     assert (max(shade["y"]), max(mean["y"]) < 0.9, len(shade["x"])) == (0.9, True, 2 * len(mean["x"]))
-    band, restart = chart.figure["layout"]["shapes"]
+    (band,), (restart,) = chart.figure["layout"]["shapes"], restart_marks([run])
     assert (band["y0"], band["y1"], restart["x0"], restart["x1"]) == (None, 0.95, 20, 20)
     assert chart.notes == [
         "not finite at step 2,346",
@@ -132,7 +134,7 @@ def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(num_run
     rows = {"ledger/false_evictions/lru": [0.0, 2.0], f"{hostile}": [1.0, 2.0]}
     config = {"run": {"name": hostile}}
     runs = [record_of(rows, label=f"{n}{hostile}", config=config, notes=[hostile]) for n in range(num_runs)]
-    page = Elements(render_page([diagnose(run) for run in runs], plotly="$plotly"))
+    page = Elements(render_page([diagnose(run) for run in runs]))
     assert "img" not in [tag for tag, _ in page.tags]
     for section in ("About the record", "Outcome", "Ledger", "Not in the catalog", "Config", "Environment"):
         assert section in page.headings
@@ -144,7 +146,7 @@ def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(num_run
 def test_a_run_without_rows_is_shown_with_the_reason():
     failed = record_of({}, label="b", status={"state": "failed", "reason": "KeyError: 'x'"})
     for runs in ([failed], [record_of({"loss": [2.0, 1.0]}, label="a"), failed]):
-        page = render_page([diagnose(run) for run in runs], plotly="")
+        page = render_page([diagnose(run) for run in runs])
         assert "the run failed: KeyError: &#39;x&#39;" in page
         assert "1 finding: ending" in page
 
@@ -153,7 +155,7 @@ def test_a_page_of_many_logged_steps_and_restarts_stays_below_15_mb():
     rows = np.random.Generator(np.random.Philox(1)).normal(size=(60, 20_000))
     columns = {f"objective/part{n}": row.tolist() for n, row in enumerate(rows)}
     run = record_of(columns, restarts=[Restart(step) for step in range(5_000)])
-    assert len(render_page([diagnose(run)], plotly=plotly_script()).encode()) < 15e6
+    assert len(render_page([diagnose(run)]).encode()) < 15e6
 
 
 def numbers(gains=(0.0, 0.1, 0.2), error=0.02, name="") -> dict[str, float]:
@@ -196,5 +198,5 @@ def test_the_loss_against_depth_of_each_set_is_drawn_with_the_errors_that_are_kn
     assert gain["text"][-1] == "gain of carrying, 64 tokens on: 0.2000 +- 0.0400 (95 %)"
     assert make_charts([run]) == []
     title = "Is context worth its cost?"
-    assert re.search(f"{re.escape(title)}.*over documents, carrying", render_page([diagnose(run)], plotly=""), re.S)
-    assert title not in render_page([diagnose(record_of({"loss": [1.0, 2.0]}))], plotly="")
+    assert re.search(f"{re.escape(title)}.*over documents, carrying", render_page([diagnose(run)]), re.S)
+    assert title not in render_page([diagnose(record_of({"loss": [1.0, 2.0]}))])

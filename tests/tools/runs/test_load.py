@@ -87,11 +87,11 @@ def test_a_file_of_which_no_line_is_a_row_is_refused(tmp_path: Path, content: st
 
 
 def test_a_run_without_rows_has_a_record_and_what_is_no_run_has_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: No such file"):
         load_run(tmp_path)
     write(tmp_path / "status.json", '{"state": "failed", "reason": "KeyError"}')
     assert (len(load_run(tmp_path).steps), load_run(tmp_path).status["reason"]) == (0, "KeyError")
-    with pytest.raises(UserError, match="is neither a run directory nor a file; pass a run"):
+    with pytest.raises(UserError, match="x: cannot be read: No such file or directory; pass a run"):
         load_run(f"{tmp_path}x")
 
 

@@ -22,7 +22,7 @@ def test_it_is_that_of_the_last_row_with_a_batch():
 @pytest.mark.parametrize(
     ("row", "number", "is_known"),
     [
-        ({"b_now_low": 0.0, "b_now_steps": 8.0}, "not known yet", False),
+        ({"b_now_low": 0.0, "b_now_steps": 8.0}, "at least 0", False),
         ({"b_now_low": 0.5}, "at least 0.5", True),
         ({"b_now_low": 0.0, "b_now_high": 9.0}, "0 to 9", True),
         ({"b_now_low": 0.0, "b_now": 3.0, "b_now_high": 9.0}, "3 (0 to 9)", True),

@@ -55,7 +55,9 @@ def stuck_reader(run: RunRecord) -> Outcome:
         picks *= ranks(run)
     if has_full_rows(run):  # a document is a token at least
         picks *= int(run.setting("data.mixing.batch_size", 1)) * int(run.setting("data.seq_len", 1))
-    limit = limits.surprise_bound(picks)
+    # The surprise since a reader's last pick is a unit exponential in any pool, so it exceeds this
+    # limit in one of 1 / ALPHA runs.
+    limit = math.log(max(picks, 2) / limits.ALPHA)
     hits = surprise.where(lambda value: value > limit)
     chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(surprise.values), limit))
     chance = f"has a chance of {chance} (limit {alarm})"

@@ -5,44 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib import resources
-from itertools import groupby
 from typing import Final
 
+from jinja2 import Environment, PackageLoader
+from plotly.offline import get_plotlyjs
+
 from trainer.config.load import flatten
-from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis
-from trainer.tools.report.charts import NUM_COLORS, depth_figures, make_charts
-from trainer.tools.report.run_summary import (
-    config_differences,
-    rows_text,
-    summaries,
-    value_text,
-)
+from trainer.tools.report.charts import NUM_COLORS, Chart, depth_figures, make_charts, restart_marks
+from trainer.tools.report.run_summary import config_differences, rows_text, summaries, value_text
 from trainer.wording import few
 
 # By verdict: its mark and its class.
 LOOKS: Final = {"healthy": ("✓", "good"), "no_findings": ("?", ""), "findings": ("!", "bad")}
 
 
-def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
-    """The whole page of one run, or of several to overlay in the order of the colors.
-
-    `plotly`: the source of plotly.js.
-    Raises UserError: jinja2 is not installed.
-    """
-    try:
-        from jinja2 import Environment, PackageLoader
-    except ImportError:
-        raise needed("jinja2") from None
+def render_page(diagnoses: Sequence[Diagnosis]) -> str:
+    """The whole page of one run, or of several to overlay in the order of the colors."""
     # All that comes from a run is escaped by jinja.
     loader = PackageLoader("trainer.tools.report", "assets")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"rows": rows_text, "value": value_text, "few": few, "flat": flatten}
     runs = [diagnosis.run for diagnosis in diagnoses]
-    charts = make_charts(runs)
+    groups: dict[str, list[Chart]] = {}
+    for chart in make_charts(runs):
+        groups.setdefault(chart.group, []).append(chart)
     depth = [(run.name, *figure) for run in runs for figure in depth_figures(run)]
-    figures = [figure for *_, figure in depth] + [chart.figure for chart in charts if chart.figure]
+    figures = [figure for *_, figure in depth] + [chart.figure for charts in groups.values() for chart in charts]
     assets = resources.files("trainer.tools.report") / "assets"
+    layout = json.loads((assets / "layout.json").read_text())
     return environment.get_template("page.html").render(
         diagnoses=diagnoses,
         looks=LOOKS,
@@ -51,23 +42,10 @@ def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
         notes=[(run.name, note) for run in runs for note in run.notes],
         results=summaries(runs),
         differences=config_differences(runs),
-        groups={group: list(members) for group, members in groupby(charts, key=lambda chart: chart.group)},
+        groups=groups,
         depth=depth,
-        page={"figures": figures, "layout": json.loads((assets / "layout.json").read_text())},
+        page={"figures": figures, "layout": layout, "marks": restart_marks(runs)},
         css=(assets / "report.css").read_text(encoding="utf-8"),
         script=(assets / "report.js").read_text(encoding="utf-8"),
-        plotly=plotly,
+        plotly=get_plotlyjs(),
     )
-
-
-def plotly_script() -> str:
-    """plotly.js from the Python package. Raises UserError: plotly is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise needed("plotly") from None
-    return str(get_plotlyjs())
-
-
-def needed(package: str) -> UserError:
-    return UserError(package, "is needed and not installed", "run: pip install '.[report]'")

@@ -16,7 +16,7 @@ from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import noise_scale_of
-from trainer.wording import counted, number_text
+from trainer.wording import number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
@@ -65,40 +65,26 @@ _last = itemgetter(-1)
 
 def summarize(run: RunRecord) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order."""
-    tokens, batch, redone = _reduced(run, _last, "tokens_seen"), None, ""
-    if tokens is not None:
-        batch = tokens / max(run.column("tokens_seen")[0])
-    if run.steps_redone:
-        redone = f"{counted(run.steps_redone, 'step')} repeated"
     return [
-        _state(run),
+        SummaryRow("State", run.status.get("state"), note=run.status.get("reason") or ""),
         SummaryRow("Steps", float(max(run.steps, default=0)) or None, note=rows_text(run.steps)),
         _time(run),
-        SummaryRow("Tokens seen", tokens, "tokens"),
-        _epochs(run),
+        SummaryRow("Tokens seen", _reduced(run, _last, "tokens_seen"), "tokens"),
+        SummaryRow("Data read", _reduced(run, _last, "data/epochs_most"), "epochs"),
         SummaryRow("Parameters", float(run.environment.get("parameters") or 0) or None),
-        SummaryRow("Batch", batch, "tokens/step", "mean of all steps" * (batch is not None)),
         SummaryRow("Fill", _reduced(run, statistics.fmean, "data/fill"), "of full rows"),
         SummaryRow("Speed", _reduced(run, statistics.median, "tokens_per_sec"), "tokens/s"),
         SummaryRow("MFU", _reduced(run, statistics.median, "mfu"), "of the peak"),
         SummaryRow("Peak memory", _reduced(run, _last, "gpu/peak_gb"), "GB"),
         _held_out(run),
+        SummaryRow("Held out", _reduced(run, _last, "eval_bits_per_byte"), "bits/byte"),
         _final_loss(run),
         _noise_scale(run),
         SummaryRow("Cold starts", _reduced(run, math.fsum, "ledger/cold_starts"), "cells"),
         SummaryRow("False evictions", _reduced(run, math.fsum, *FALSE_EVICTIONS.values()), "groups"),
         SummaryRow("Rejected steps", _reduced(run, math.fsum, "non_finite_steps"), "steps"),
-        SummaryRow("Restarts", float(len(run.restarts)), note=redone),
+        SummaryRow("Restarts", float(len(run.restarts))),
     ]
-
-
-def _state(run: RunRecord) -> SummaryRow:
-    """How the run stands, with the step and the reason."""
-    state, step, reason = (run.status.get(key) for key in ("state", "last_step", "reason"))
-    notes = [reason]
-    if isinstance(step, int):
-        notes.insert(0, f"step {step:,}")
-    return SummaryRow("State", state, note=": ".join(filter(None, notes)))
 
 
 def _time(run: RunRecord) -> SummaryRow:
@@ -115,49 +101,34 @@ def _time(run: RunRecord) -> SummaryRow:
     return SummaryRow(label, seconds, "s", note)
 
 
-def _epochs(run: RunRecord) -> SummaryRow:
-    """How often the source that was read most was read; unknown if that became unknown."""
-    column = run.column("data/epochs_most")[1]
-    known = column[-1] if column and math.isfinite(column[-1]) else None
-    return SummaryRow("Data read", known, "epochs")
-
-
 def _held_out(run: RunRecord) -> SummaryRow:
-    """The last held-out loss, with bits per byte, its error, and the lowest one."""
-    evals, errors, bits = (_finite(run, f"eval_{name}") for name in ("loss", "loss_se", "bits_per_byte"))
+    """The last held-out loss, with its error, and the lowest one."""
+    evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
     if not evals:
         return SummaryRow("Held-out loss", None, "nats/token")
     last, best = max(evals), min(evals, key=evals.__getitem__)
     notes = [f"step {last:,}", f"best {number_text(evals[best])} at step {best:,}"]
     if last in errors:
         notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[last])} (95 %)")
-    if last in bits:
-        notes.insert(0, f"{number_text(bits[last])} bits/byte")
     return SummaryRow("Held-out loss", evals[last], "nats/token", ", ".join(notes))
 
 
 def _final_loss(run: RunRecord) -> SummaryRow:
-    """The mean loss of the last tenth of the rows; if none there is finite, the last finite one."""
+    """The mean loss of the last rows, a tenth of them, that have a finite one."""
     losses, label, unit = _finite(run, "loss"), "Final loss", "nats/token"
-    num_rows = max(min(_MOST_ROWS, len(run.steps) // 10), 1)
-    steps = [step for step in run.steps[-num_rows:] if step in losses]
-    if steps:
-        mean = statistics.fmean(map(losses.__getitem__, steps))
-        return SummaryRow(label, mean, unit, f"mean of {rows_text(steps)}")
-    if not losses:
+    steps = sorted(losses)[-max(min(_MOST_ROWS, len(run.steps) // 10), 1) :]
+    if not steps:
         return SummaryRow(label, None, unit)
-    return SummaryRow(label, losses[max(losses)], unit, f"last finite value, step {max(losses):,}")
+    mean = statistics.fmean(map(losses.__getitem__, steps))
+    return SummaryRow(label, mean, unit, f"mean of {rows_text(steps)}")
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
-    """The last row's estimate with its bounds; without an upper one, its lower bound."""
+    """The last row's estimate with its bounds, in the words of diagnosis."""
     scale, label, unit = noise_scale_of(run), "Noise scale", "sequences"
     if scale is None or not scale.is_known:
         return SummaryRow(label, None, unit)
-    if scale.value is None or scale.high is None:
-        return SummaryRow(label, scale.number, unit, scale.where)
-    between = f", between {number_text(scale.low)} and {number_text(scale.high)}"
-    return SummaryRow(label, scale.value, unit, f"{scale.where}{between}")
+    return SummaryRow(label, scale.number, unit, scale.where)
 
 
 # ---- Several runs

@@ -202,21 +202,16 @@ def load_run(path: Path | str) -> RunRecord:
     A run that has logged no row yet gives a record without rows.
     Raises UserError: there is no run, it cannot be read, or none of its lines is a payload.
     """
-    path, problem, reader = Path(path), "", _Reader()
-    metrics = path
+    path, metrics, reader = Path(path), Path(path), _Reader()
     if path.is_dir():
         metrics = path / METRICS_NAME
     try:
-        if os.path.lexists(metrics):  # what a link leads to may be gone
-            reader.read(metrics)
-        elif not path.is_dir():
-            problem = "is neither a run directory nor a file"
-        elif not (path / STATUS_NAME).is_file():
-            problem = f"has no {METRICS_NAME}"
+        reader.read(metrics)
     except OSError as error:
-        path, problem = metrics, f"cannot be read: {error.strerror}"
-    if problem:
-        raise UserError(str(path), problem, f"pass a run directory or a {METRICS_NAME}")
+        # Only a run that has logged nothing yet may do without; what a link leads to may be gone.
+        if os.path.lexists(metrics) or not (path / STATUS_NAME).is_file():
+            problem, fix = f"cannot be read: {error.strerror}", f"pass a run directory or a {METRICS_NAME}"
+            raise UserError(str(metrics), problem, fix) from None
     if reader.first_error and not reader.train.steps and not reader.evals.steps:
         problem = f"has no row that this reader can use; {reader.first_error}"
         raise UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")

@@ -41,9 +41,7 @@ class NoiseScale:
 
     @property
     def number(self) -> str:
-        """Value and bounds in words."""
-        if not self.is_known:
-            return "not known yet"
+        """Value and bounds in words, if they are known."""
         text = f"at least {number_text(self.low)}"
         if self.high is not None:
             text = f"{number_text(self.low)} to {number_text(self.high)}"

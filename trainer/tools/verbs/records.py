@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,12 +20,12 @@ from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
-from trainer.wording import number_text
+from trainer.wording import few, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 
-SHOWN_REASON, SHOWN_STEPS = 80, 4
+SHOWN_REASON = 80
 EXIT_FINDINGS = 3
 
 
@@ -58,7 +58,7 @@ def ls(
     if as_json:
         print_json([asdict(entry) for entry in entries])
     else:
-        print_table(_columns(entries), right=("step", *NUMBERS))
+        print_table(_columns(entries), right=("step", "loss", "eval", "age"))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -102,26 +102,20 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     return replace(entry, **values)
 
 
-# Columns of the table that are left out where no run has a value: field of the entry, and its form.
-NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "loss": ("loss", "{:.4f}".format),
-    "eval": ("eval_loss", "{:.4f}".format),
-    "age": ("age_sec", lambda seconds: _age(seconds)),
-}
-
-
 def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
-    columns = {
+    return {
         "run": [escape(entry.run) for entry in entries],
         "state": [coloured(entry.state, otherwise="dim") for entry in entries],
         "step": [_steps(entry) for entry in entries],
+        "loss": [_loss(entry.loss) for entry in entries],
+        "eval": [_loss(entry.eval_loss) for entry in entries],
+        "age": [_age(entry.age_sec) for entry in entries],
+        "verdict": [_verdict_cell(entry) for entry in entries],
     }
-    for heading, (name, form) in NUMBERS.items():
-        values = [getattr(entry, name) for entry in entries]
-        if any(value is not None for value in values):
-            columns[heading] = ["-" if value is None else form(value) for value in values]
-    columns["verdict"] = list(map(_verdict_cell, entries))
-    return columns
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _age(seconds: float) -> str:
@@ -196,11 +190,9 @@ def _finding_lines(ruling: Ruling) -> list[str]:
     head = f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]"
     lines = [f"{head}: {escape(ruling.outcome.sentence)}"]
     for evidence in ruling.outcome.evidence:
-        pairs = list(zip(evidence.steps, evidence.values, strict=True))
-        shown = [f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS]]
-        if len(pairs) > SHOWN_STEPS:
-            shown.append("...")
-        lines.append(f"    {escape(evidence.key)}: {escape(', '.join(shown))}")
+        pairs = zip(evidence.steps, evidence.values, strict=True)
+        shown = few([f"step {step}: {number_text(value)}" for step, value in pairs])
+        lines.append(f"    {escape(evidence.key)}: {escape(shown)}")
     if ruling.fix:
         lines.append(f"    {escape(ruling.fix)}")
     return lines
@@ -213,16 +205,18 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.page import plotly_script, render_page
     from trainer.tools.runs.load import load_run
 
+    try:
+        from trainer.tools.report.page import render_page
+    except ModuleNotFoundError as error:
+        raise UserError(str(error.name), "is needed and not installed", "run: pip install '.[report]'") from None
     target = Path(out)
-    plotly = plotly_script()
     refuse_existing(out, force=force)
     # The paths tell several runs apart.
     diagnoses = [diagnose(replace(load_run(path), label=path * (len(runs) > 1))) for path in runs]
     # Names of files may hold any bytes.
-    content = render_page(diagnoses, plotly=plotly).encode("utf-8", "backslashreplace")
+    content = render_page(diagnoses).encode("utf-8", "backslashreplace")
     with writing(out):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, content, follow=True)
@@ -243,7 +237,7 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
         found = []
         for each in diagnoses:
             verdict = {"verdict": each.verdict, "findings": [ruling.rule.name for ruling in each.findings]}
-            found.append({"name": each.run.name, "path": str(each.run.path), **verdict, "notes": each.run.notes})
+            found.append({"path": str(each.run.path), **verdict, "notes": each.run.notes})
         config = [{"key": key, "values": values} for key, values in differing]
         outcome = []
         for rows in results:

@@ -49,10 +49,12 @@
   /* The range of the values in sight, so that a zoomed chart uses its full height. */
   function valueRange(figure, traces, isLog) {
     const [from, to] = state.range ?? span;
+    // The first step opens the data and compiles, which may take as long as a hundred others.
+    const skipsFirst = figure.layout.yaxis.title.text === "s" && !state.range;
     let low = Infinity, high = -Infinity;
     for (const { x, y } of traces) {
       x.forEach((step, i) => {
-        const isSkipped = figure.skipsFirst && !state.range && step === x[0] && x.length > 2;
+        const isSkipped = skipsFirst && step === x[0] && x.length > 2;
         if (isSkipped || step < from || step > to) return;
         [low, high] = [Math.min(low, y[i]), Math.max(high, y[i])];
       });
@@ -66,9 +68,11 @@
   function layoutOf(figure, traces) {
     const template = { layout: page.layout };
     if (figure.isOfDepth) return { ...structuredClone(figure.layout), template, dragmode: false };
-    const isLog = state.log && figure.canBeLog, range = valueRange(figure, traces, isLog);
+    const isLog = state.log && traces.every(({ y }) => y.every((value) => value > 0));
+    const range = valueRange(figure, traces, isLog);
     const ends = isLog ? range.map((end) => 10 ** end) : range;
-    const isShown = ({ name }) => name === undefined || !state.hidden.has(Number(name));
+    const bands = figure.layout.shapes.map((band) => ({ ...band, y0: band.y0 ?? ends[0], y1: band.y1 ?? ends[1] }));
+    const restarts = page.marks.filter(({ name }) => !state.hidden.has(Number(name)));
     return {
       ...figure.layout,
       template,
@@ -76,7 +80,7 @@
       legend: { uirevision: "kept" },
       xaxis: { range: [...(state.range ?? span)] },  // plotly writes into it
       yaxis: { ...figure.layout.yaxis, type: isLog ? "log" : "linear", range },
-      shapes: figure.layout.shapes.filter(isShown).map((shape) => ({ ...shape, y0: shape.y0 ?? ends[0], y1: shape.y1 ?? ends[1] })),
+      shapes: [...bands, ...restarts],
     };
   }
 
