@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import logging
 import os
@@ -31,13 +32,20 @@ logger = logging.getLogger("trainer.data")
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a glob matches, sorted; `**` crosses directories, hidden ones excepted."""
+    """The files that a glob matches, sorted, but for `IGNORED` names in what its wildcards stand for."""
+    parts = PurePath(pattern).parts
+    fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts))
     files = filter(os.path.isfile, map(os.path.normpath, glob.iglob(pattern, recursive=True)))
-    return sorted(set(files))
+    return sorted({path for path in files if not _is_ignored(PurePath(os.path.relpath(path, fixed)))})
+
+
+def _is_ignored(path: PurePath) -> bool:
+    return any(part.startswith(IGNORED) and part != ".." for part in path.parts)
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """The files in a directory and in those below it, each of which is entered once.
+    """The files in a directory and in those below it, each of which is entered once, but for
+    `IGNORED` ones.
 
     A link to what is below it anyway, such as an ancestor, is not followed.
     """
@@ -49,7 +57,7 @@ def _files_below(directory: Path) -> list[Path]:
             names.clear()
             continue
         seen.add(real)
-        names.sort()
+        names[:] = sorted(name for name in names if not name.startswith(IGNORED))
         found += [path for path in (Path(folder, name) for name in files) if path.is_file()]
     return found
 
@@ -64,7 +72,7 @@ def is_data(path: PurePath, format: str) -> bool:
 def _may_be_meant(path: PurePath) -> bool:
     """Whether a file that is not read may be meant as data, by its name below the root."""
     is_other = path.suffix in index_suffixes() or path.name.lower().partition(".")[0] in ABOUT_DATA
-    return not is_other and not any(part.startswith(IGNORED) for part in path.parts)
+    return not is_other and not _is_ignored(path)
 
 
 def _sort_out(files: Mapping[str, PurePath], format: str) -> tuple[list[str], list[str]]:

@@ -104,11 +104,16 @@ def test_files_that_are_not_read_do_not_vanish_silently(root, caplog, layout):
     )
     for name in ("x.csv", "y.txt.zst", "z.TXT", "noname", *no_data):
         (root / "b" / name).write_bytes(b"x")
-    for name in (".git/objects/abc", "__pycache__/x.o"):
+    for name in (".git/objects/abc", "__pycache__/x.o", ".ipynb_checkpoints/f.txt", "deep/_old/f.txt"):
         (root / "a" / name).parent.mkdir(parents=True)
         (root / "a" / name).write_bytes(b"x")
     streams = discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
     assert {Path(stream.path).name for stream in streams} >= {"z.txt"}
+    everywhere = [*streams, *discover_direct([str(root / "**" / "*.txt")])]
+    assert not [stream.path for stream in everywhere if "f.txt" in stream.path]
+    assert discover_direct([str(root / "a" / "deep" / "_old" / "*.txt")])  # named
+    caplog.clear()
+    discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
     (said,) = (record.getMessage() for record in caplog.records)
     b, where = ("b", root) if layout == "nested" else (root / "b", "paths")
     number, files = 4, f"{b}/noname, {b}/x.csv, {b}/y.txt.zst and 1 more"
