@@ -86,6 +86,14 @@ def replace_link(path: Path, target: str) -> None:
     temporary.replace(path)
 
 
+def discard(path: Path) -> None:
+    """Delete whatever is there, without opening it: a pipe would wait for its writer."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_tree(path: Path) -> None:
     """Delete a directory atomically; what a crash leaves is for `remove_leftovers`."""
     doomed = _temporary(path)
@@ -99,10 +107,8 @@ def remove_leftovers(directory: Path) -> None:
     if not directory.is_dir():
         return
     for path in directory.iterdir():
-        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif _LEFTOVER.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+        if _LEFTOVER.fullmatch(path.name):
+            discard(path)
 
 
 def sync_directory(path: Path) -> None:

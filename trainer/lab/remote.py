@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 
 from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.errors import UserError
-from trainer.files import read_bytes, remove_tree, sync_directory
+from trainer.files import discard, read_bytes, remove_tree, sync_directory
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
@@ -108,7 +107,7 @@ class Store:
         """
         name = checkpoint_name(step)
         staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
         staging.mkdir(parents=True)
         started = time.monotonic()
         try:
@@ -122,7 +121,7 @@ class Store:
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(staging), f"{self.url}/{name}")) from None
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            discard(staging)
         sync_directory(checkpoints)
         logger.info("downloaded %s/%s in %.1f s", self.url, name, time.monotonic() - started)
         return target, state

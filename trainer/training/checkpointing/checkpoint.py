@@ -15,7 +15,6 @@ the marker it does not exist. Nothing in it is a pickle, so it cannot run code.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from trainer.config.load import flatten, without_removed
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.files import (
+    discard,
     is_file_name,
     open_plain,
     parse_json,
@@ -83,7 +83,7 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
 def discard_staging(checkpoints: Path) -> None:
     """Remove the files of an interrupted save (rank 0, at the start of a run)."""
     for path in checkpoints.glob(".tmp_step_*"):
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)
     remove_leftovers(checkpoints)  # such as a half-made link
 
 

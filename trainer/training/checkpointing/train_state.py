@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from trainer.data.blend import BlendDataset
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import as_shard, layout_of, own_range, part_to_save, saving_ranks
 from trainer.errors import UserError
+from trainer.files import discard
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder, Reporter
 from trainer.metrics.logger import get_logger
@@ -315,7 +315,7 @@ class Saver:
     def _make_staging(self, staging: Path) -> None:
         if not self.info.is_main:
             return
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
         staging.mkdir(parents=True)
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
