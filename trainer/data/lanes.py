@@ -44,6 +44,7 @@ from trainer.data.layout import Stream
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+from trainer.files import is_count
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted
 
@@ -370,10 +371,15 @@ class LaneBlend(BlendDataset):
         return bool(groups)
 
     def _take_up(self, lane: Lane, place: Place) -> None:
+        """Let a lane read on at a saved place. Raises ValueError: there is none."""
         source = self._laned[self._by_name[place.source]]
-        opened = source.open(source.streams[place.stream])
-        lane.groups = opened.hand(np.array([place.group]), place.epoch)
-        lane.offset, lane.rows = place.offset, place.rows
+        if all(map(is_count, place[1:])):
+            opened = source.open(source.streams[place.stream])
+            lane.groups = (handed,) = opened.hand(np.array([place.group]), place.epoch)
+            lane.offset, lane.rows = place.offset, place.rows
+            if handed.group_id == place.group_id and place.offset < handed.num_tokens:
+                return
+        raise ValueError(f"{place} is in no document")
 
     def _note_times(self, seconds: float) -> None:
         """Note the time of opening and tokenizing by source, and the rest as reading, by shares."""
@@ -435,6 +441,9 @@ class LaneBlend(BlendDataset):
             places = [*filter(None, chain.from_iterable(map(_in_order, states)))]
             if own["shard"] != here[0]:
                 places = places[shard::num_shards]
+        held = [place[:4] for place in places if place is not None]
+        if len(set(held)) < len(held):
+            raise ValueError("a document is on two lanes")
         gone = {place.source for place in places if place is not None} - self._by_name.keys()
         if gone:
             problem = f"lacks {', '.join(sorted(gone))}, of which documents are being read"

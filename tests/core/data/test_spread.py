@@ -18,6 +18,7 @@ from tests.support.runs import write_tiny_config
 from tests.support.streams import WideTokens, options_of
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
+from trainer.data.collate import Place
 from trainer.data.lanes import (
     COUNTED_FILES,
     MOST_OPEN,
@@ -38,6 +39,22 @@ from trainer.options import MicroBatches
 from trainer.training import sources
 from trainer.training.plan import Plan, make_plan
 from trainer.training.sources import LANE_SETS, plan_lanes, recorded_sets
+
+
+@pytest.mark.parametrize(
+    "forged", [{"offset": -2}, {"offset": 10**19}, {"offset": 0.5}, {"epoch": 0.5}, {"group_id": 5}, {}]
+)
+def test_a_place_that_is_none_is_refused_when_it_is_loaded(forged):
+    """A saved state whose second lane is elsewhere, or reads what the first one reads."""
+    with corpus({"x": [[9, 9, 9, 9], [9, 9]]}) as streams:
+        saved = blend(streams)
+        next(saved)
+        state = saved.state_dict()
+        blend(streams).load_state_dict(state)
+        first, second = (Place(*place) for place in state["lanes"][:2])
+        state["lanes"][1] = second._replace(**forged) if forged else first
+        with pytest.raises(ValueError, match=r"is in no document|is on two lanes"):
+            blend(streams).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
