@@ -72,7 +72,7 @@ class Measure(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before the window's first micro-batch."""
-        self.rows, self.noise = list[int](), dict[str, float]()  # rows: of each micro-batch
+        self.rows, self.noise = list[int](), dict[str, float | None]()  # rows: of each micro-batch
         self.tracker.start_step()
         self.gns.begin_window(args.gradient_accumulation_steps)
         self._begin_micro(args)

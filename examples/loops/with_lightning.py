@@ -63,7 +63,7 @@ class Measure(lightning.Callback):  # type: ignore[misc]
         self.m = trainer.accumulate_grad_batches
         if self.count == 0:
             self.loss_sum, self.rows = torch.zeros((), device=pl_module.device), 0
-            self.noise = dict[str, float]()
+            self.noise = dict[str, float | None]()
             self.tracker.start_step()
             self.gns.begin_window(self.m)
         self.count += 1

@@ -335,18 +335,19 @@ class Sharded(Strategy):
 def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time.
 
-    They are `blocks_of` the model, without those that share a parameter with another part of it:
-    FSDP would break the tie. A UserError if a parameter has no rows.
+    They are `blocks_of` the model, or else its children, without those that share a parameter with
+    another part of it: FSDP would break the tie. A UserError if a parameter has no rows.
     """
     # Shards are rows, which a scalar has none of.
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise UserError(KEY, f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
-    units = _apart(model, blocks_of(model))
-    if not units:
-        text = "%s has no blocks to be sharded one by one (an nn.ModuleList): it is gathered as a whole"
-        logger.info(text, type(model).__name__)
-    return units
+    blocks = blocks_of(model)
+    if not blocks:
+        logger.info("%s has no nn.ModuleList of blocks: its children are sharded one by one", type(model).__name__)
+    return _apart(
+        model, blocks or [child for child in model.children() if num_parameters(child) and _has_forward(child)]
+    )
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -214,7 +214,7 @@ class MetricsTracker:
         lr: float,
         tokens_in_step: Scalar,
         tokens_trained: Scalar | None = None,
-        extra: Mapping[str, Value] | None = None,
+        extra: Mapping[str, Value | None] | None = None,
         force_log: bool = False,
     ) -> StepMetrics | None:
         """Close the step: timing, MFU, memory, smoothing, and on logging steps logging.
@@ -258,7 +258,7 @@ class MetricsTracker:
         self._last = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_in_step": tokens_in_step}
         return self._log(step, **self._last) if force_log or self.will_log(step) else None
 
-    def log_last(self, step: int, extra: Mapping[str, Value]) -> None:
+    def log_last(self, step: int, extra: Mapping[str, Value | None]) -> None:
         """Log the step that ended last, which turned out to be the run's last. `extra`: see `end_step`."""
         if self._last is not None:
             self.diagnostics.best_effort("extra").run(self._extra.add, extra)

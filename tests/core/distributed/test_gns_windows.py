@@ -97,7 +97,7 @@ def step_like_a_user(rank: int, world_size: int) -> list[dict[str, float]]:
             model.zero_grad()
             run_window(case, model, gns, scaler, rank, 4)
             metrics = gns.step()
-        results.append(metrics)
+        results.append({key: value for key, value in metrics.items() if value is not None})
     return results
 
 

@@ -46,6 +46,7 @@ from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
 
 log = logging.getLogger(__name__)
+BOUNDED = [f"gns/{name}{bound}" for name in ("b_now", "b_simple") for bound in ("", "_low", "_high")]
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
 # Where one kernel takes many tensors: one per tensor would cost a small model a tenth of a step.
 MULTI_TENSOR = {"cuda"}
@@ -306,8 +307,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.update(window)
         return window
 
-    def step(self, *, grad_factor: float | None = None) -> dict[str, float]:
+    def step(self, *, grad_factor: float | None = None) -> dict[str, float | None]:
         """All-reduce, estimate, and return the metrics, for loops without a reduction of their own.
+
+        A noise scale, or a bound, that is not known is None: that of an earlier step would not fit.
 
         Every rank must call it, after the last backward (and `unscale_`), before clipping.
         """
@@ -318,7 +321,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             dist.all_reduce(shared, group=self.group)
         *reduced, square = packed.tolist()
         self.finish(reduced, square, grad_factor=grad_factor)
-        return self.drain_metrics()
+        return {**dict.fromkeys(BOUNDED), **self.drain_metrics()}
 
     def close(self) -> None:
         for handle in self._handles:
