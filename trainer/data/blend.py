@@ -385,7 +385,7 @@ class BlendDataset:
         if parts[0] is not None and load is not None:
             load(parts[0] if len(parts) == 1 else parts)
         elif self._counts[index] and not isinstance(dataset, UnreadSource):
-            problem = f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed"
+            problem = "was read before the checkpoint, and cannot be resumed"
             fix = "give its dataset state_dict and load_state_dict, or start without this checkpoint"
             raise UserError(self._names[index], problem, fix)
 

@@ -221,7 +221,7 @@ def test_a_source_without_state_trains_but_does_not_resume():
     next(blend)
     assert blend.state_dict()["sources"] == [None]
     plain({"a": ConstantWeight(1)}).load_state_dict(fresh)
-    with pytest.raises(UserError, match="a: gave 1 batches before the checkpoint, and cannot be resumed"):
+    with pytest.raises(UserError, match="a: was read before the checkpoint, and cannot be resumed"):
         plain({"a": ConstantWeight(1)}).load_state_dict(blend.state_dict())
 
 

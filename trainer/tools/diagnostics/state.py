@@ -116,6 +116,8 @@ def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
     """The curves of the last evaluation, if there are enough evaluations to judge them."""
     number, found = last_curves(run)
     curves = {name: curve for name, curve in found.items() if curve.gains}  # with known errors
+    if found and not curves:
+        return not_measured("the gain by depth has no error: that takes five held-out documents")
     if not curves:
         return not_measured("needs eval/depth: eval.depth, a model with state and documents longer than a cell")
     if number < limits.MIN_EVALUATIONS:

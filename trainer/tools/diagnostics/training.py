@@ -35,7 +35,7 @@ CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
 B_SMALL = "gns/b_small"  # sequences of a micro-batch
 TR_SIGMA = "gns/tr_sigma"  # noise: trace of the covariance of a sequence's gradient
 GRAD_SQ = "gns/grad_sq"  # signal: squared norm of the true gradient
-HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
+HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks, of different documents"
 
 
 @rule("error", needs=(TR_SIGMA, GRAD_SQ, B_BIG), hint=HINT)
