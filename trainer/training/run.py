@@ -220,7 +220,7 @@ def record_ended(run: Run, step: int, before: Any, after: Any) -> None:
     sources = zip(after["names"], before["ended"], after["ended"], strict=True)
     ended = [name for name, was_ended, is_ended in sources if is_ended and not was_ended]
     if ended:
-        logger.info("step %d: read to the end: source %s", step, ", ".join(ended))
+        logger.info("step %d: no further document in source %s", step, ", ".join(ended))
         run.event({"event": "source_ended", "global_step": step, "sources": ended})
 
 

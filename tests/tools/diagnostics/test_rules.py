@@ -353,6 +353,12 @@ def test_a_source_that_ended_is_advice_unless_it_moves_the_shares() -> None:
     ended = check("shares", make_run(rows))
     assert (ended.verdict, ended.severity) == ("finding", "advice")
     assert ended.sentence == "1 source without further documents, the first by step 21"
+    for repeat, key in (
+        (False, "data.mixing.repeat"),
+        (True, "data.source.mixing.repeat"),
+    ):  # that source's own is False
+        run = make_run(rows, config={"data": {"mixing": {"repeat": repeat}}})
+        assert str(check("shares", run).knob) == f"{key} = true, or more data (now False)"
     off = make_run({**rows, "blend/max_share_error": dict.fromkeys(range(100, 4001, 100), 0.5)})
     assert (check("shares", off).severity, (knob_of("shares", off) or ("",))[0]) == (None, "data.mixing.repeat")
 

@@ -255,6 +255,8 @@ def shares(run: RunRecord) -> Outcome:
         first = ended.steps[ended.positive[0]]
         words = f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
         knob = Knob.of(run, "data.mixing.repeat", "true, or more data")
+        if knob.current:  # a source has its own
+            knob = Knob("data.source.mixing.repeat", False, "true, or more data")
         evidence.append(ended.evidence(ended.positive[:1]))
         return finding(words, *evidence, knob=knob, severity=None if hits else "advice")
     if not hits:
