@@ -196,6 +196,9 @@ def load_npy(path: Path, options: ReadOptions) -> TokenTable:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
+        if "pickled" in str(error):  # numpy's guess at what has no header
+            fix = 'if it holds ids alone, set format = "bin" and their dtype'
+            raise damaged(path, "has no header of a .npy file", fix) from error
         raise damaged(path, f"is not a readable .npy array ({error})") from error
     found = "an archive (.npz)"
     if isinstance(tokens, np.ndarray):

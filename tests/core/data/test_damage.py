@@ -102,6 +102,7 @@ FILES = [  # a dict holds the columns of a Parquet file; a .bin is read as uint1
     ("a.bin", b"abcde", "byte offset 4"),
     ("a.bin", LONG.tobytes() + b"\x01\x01\x00\x00", "id 257 at token 100"),
     ("a.npy", npy(LONG.astype(">u2")), "little-endian, got >u2"),
+    ("a.npy", LONG.tobytes(), 'if it holds ids alone, set format = "bin" and their dtype'),
     ("a.npy", npy(np.array([Bomb()], dtype=object), allow_pickle=True), "not a readable .npy"),
     ("a.npy", npy(np.array([1, -5])), "token id -5 at token 1"),
     ("a.parquet", {"text": [1]}, r"needs a column text or tokens of strings or lists of integers \(its columns: text"),
