@@ -53,9 +53,11 @@ def rank_info() -> RankInfo:
         rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         if not 0 <= rank < world_size or int(environ.get("LOCAL_WORLD_SIZE", world_size)) < 1:
             raise ValueError(f"rank {rank} of {world_size}")
+        if world_size > 1 and not (environ["MASTER_ADDR"] and 0 < int(environ["MASTER_PORT"]) < 2**16):
+            raise ValueError("MASTER_ADDR and MASTER_PORT are no address")
         return RankInfo(rank, int(environ.get("LOCAL_RANK", rank)), world_size)
     except (KeyError, ValueError) as error:
-        problem = f"and WORLD_SIZE in the environment are not as torchrun sets them: {error}"
+        problem = f"and other variables of the environment are not as torchrun sets them: {error}"
         raise UserError("RANK", problem, "launch with torchrun") from None
 
 

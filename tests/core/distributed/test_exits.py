@@ -15,8 +15,10 @@ import pytest
 from tests.support.fault_runs import keep
 from tests.support.grouped import run
 from tests.support.ranks import Launched, Ranks, last_logged, status
-from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, write_tiny_config
+from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, rank_environment, write_tiny_config
 from tests.support.runs import run as run_forked
+from trainer.distributed.env import rank_info
+from trainer.errors import UserError
 from trainer.tools.verbs.records import entry_of
 
 pytestmark = pytest.mark.distributed
@@ -187,3 +189,22 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path):
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
     assert os.waitstatus_to_exitcode(code) == 0
     keep(3, "SIGHUP: a terminal that is closed")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "a"},
+        {"RANK": "9" * 5000},
+        {"RANK": "2"},
+        {"MASTER_ADDR": ""},
+        {"MASTER_PORT": "abc"},
+        {"MASTER_PORT": "99999999"},
+    ],
+    ids=str,
+)
+def test_an_environment_that_no_launcher_makes_is_a_mistake(wrong, monkeypatch):
+    for name, value in (rank_environment(0, 2, 29500) | wrong).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="not as torchrun sets them"):
+        rank_info()
