@@ -33,7 +33,7 @@ CEILINGS = {
     "core: files": (85, 75),
     "trainer: lines": (28_500, 28_500),
     "trainer: files": (140, 140),
-    "tests: lines": (28_150, 27_500),
+    "tests: lines": (28_160, 27_500),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_915, 3_915),
     "words of documentation, with the CHANGELOG": (23_000, 23_000),

@@ -51,6 +51,19 @@ class NoHead(DropoutModel):
         return ModelOutput(self.unembedding(self.embedding(tokens)), None)
 
 
+class Childless(nn.Module):
+    """All parameters are the model's own: it has no part that could be gathered by itself."""
+
+    state_width = 0
+
+    def __init__(self, vocab_size: int, dim: int, num_layers: int = 1) -> None:
+        super().__init__()
+        self.inputs, self.outputs = (nn.Parameter(torch.randn(vocab_size, dim)) for _ in range(2))
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        return ModelOutput(nn.functional.embedding(tokens, self.inputs) @ self.outputs.T, None)
+
+
 class Scaled(DropoutModel):
     """With a parameter that has no rows."""
 

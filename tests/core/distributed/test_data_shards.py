@@ -11,7 +11,7 @@ import pytest
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
 from tests.support.grouped import run, train
-from tests.support.runs import evaluating, read_rows, write_tiny_config
+from tests.support.runs import evaluating, losses, read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 
@@ -109,6 +109,16 @@ def test_dropout_is_of_the_micro_batch_and_not_of_what_came_before(config, tmp_p
     train(config, tmp_path / "other", *sets, "distributed.shards=2")
     first = [read_rows(tmp_path / name / "metrics.jsonl")["train", 1]["loss"] for name in ("whole", "other")]
     assert first[0] != first[1]
+
+
+def test_a_model_that_is_gathered_as_a_whole_trains_on_after_an_evaluation(config, tmp_path):
+    sets = ("model.target=tests.support.models:Childless", "model.contract=false", "train.steps=6", "gns.enabled=false")
+    sharded = ("distributed.strategy=fsdp", "train.micro_batches=1", "distributed.timeout_sec=20")
+    train(config, tmp_path / "fsdp", *sets, *sharded, "eval.every=2", nproc=2)
+    train(config, tmp_path / "ddp", *sets, "train.micro_batches=1", "eval.every=2", nproc=2)
+    assert losses(tmp_path / "fsdp" / "metrics.jsonl") == pytest.approx(
+        losses(tmp_path / "ddp" / "metrics.jsonl"), rel=1e-5
+    )
 
 
 def test_a_number_that_the_ranks_do_not_divide_is_refused(config, tmp_path):
