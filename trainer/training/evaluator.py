@@ -142,7 +142,6 @@ class Evaluator:
                 # Also those that this evaluation happens not to have.
                 taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
                 found |= self._task.run(self, step, taken)
-        self.strategy.reshard(self.model)  # on all ranks alike: a save, for one, does so on some
         return found
 
     @torch.no_grad()

@@ -158,6 +158,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             every_minutes=config.checkpoint.every_minutes,
             info=info,
             state=state,
+            strategy=strategy,
             extensions=extensions,
             shared={
                 "wandb_run_id": run_dir.wandb_run_id,

@@ -116,6 +116,9 @@ def test_a_model_that_is_gathered_as_a_whole_trains_on_after_an_evaluation(confi
     sharded = ("distributed.strategy=fsdp", "train.micro_batches=1", "distributed.timeout_sec=20")
     train(config, tmp_path / "fsdp", *sets, *sharded, "eval.every=2", nproc=2)
     train(config, tmp_path / "ddp", *sets, "train.micro_batches=1", "eval.every=2", nproc=2)
+    resumed(config, tmp_path / "again", tmp_path / "fsdp", 4, *sets, *sharded, "eval.every=2", ranks=2)
+    again = losses(tmp_path / "again" / "metrics.jsonl")
+    assert again == {step: loss for step, loss in losses(tmp_path / "fsdp" / "metrics.jsonl").items() if step in again}
     assert losses(tmp_path / "fsdp" / "metrics.jsonl") == pytest.approx(
         losses(tmp_path / "ddp" / "metrics.jsonl"), rel=1e-5
     )

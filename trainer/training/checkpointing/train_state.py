@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.data.blend import BlendDataset
 from trainer.distributed.env import RankInfo, gather_from_ranks
-from trainer.distributed.strategy import as_shard, layout_of, own_range, part_to_save, saving_ranks
+from trainer.distributed.strategy import Strategy, as_shard, layout_of, own_range, part_to_save, saving_ranks
 from trainer.errors import UserError
 from trainer.files import discard
 from trainer.ledger.ledger import Ledger
@@ -241,6 +241,7 @@ class Saver:
     every_minutes: float
     info: RankInfo
     state: TrainState
+    strategy: Strategy
     extensions: Extensions
     shared: Mapping[str, Any]
     """Further values, equal on all ranks, that fit JSON: config, versions, the wandb run."""
@@ -267,6 +268,8 @@ class Saver:
         started = time.monotonic()
         step, self.must_save = position.step, False
         self._set_clock()
+        # What a forward without a backward has left whole would be saved as if no rank had shards.
+        self.strategy.reshard(self.state.model)
         staging = files.staging_dir(self.directory, step)
         self._together(lambda: self._make_staging(staging))
         shared = {
