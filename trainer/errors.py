@@ -28,7 +28,7 @@ class UserError(ValueError):
     """The rank that prints it; None while the ranks have not agreed on one."""
 
     def __init__(self, key: str, problem: str, fix: str = "", where: str = "") -> None:
-        # All arguments, so that a process of a pool can hand it to the one that speaks.
+        # With all arguments, so that a worker process can pickle it.
         super().__init__(key, problem, fix, where)
         self.key = key
         self.problem = problem

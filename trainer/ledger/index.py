@@ -62,8 +62,7 @@ class GroupIndex:
         self._is_lru = options.wipe_mode == "lru"
         # The next slots to evict, as `_keys` when they were found: a later store changes the key.
         self._queue = _EMPTY
-        self._counts = counts
-        self._has_forgotten = False
+        self._counts, self._has_forgotten = counts, False
 
     def find(self, group_ids: Ints) -> Ints:
         """The slots of the groups, [n]; `capacity` for a group that is not held.
@@ -198,10 +197,8 @@ class GroupIndex:
         self.evicted.update(evicted)
         if len(self.evicted) > MOST_EVICTED and not self._has_forgotten:
             self._has_forgotten = True
-            logger.warning(
-                "ledger: more than %d evicted groups have not come back: false evictions are at least those counted",
-                MOST_EVICTED,
-            )
+            text = "ledger: over %d evicted groups have not come back: false evictions are at least those counted"
+            logger.warning(text, MOST_EVICTED)
         while len(self.evicted) > MOST_EVICTED:
             self.evicted.popitem(last=False)
 

@@ -310,7 +310,7 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
 
 
 def _repeat(trial: Trial, subject: Subject) -> float:
-    """How far two calls differ that go on drawing random numbers; 0.0: by rounding alone. Each call
+    """How far two calls that draw random numbers differ; 0.0 if by rounding alone. Each call
     is on a copy of its own, so that what a module keeps is no reason to differ."""
     subject, state = replace(subject, is_seeded=False, is_pure=False), trial.start_state()
     seed_generators()
