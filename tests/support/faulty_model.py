@@ -75,6 +75,8 @@ class Fault:
         if what == "sleep":
             while True:
                 time.sleep(3600)
+        if what == "slow":
+            time.sleep(self.settings["seconds"])
         if what == "stop":  # no signal can end it but SIGKILL
             os.kill(os.getpid(), signal.SIGSTOP)
         if what in EXITS:

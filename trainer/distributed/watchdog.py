@@ -1,10 +1,11 @@
 """Watchdog: names ranks that make no progress, and ends the run with the stacks of all ranks.
 
 On each rank a thread publishes every few seconds how many collectives the rank has entered, its
-activity, and how long ago it made progress: it has noted a phase, entered a collective, read a
-micro-batch, or used a processor. The step itself only assigns one attribute. Rank 0 compares; every
-rank that reads of a hang writes its stacks to its log, and ends its process unless the main thread
-returns.
+activity, and how long ago it made progress: it has noted a phase, entered a collective, read or run
+a micro-batch, or used a processor. The step itself only assigns attributes. Rank 0 compares, and
+the others watch rank 0; every rank that reads of a hang writes its stacks to its log, and ends its
+process unless the main thread returns. The backend's timeout is out of the way: it would end ranks
+that wait for a slow one, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -34,6 +36,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
+NEVER = timedelta(days=30)
 HANG_KEY = "hang"
 DATA = "data"  # the phase in which a message says what is read
 
@@ -44,8 +47,8 @@ class Heartbeat:
 
     collectives: int  # entered since the process group began
     activity: str  # of the main thread
-    stayed_sec: float  # since either changed
-    idle_sec: float  # since the last progress
+    stayed_sec: float  # since the last sign of progress, or since the rank was last heard of
+    idle_sec: float  # the same, but the use of a processor is one, too
 
 
 def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float) -> str | None:
@@ -64,11 +67,12 @@ def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float) -> str | N
     def described(ranks: Sequence[int]) -> str:
         return "; ".join(_describe(rank, beats[rank], most) for rank in ranks)
 
-    if missing and any(heard[rank].stayed_sec > limit_sec for rank in waiting):
-        return described(missing)
     # A rank that waits for a missing one cannot make progress: only the missing ones can.
     stuck = [rank for rank in missing or waiting if rank in heard and heard[rank].idle_sec > limit_sec]
-    return described(missing or stuck) if stuck else None
+    if any(heard[rank].stayed_sec > limit_sec for rank in waiting):
+        # A processor's use is not enough of one that others wait for: it may loop for ever.
+        stuck += [rank for rank in missing if rank not in heard or heard[rank].stayed_sec > limit_sec]
+    return described(sorted({*stuck})) if stuck else None
 
 
 def _describe(rank: int, beat: Heartbeat | None, most: int) -> str:
@@ -90,6 +94,7 @@ class Watchdog:
         collectives: number of collectives entered so far; called in the thread.
         on_end: called with the reason before the process is ended because its main thread hangs.
         reading: what is being read, another text for every micro-batch; called in the thread.
+        signs: further signs of progress: another value after each.
     """
 
     def __init__(
@@ -102,19 +107,20 @@ class Watchdog:
         collectives: Callable[[], int],
         on_end: Callable[[str], None],
         reading: Callable[[], str] = lambda: "",
+        signs: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._info = dist.PrefixStore("watchdog", store), info
         self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
-        # Shorter than the backend's timeout: waiting ranks still wait when stacks are written.
+        # Shorter by the time that it takes all ranks to hear of it, and to end.
         self._limit = timeout_sec - 4 * self._interval
         self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
         self._collectives, self._on_end = collectives, on_end
-        self._reading = reading
+        self._reading, self._more_signs = reading, signs
         self._notes = itertools.count()
         self._note: tuple[str, int, bool, int] = ("starting", 0, True, 0)
         self._use = ProcessorUse()
         self._signs: object = None
-        self._place: object = None
+        self._heard: dict[int, tuple[str, float]] = {}  # rank -> its last message, and when it came
         self._time, self._looked_at = 0.0, time.monotonic()
         self._moved_at = self._progress_at = self._heard_at = 0.0
         self._is_closed = threading.Event()
@@ -157,7 +163,7 @@ class Watchdog:
         if self._thread.is_alive():
             return  # it waits for a store whose host hangs, and ends with the process
         self._log.close()
-        del self._collectives, self._store
+        del self._collectives, self._store, self._more_signs
 
     def _watch(self) -> None:
         # The first heartbeat is immediate, so that a rank that hangs early has been heard of.
@@ -175,6 +181,7 @@ class Watchdog:
                 self._end(self.hang)
                 break
             is_over = self._is_closed.wait(self._interval)
+        self._if_store_lives(lambda: self._store.set(f"rank_{self._info.rank}", ""))  # silent, but not missing
         faulthandler.cancel_dump_traceback_later()
 
     def _own_heartbeat(self) -> Heartbeat:
@@ -187,30 +194,46 @@ class Watchdog:
         activity = f"step {step}: {what}"
         if what == DATA and reading:
             activity += f", reading {reading}"
-        place, signs = (collectives, activity), (note, reading, collectives)
-        if place != self._place:
-            self._moved_at = self._time
-        if self._use.is_working() or may_wait or signs != self._signs:
+        signs, is_working = (note, reading, collectives, self._more_signs()), self._use.is_working()
+        if may_wait or signs != self._signs:
+            self._moved_at = self._progress_at = self._time
+        elif is_working:
             self._progress_at = self._time
-        self._place, self._signs = place, signs
+        self._signs = signs
         stayed, idle = self._time - self._moved_at, self._time - self._progress_at
         return Heartbeat(collectives, activity, stayed, idle)
 
     def _exchange(self, beat: Heartbeat) -> bool:
-        self._store.set(f"rank_{self._info.rank}", json.dumps(astuple(beat)))
+        self._store.set(f"rank_{self._info.rank}", json.dumps([self._time, *astuple(beat)]))
+        hang = None
         if self._info.is_main:
-            hang = find_hang(self._heartbeats(), limit_sec=self._limit)
-            if hang is not None:
-                self._store.set(HANG_KEY, hang)
+            hang = find_hang(self._heartbeats(range(self._info.world_size)), limit_sec=self._limit)
+        else:  # nobody else would see that rank 0, which compares, is silent
+            (main,) = self._heartbeats(range(1))
+            if main is not None and self._time - self._heard[0][1] > self._limit:
+                hang = _describe(0, main, beat.collectives)
+        if hang is not None:
+            self._store.set(HANG_KEY, hang)
         self.hang = self._text_of(HANG_KEY) or None
         return True
 
-    def _heartbeats(self) -> list[Heartbeat | None]:
-        """The last heartbeat of each rank, None before its first."""
-        keys = [f"rank_{rank}" for rank in range(self._info.world_size)]
+    def _heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
+        """The last heartbeat of each rank, to which its silence is added; None before the first and after the end."""
+        keys = [f"rank_{rank}" for rank in ranks]
         if self._store.check(keys):
-            return [Heartbeat(*json.loads(value)) for value in self._store.multi_get(keys)]
-        return [Heartbeat(*json.loads(text)) if text else None for text in map(self._text_of, keys)]
+            texts = [value.decode() for value in self._store.multi_get(keys)]
+        else:
+            texts = [*map(self._text_of, keys)]
+        found: list[Heartbeat | None] = []
+        for rank, text in zip(ranks, texts, strict=True):
+            if rank not in self._heard or text != self._heard[rank][0]:
+                self._heard[rank] = text, self._time
+            beat, silent = None, self._time - self._heard[rank][1]
+            if text:
+                beat = Heartbeat(*json.loads(text)[1:])
+                beat = replace(beat, stayed_sec=beat.stayed_sec + silent, idle_sec=beat.idle_sec + silent)
+            found.append(beat)
+        return found
 
     def _failed_ranks(self) -> dict[int, str]:
         """Reason of each rank that called `tell`."""
@@ -231,9 +254,11 @@ class Watchdog:
             logger.error("%s", hang)
 
         within(LAST_WORDS_SEC, say)
-        # Within this time the backend raises in the ranks that wait, which then end normally, and
-        # the others hear of it from the store that rank 0 hosts.
-        intervals = 0 if self._info.world_size == 1 else 6
+        # The others hear of it from the store that rank 0 hosts. It ends last: normally if it waits
+        # for one of them, since its collective then fails.
+        intervals = 0
+        if self._info.world_size > 1:
+            intervals = 3 + 3 * self._info.is_main
         if not self._is_closed.wait(intervals * self._interval):
             end_process(EXIT_HUNG, partial(self._on_end, hang))
 
@@ -253,7 +278,7 @@ def is_of_a_collective(error: Exception) -> bool:
 
 
 def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **options: Any) -> Watchdog:
-    """Start this rank's watchdog.
+    """Start this rank's watchdog, which ends hanging collectives from now on, not their timeout.
 
     Args:
         groups: process groups of a part of the ranks; all ranks are in equally many.
@@ -264,6 +289,8 @@ def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **o
     if info.world_size > 1:
         # torch 2.13 has both for its own monitoring, but neither public nor typed.
         counted = {dist.group.WORLD, *groups}
+        for group in counted:
+            group.set_timeout(NEVER)
         default_store: Any = _get_default_store()
         store = default_store.clone()
 

@@ -111,18 +111,21 @@ class Samples(Extension):
     def at_boundary(self, step: int, *, is_last: bool) -> None:
         if self._is_off or not (step % self._table.every == 0 or is_last):
             return
-        event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text()}
+        event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text(step)}
         self.run.event(event)
         self.run.tracker.log_event(event)
 
-    def _text(self) -> str:
+    def _text(self, step: int) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
         with forked_rng(device), self._autocast(), evaluating(model):
             data, forbidden = self.run.config.data, [tokenizer.bos_id]
             settings: Any = {"draw": self._draw, "cell": data.seq_len, "forbidden": forbidden, "eod": data.eod}
             tokens = generate(model, self._prompt, device=device, **settings)
             stream = TextStream(tokenizer, self._prompt)
-            text = "".join(map(stream.push, itertools.islice(tokens, self._table.tokens)))
+            text = ""
+            for token in itertools.islice(tokens, self._table.tokens):
+                text += stream.push(token)
+                self.run.watchdog.at("sample", step)  # other ranks may wait, but not in vain
             return text + stream.flush()
 
 

@@ -116,6 +116,9 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         compile_blocks(state.model)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
+    extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
+    stack.callback(extensions.close)
+    train_step = _make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions)
     # No part refers to the run, so that a finished run is freed, and the process group with it.
     watchdog = start_watchdog(
         info,
@@ -124,6 +127,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         # Called from another thread when this one hangs: nothing here may wait for it.
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
+        signs=lambda: train_step.ready_at,
         groups=strategy.groups,
     )
     stack.callback(watchdog.close)
@@ -131,8 +135,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     if config.eval.every:
         own = (plan, state.model, row_model, loss, auxiliary, info, device, diagnostics, sets)
         evaluator = Evaluator(*own, strategy=strategy)
-    extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
-    stack.callback(extensions.close)
     run = Run(
         plan=plan,
         config=config,
@@ -147,7 +149,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         stop=launch.stop,
         events=events,
         reading=reading,
-        train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
+        train_step=train_step,
         schedule=make_schedule(config, plan.length),
         evaluator=evaluator,
         micro_batches=config.micro_batches,

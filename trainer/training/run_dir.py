@@ -121,7 +121,7 @@ class RunDir:
         return run_state(self.path)
 
     def write_status(self, state: str, *, reason: str, step: int) -> None:
-        """Write the state and why: `running`, `done`, `stopped` (with a checkpoint), `failed`."""
+        """Write the state and why: `running`, `done`, `stopped`, `failed`."""
         self._status_at = time.monotonic()
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=self.wandb_run_id)
 

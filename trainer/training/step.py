@@ -123,7 +123,7 @@ class TrainStep:
         self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
         self._kappa = 1.0 / self.max_tokens_per_micro  # of the step that accumulates
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._ready_at = 0.0
+        self.ready_at = 0.0  # when the last micro-batch began or was run
 
     @property
     def grad_scale(self) -> float | None:
@@ -167,7 +167,7 @@ class TrainStep:
                 if self.gns is not None:
                     rows = 0.0 if carry is None else float(carry.cell_index.mean()) * rows_apart
                     self._gns_guard.run(self.gns.begin_micro, is_last, groups=micro.documents, rows_before=rows)
-                self._ready_at = time.perf_counter()
+                self.ready_at = time.perf_counter()
                 if self.graphs is None:
                     end, result = self.run_micro(micro, state, self._kappa)
                 else:
@@ -194,7 +194,7 @@ class TrainStep:
             result = self.objective(output.logits, micro.targets, meta=micro.located)
             if auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None):
                 result = auxiliary(result, output, micro)
-        self._ready_at = time.perf_counter()
+        self.ready_at = time.perf_counter()
         # torch leaves backward without types.
         scaled: Any = self.scaler.scale(result.loss_sum * kappa)
         scaled.backward()
@@ -265,7 +265,7 @@ class TrainStep:
         # After the update, whose result they may look at, and before the gradients are gone.
         measured = self.extensions.sum_up()
         self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
-        return Launched(numbers, self._kappa, self._ready_at, measured)
+        return Launched(numbers, self._kappa, self.ready_at, measured)
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order of their launch."""

@@ -27,6 +27,11 @@ TABLE = {
         [beat(8, **LONG), beat(7, stayed=11.0), beat(8, **LONG)],
         "rank 1 is missing: step 2: data, for 11.0 s (it entered 7 collectives, the others 8)",
     ),
+    "others wait for one that goes on": ([beat(8, **LONG), beat(7, stayed=3.0), beat(8, **LONG)], None),
+    "and for one that goes on, and one that does not": (
+        [beat(8, **LONG), beat(7, stayed=3.0), beat(7, stayed=11.0)],
+        "rank 2 is missing: step 2: data, for 11.0 s (it entered 7 collectives, the others 8)",
+    ),
     "a rank that comes late": ([beat(8, stayed=9, idle=9), beat(7, stayed=20)], None),
     "a rank that never was": ([beat(8, **LONG), None], "rank 1 is missing: no heartbeat since the run began"),
 }
