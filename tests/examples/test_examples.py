@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.grouped import run
 from tests.support.in_process import program, train_here
-from tests.support.runs import EXAMPLES, ROOT, environment, printed_by, read_rows, run_example
+from tests.support.runs import EXAMPLES, ROOT, environment, printed_by, read_rows, run, run_example
 from tests.support.wandb_file import read_history
 
 

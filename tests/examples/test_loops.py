@@ -79,7 +79,9 @@ def made(tmp_path_factory):
     def run_in_turn(name: str) -> tuple[Path, str]:
         out = tmp_path_factory.mktemp(name)
         cases = {case: each for case, each in CASES.items() if case == ONLY.get(name, case)}
-        done = run(LOOPS / f"{name}.py", out, json.dumps(cases), code=IN_TURN + OWN.get(name, ""), cwd=out)
+        done = run(
+            LOOPS / f"{name}.py", out, json.dumps(cases), code=IN_TURN + OWN.get(name, ""), cwd=out, is_alone=True
+        )
         assert done.returncode == 0, done.stderr
         return out, done.stdout
 
@@ -178,7 +180,7 @@ tracker.close()
 
 def test_a_declared_metric_of_one_s_own_is_logged_without_a_warning(tmp_path):
     code = FREE_KEYS.format(declaration=next(block for block in blocks("python") if "register(" in block))
-    done = run(code=code, cwd=tmp_path)
+    done = run(code=code, cwd=tmp_path, is_alone=True)
     assert done.returncode == 0, done.stderr
     assert "router/entropy" not in done.stderr
     assert [row["router/entropy"] for row in read_rows(tmp_path / "metrics.jsonl").values()] == [0.5, 0.5]

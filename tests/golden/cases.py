@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.grouped import Group
-from tests.support.runs import ROOT, overrides, read_rows, write_tiny_config
+from tests.support.runs import ROOT, overrides, read_rows, run, write_tiny_config
 
 MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/", "mfu", "gpu/")
 STEPS = 12
@@ -113,25 +112,23 @@ class Left(NamedTuple):
 
 
 def make_runs(folder: Path, names: Iterable[str] = CASES) -> None:
-    """Make the runs of cases below `folder`, in one group of ranks."""
+    """Make the runs of cases below `folder`."""
     tiny, codes = write_tiny_config(folder, EXTRA), {}
-    with Group(max(max(case.ranks) for case in CASES.values())) as group:
-        done = group.run(*f"data synth key-recall --out {folder}/recall --groups 768 --cells 3 --streams 8".split())
-        assert done.returncode == 0, done.stderr
-        shutil.copytree(folder / "corpus" / "b", folder / "code" / "cpp")
-        for name in names:
-            case = CASES[name]
-            launches = [case.first, ("--resume", "auto")] if len(case.ranks) == 2 else [()]
-            pairs = zip(case.ranks, launches, strict=True)
-            codes[name] = [_launch(group, name, ranks, own, tiny) for ranks, own in pairs]
+    done = run(*f"data synth key-recall --out {folder}/recall --groups 768 --cells 3 --streams 8".split())
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(folder / "corpus" / "b", folder / "code" / "cpp")
+    for name in names:
+        case = CASES[name]
+        launches = [case.first, ("--resume", "auto")] if len(case.ranks) == 2 else [()]
+        codes[name] = [_launch(name, ranks, own, tiny) for ranks, own in zip(case.ranks, launches, strict=True)]
     (folder / "exit_codes.json").write_text(json.dumps(codes))
 
 
-def _launch(group: Group, name: str, ranks: int, own: tuple[str, ...], tiny: Path) -> int:
+def _launch(name: str, ranks: int, own: tuple[str, ...], tiny: Path) -> int:
     case = CASES[name]
     config = ROOT / "train_configs" / "diagnostics" / f"{case.config}.toml" if case.config else tiny
     steps = () if "--steps" in own or any("steps=" in each for each in case.sets) else ("--steps", STEPS)
-    done = group.run(
+    done = run(
         *("--config", config, "--run-dir", tiny.parent / name, "--stdout", "off"),
         *(*overrides("train.spike_sigma=6", *case.sets), *steps, *own),
         nproc=ranks if ranks > 1 else None,

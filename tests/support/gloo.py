@@ -33,7 +33,7 @@ def run_on_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job").write_bytes(pickle.dumps((function, args, torch_keeps_group)))
-        done = run(folder, nproc=world_size, code="from tests.support.gloo import work; work()")
+        done = run(folder, nproc=world_size, code="from tests.support.gloo import work; work()", is_alone=True)
         assert done.returncode == 0, done.stderr
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import tomli_w
 
-from tests.support.grouped import Group
 from tests.support.runs import make_corpus, run, write_tiny_config
 
 WORLD_SIZES = (1, 2, 4)
@@ -69,21 +68,20 @@ def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any
 
 
 def make_healthy_runs(directory: Path, world_size: int, seeds: Sequence[int]) -> list[Path]:
-    """Train a run for each seed, one after another in the same processes, which saves their start; gives the directories.
+    """Train a run for each seed, one after another; gives the directories.
 
     Raises:
         RuntimeError: a run failed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     found = []
-    with Group(world_size) as group:
-        for seed in seeds:
-            config, run_dir = directory / f"{seed}.toml", directory / f"run-{seed}"
-            config.write_text(tomli_w.dumps(healthy_config(seed, world_size, directory)), encoding="utf-8")
-            done = group.run("--config", config, "--run-dir", run_dir, nproc=world_size if world_size > 1 else None)
-            if done.returncode:
-                raise RuntimeError(done.stderr[-2000:])
-            found.append(run_dir)
+    for seed in seeds:
+        config, run_dir = directory / f"{seed}.toml", directory / f"run-{seed}"
+        config.write_text(tomli_w.dumps(healthy_config(seed, world_size, directory)), encoding="utf-8")
+        done = run("--config", config, "--run-dir", run_dir, nproc=world_size if world_size > 1 else None)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        found.append(run_dir)
     return found
 
 

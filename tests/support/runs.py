@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.support.forks import Forked, Member, wait_as_torchrun
+from tests.support.forks import Forked, Member, count_launch, wait_as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -130,30 +131,63 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+_group: list[Member] = []
+
+
+def group_of(size: int) -> list[Member]:
+    """Processes that wait for runs, as many as asked for; those that have ended meanwhile are replaced."""
+    alive = [member for member in _group if member.is_alive]
+    missing = max(size, 4) - len(alive)
+    if missing > 0:
+        count_launch()
+    _group[:] = alive + [Member() for _ in range(missing)]
+    return _group[:size]
+
+
+@atexit.register
+def end_group() -> None:
+    """End them, before multiprocessing waits for them."""
+    for member in _group:
+        member.end()
+
+
 def run(
     *arguments: object,
     nproc: int | None = None,
     cwd: Path | None = None,
     extra: Mapping[str, str] | None = None,
     code: str = "",
-    group: Sequence[Member] = (),
+    is_alone: bool = False,
+    out: Path | None = None,
+    err: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end, in one process or as `nproc` ranks; forked, so that it starts in no time. `extra`:
-    environment variables; `code`: Python that runs in the program's place; `group`: processes that run it."""
+    """Run the program to its end, in one process or as `nproc` ranks.
+
+    Any number of runs share one group of forked ranks. Each has its own environment, working directory, command line, output,
+    modules of a test's own, and port; what else a process keeps (what a run has patched, threads left behind) stays.
+
+    Args:
+        extra: environment variables.
+        code: Python that runs in the program's place.
+        is_alone: in processes that end with the run.
+        out, err: where its output goes, rather than into the result; for a run that is alone, since a group keeps them open.
+    """
     world_size, port, line = nproc or 1, free_port(), list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        out.touch()
-        err.touch()
-        ranks: list[Member] = []
+        places = {"out": out or Path(folder, "out"), "err": err or Path(folder, "err")}
+        for place in places.values():
+            place.touch()
+        options: Any = {"cwd": cwd or Path.cwd(), **places, "code": code}
+        ranks: list[Member] = [] if is_alone else group_of(world_size)
         for rank in range(world_size):
             own = environment({**(rank_environment(rank, world_size, port) if nproc else {}), **(extra or {})})
-            options: Any = {"cwd": cwd or Path.cwd(), "out": out, "err": err, "code": code}
-            if group:
-                group[rank].begin(line, own, **options)
-            ranks.append(group[rank] if group else Forked(line, own, **options))
+            if is_alone:
+                ranks.append(Forked(line, own, **options))
+            else:
+                ranks[rank].begin(line, own, **options)
         status = wait_as_torchrun(ranks, TIMEOUT_SEC)
-        return subprocess.CompletedProcess(line, status, out.read_text(), err.read_text())
+        texts = [place.read_text() if place.parent == Path(folder) else "" for place in places.values()]
+        return subprocess.CompletedProcess(line, status, *texts)
 
 
 def overrides(*sets: str) -> list[str]:
@@ -167,13 +201,12 @@ def train(
     *sets: str,
     more: tuple[object, ...] = (),
     code: int = 0,
-    by: Callable[..., subprocess.CompletedProcess[str]] = run,
     **options: Any,
 ) -> str:
-    """Train into `run_dir` with overrides of the config and `more` words; returns stderr. `code`: how it must end; `by`: what
-    runs the program, as `run` does."""
+    """Train into `run_dir` with overrides of the config and `more` words; returns stderr. `code`: how it must end;
+    `options`: those of `run`."""
     line = ("--config", config, "--run-dir", run_dir, "--stdout", "off", *overrides(*sets), *more)
-    done = by(*line, **options)
+    done = run(*line, **options)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stderr
 
@@ -197,7 +230,8 @@ def run_example(name: str, *arguments: object, prelude: str = "", **options: Any
     """Run an example to its end. `prelude` is Python that runs before it in its process; `options` are those of `run`."""
     script = EXAMPLES / name
     code = f"import runpy, sys\nsys.path.insert(0, {str(script.parent)!r})\n{prelude}\n"
-    return run(*arguments, code=f"{code}runpy.run_path({str(script)!r}, run_name='__main__')", **options)
+    code += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    return run(*arguments, code=code, is_alone=True, **options)
 
 
 def printed_by(name: str, *arguments: object) -> str:

@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import ROOT, TIMEOUT_SEC, environment, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, train, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.tools.saved_model import read_checkpoint, refuse_code

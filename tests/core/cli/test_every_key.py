@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import runs
-from tests.support.grouped import train
-from tests.support.runs import FULL_ROWS, make_corpus, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, make_corpus, read_rows, train, write_tiny_config
 from trainer.metrics.catalog import CATALOG, family, is_known
 
 # What follows `[metrics]` of the tiny config.
@@ -60,9 +58,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
         "train.steps=500",
         'train.micro_batches={ schedule = "step", points = { 0 = 2, 500 = 3 } }',
     )
-    said = runs.train(write_tiny_config(directory, EXTRA), directory / "run", *sets, nproc=2, cwd=directory)
+    config, run_dir = write_tiny_config(directory, EXTRA), directory / "run"
+    said = train(config, run_dir, *sets, nproc=2, cwd=directory, is_alone=True)
     assert "data exhausted" in said
-    return read_rows(directory / "run" / "metrics.jsonl")
+    return read_rows(run_dir / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")

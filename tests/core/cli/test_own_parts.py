@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.ranks import status
-from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, train, write_tiny_config
 
 MODULE = """
 import itertools

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import ROOT, environment, losses, overrides, write_tiny_config
+from tests.support.runs import ROOT, environment, losses, overrides, run, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 

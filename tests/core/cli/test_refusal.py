@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.grouped import run
-from tests.support.runs import write_tiny_config
+from tests.support.runs import run, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 # A module of the user's own that behaves differently on rank 0 and on rank 1. Importing it is a part of the validation.

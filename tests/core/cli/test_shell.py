@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.forks import Forked
-from tests.support.runs import TIMEOUT_SEC, environment, write_tiny_config
+from tests.support.runs import environment, run, write_tiny_config
 from tests.support.terminal import Terminal
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
@@ -30,9 +29,8 @@ for line in os.environ["COMMANDS"].splitlines():
 def shown(lines: list[str], cwd: Path, **extra: str) -> list[str]:
     """Everything that the program writes on a terminal of its own, for each of these command lines, which end with 0."""
     terminal = Terminal()
-    env = {name: value for name, value in environment().items() if name != "NO_COLOR"}
-    env |= {"TERM": "xterm-256color", "COLUMNS": "150", "COMMANDS": "\n".join(lines), **extra}
-    Forked((), env, cwd=cwd, out=terminal.path, err=terminal.path, code=EACH_IN_TURN).wait(TIMEOUT_SEC)
+    extra = {"NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "150", "COMMANDS": "\n".join(lines), **extra}
+    run(code=EACH_IN_TURN, cwd=cwd, extra=extra, is_alone=True, out=terminal.path, err=terminal.path)
     return terminal.text().split("<0>")[:-1]
 
 

@@ -26,7 +26,7 @@ z_loss = 1e-4
 def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sinks")
     config = write_tiny_config(directory, EXTRA + evaluating(3))
-    result = run("--config", config, "--run-dir", directory / "run", "--steps", "8", nproc=2)
+    result = run("--config", config, "--run-dir", directory / "run", "--steps", "8", nproc=2, is_alone=True)
     assert result.returncode == 0, result.stderr
     return directory / "run", result
 
@@ -72,7 +72,8 @@ def test_tensorboard_holds_the_same_losses_and_the_settings(finished):
 def test_a_resumed_run_goes_on_under_the_same_id_in_wandb(finished):
     run_dir, _ = finished
     first = find_wandb_file(run_dir)
-    again = run("--config", run_dir / "config.toml", "--run-dir", run_dir, "--steps", "10", "--resume", "auto", nproc=2)
+    line = ("--config", run_dir / "config.toml", "--run-dir", run_dir, "--steps", "10", "--resume", "auto")
+    again = run(*line, nproc=2, is_alone=True)
     assert again.returncode == 0, again.stderr
     (second,) = set(run_dir.glob("wandb/*run-*/*.wandb")) - {first}
     ids = {record.run.run_id for file in (first, second) for record in read_records(file) if record.HasField("run")}

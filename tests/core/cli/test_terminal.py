@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import Forked, wait_as_torchrun
-from tests.support.runs import TIMEOUT_SEC, environment, evaluating, free_port, rank_environment, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, evaluating, run, write_tiny_config
 from tests.support.terminal import Terminal
 from trainer.metrics.payload_contract import PayloadError, parse_payload, validate_stream
 
@@ -28,9 +27,8 @@ EVAL = evaluating(3)
 def train(tmp_path: Path, out: Path, err: Path, *arguments: object) -> None:
     """A run on these streams."""
     config = write_tiny_config(tmp_path, EVAL)
-    line = ["--config", config, "--run-dir", tmp_path / "run", "--steps", STEPS, *arguments]
-    env = environment({"TERM": "xterm", "COLUMNS": "200"})
-    assert Forked(line, env, cwd=tmp_path, out=out, err=err).wait(TIMEOUT_SEC) == 0
+    line = ("--config", config, "--run-dir", tmp_path / "run", "--steps", STEPS, *arguments)
+    assert run(*line, extra={"TERM": "xterm", "COLUMNS": "200"}, is_alone=True, out=out, err=err).returncode == 0
 
 
 @contextmanager
@@ -89,16 +87,12 @@ def test_four_ranks_on_one_pipe_break_no_line(tmp_path):
     """All ranks talk into the pipe that also carries the payloads, as under a launcher that merges the streams."""
     (tmp_path / "chatty.py").write_text(CHATTY)
     config = write_tiny_config(tmp_path, "per_source = true\n")
-    steps, port = 10, free_port()
+    steps, path = 10, tmp_path / "pipe"
     line = ["--config", config, "--run-dir", tmp_path / "run", "--steps", steps]
     line += ["--set", "model.target=chatty:build", "--set", "model.contract=false"]
-    with pipe(tmp_path / "pipe") as merged:
-        ranks = []
-        for rank in range(4):
-            env = environment({**rank_environment(rank, 4, port), "PYTHONPATH": str(tmp_path)})
-            ranks.append(Forked(line, env, cwd=tmp_path, out=tmp_path / "pipe", err=tmp_path / "pipe"))
-        code = wait_as_torchrun(ranks, TIMEOUT_SEC)
-    assert code == 0, merged[0][-3000:]
+    with pipe(path) as merged:
+        done = run(*line, nproc=4, extra={"PYTHONPATH": str(tmp_path)}, is_alone=True, out=path, err=path)
+    assert done.returncode == 0, merged[0][-3000:]
     payloads, chats = [], 0
     for text in merged[0].splitlines():
         if re.fullmatch(r"\[rank [0-3]\] INFO chat x{700} end", text):

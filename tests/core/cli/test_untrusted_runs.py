@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import run, train
 from tests.support.in_process import program
-from tests.support.runs import write_tiny_config
+from tests.support.runs import run, train, write_tiny_config
 from tests.tools.cli.test_ls import make_run
 from trainer.metrics.payload_contract import build_payload, encode_payload
 

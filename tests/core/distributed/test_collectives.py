@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import run
-from tests.support.runs import write_tiny_config
+from tests.support.runs import run, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 MICRO_BATCHES, STEPS, LOG_INTERVAL, BLOCKS = 2, 4, 3, 2

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.fault_runs import LOST, keep
-from tests.support.grouped import run, train
 from tests.support.ranks import Ranks, last_logged, status
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import losses, read_rows, run, train, write_tiny_config
 from trainer.training.checkpointing.tensor_files import read_rank
 
 pytestmark = pytest.mark.distributed

@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
-from tests.support.grouped import run, train
-from tests.support.runs import evaluating, losses, read_rows, write_tiny_config
+from tests.support.runs import evaluating, losses, read_rows, run, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

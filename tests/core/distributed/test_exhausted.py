@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import run, train
 from tests.support.ranks import status
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import losses, read_rows, run, train, write_tiny_config
 from trainer.tools.runs.load import load_run
 
 pytestmark = pytest.mark.distributed

@@ -13,10 +13,8 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from tests.support.fault_runs import keep
-from tests.support.grouped import run
 from tests.support.ranks import Launched, Ranks, last_logged, status
-from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, rank_environment, write_tiny_config
-from tests.support.runs import run as run_forked
+from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, rank_environment, run, write_tiny_config
 from trainer.distributed.env import rank_info
 from trainer.errors import UserError
 from trainer.tools.verbs.records import entry_of
@@ -29,11 +27,11 @@ WORDS = {
 }
 
 
-def run_with(fault, tmp_path, *more, by=run):
+def run_with(fault, tmp_path, *more):
     config = write_tiny_config(tmp_path)
     arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", 10, "--stdout", "off", *FAULTY, *more]
     extra = {"FAULT": json.dumps({"step": 7, **fault}), "PYTHONPATH": str(ROOT)}
-    return by(*arguments, extra=extra)
+    return run(*arguments, extra=extra)
 
 
 @pytest.mark.parametrize("what", WORDS)
@@ -61,7 +59,7 @@ def test_the_launcher_says_which_rank_was_killed_before_the_run_began(tmp_path):
         "import os\n\ndef build(vocab_size, dim, num_layers):\n    os.kill(os.getpid(), 9)\n"
     )
     arguments = ["--config", write_tiny_config(tmp_path), "--set", "model.target=own:build"]
-    ended = run_forked("--nproc", 2, *arguments, extra={"PYTHONPATH": str(tmp_path)})
+    ended = run("--nproc", 2, *arguments, extra={"PYTHONPATH": str(tmp_path)})
     assert ended.returncode == 1, ended.stderr
     assert re.search(r"^train: rank [01] was ended by SIGKILL$", ended.stderr, re.MULTILINE), ended.stderr
 
@@ -69,7 +67,7 @@ def test_the_launcher_says_which_rank_was_killed_before_the_run_began(tmp_path):
 def test_a_resume_says_that_the_process_before_it_was_killed_and_the_record_does_too(tmp_path):
     saves, run_dir = ("--set", "checkpoint.every=4"), tmp_path / "run"
     kill = {"what": "signal", "name": "SIGKILL"}
-    assert run_with(kill, tmp_path, *saves, by=run_forked).returncode == -signal.SIGKILL
+    assert run_with(kill, tmp_path, *saves).returncode == -signal.SIGKILL
     killed = status(run_dir)
     assert killed["state"] == "running"
     reason = (

@@ -6,10 +6,9 @@ import importlib.util
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.models import pretrained
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import FULL_ROWS, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.checkpoints import weights
-from tests.support.grouped import train
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import make_corpus, read_rows, write_tiny_config
+from tests.support.runs import make_corpus, read_rows, train, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.training.plan import make_model, make_plan

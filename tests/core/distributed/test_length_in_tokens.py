@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

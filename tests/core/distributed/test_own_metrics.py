@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import train
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.grouped import train
 from tests.support.ranks import status
-from tests.support.runs import write_tiny_config
+from tests.support.runs import train, write_tiny_config
 from trainer.training.core_extensions import bit_sum
 
 pytestmark = pytest.mark.distributed

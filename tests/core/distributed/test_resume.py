@@ -14,7 +14,6 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import row_differences
-from tests.support.grouped import train
 from tests.support.ranks import Ranks, checkpoint_differences, children, last_logged, status
 from tests.support.runs import (
     TIMEOUT_SEC,
@@ -24,6 +23,7 @@ from tests.support.runs import (
     losses,
     overrides,
     read_rows,
+    train,
     write_tiny_config,
 )
 from trainer.metrics.payload_contract import validate_stream

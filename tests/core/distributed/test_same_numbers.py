@@ -9,9 +9,8 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
-from tests.support.grouped import train
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import evaluating, losses, read_rows, write_tiny_config
+from tests.support.runs import evaluating, losses, read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 EXTRA = evaluating(12, batches=1000, saves=6)

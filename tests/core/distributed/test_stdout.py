@@ -8,18 +8,7 @@ import re
 
 import pytest
 
-from tests.support.forks import Forked, wait_as_torchrun
-from tests.support.grouped import train
-from tests.support.runs import (
-    TIMEOUT_SEC,
-    environment,
-    free_port,
-    losses,
-    rank_environment,
-    read_rows,
-    run,
-    write_tiny_config,
-)
+from tests.support.runs import losses, read_rows, run, train, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 pytestmark = pytest.mark.distributed
@@ -53,20 +42,16 @@ def test_what_a_model_prints_goes_to_stderr_on_every_rank(tmp_path):
 
 
 def test_a_pipe_that_nobody_reads_holds_up_no_step(tmp_path):
-    config, steps, run_dir, out, port = write_tiny_config(tmp_path), 40, tmp_path / "run", tmp_path / "out", free_port()
+    config, steps, run_dir, out = write_tiny_config(tmp_path), 40, tmp_path / "run", tmp_path / "out"
     os.mkfifo(out)
     reading = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)  # a few rows
-    line = ["--config", config, "--run-dir", run_dir, "--steps", steps]
-    ranks = []
-    for rank in range(2):
-        own = environment(rank_environment(rank, 2, port))
-        ranks.append(Forked(line, own, cwd=tmp_path, out=out, err=tmp_path / "err"))
-    code, said = wait_as_torchrun(ranks, TIMEOUT_SEC), (tmp_path / "err").read_text()
-    assert code == 0, said
+    line = ("--config", config, "--run-dir", run_dir, "--steps", steps)
+    done = run(*line, nproc=2, is_alone=True, out=out)
+    assert done.returncode == 0, done.stderr
     assert len(losses(run_dir / "metrics.jsonl")) == steps
-    dropped = re.search(r"stdout: (\d+) rows were dropped", said)
-    assert dropped is not None, said
+    dropped = re.search(r"stdout: (\d+) rows were dropped", done.stderr)
+    assert dropped is not None, done.stderr
     got = os.read(reading, 1 << 20).count(b"\n")
     os.close(reading)
     assert 0 < got < steps

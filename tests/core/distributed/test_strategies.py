@@ -12,9 +12,8 @@ import torch
 from tests.support.checkpoints import model_content, weights
 from tests.support.fault_runs import MEASURED
 from tests.support.gloo import run_on_ranks
-from tests.support.grouped import run, train
 from tests.support.ranks import Ranks, checkpoint_differences, status
-from tests.support.runs import FULL_ROWS, ROOT, losses, overrides, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, ROOT, losses, overrides, read_rows, run, train, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo

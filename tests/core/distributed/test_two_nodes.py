@@ -15,9 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.ranks import children, status
-from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, free_port, losses, overrides, write_tiny_config
+from tests.support.runs import (
+    PROGRAM,
+    ROOT,
+    TIMEOUT_SEC,
+    environment,
+    free_port,
+    losses,
+    overrides,
+    train,
+    write_tiny_config,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 200

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.support.fault_runs import events, run_differences
-from tests.support.grouped import train
 from tests.support.in_process import train_here
-from tests.support.runs import evaluating, read_rows, write_tiny_config
+from tests.support.runs import evaluating, read_rows, train, write_tiny_config
 from trainer.data.loader import Reading, take_apart
 from trainer.distributed.env import RankInfo
 from trainer.training import run

@@ -8,10 +8,9 @@ import textwrap
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.models import pretrained
-from tests.support.runs import FULL_ROWS, overrides, write_tiny_config
+from tests.support.runs import FULL_ROWS, overrides, train, write_tiny_config
 from trainer.config.schema import ModelTable
 from trainer.lab.contract_check import find_size
 

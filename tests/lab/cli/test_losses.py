@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import FULL_ROWS, overrides, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, overrides, read_rows, train, write_tiny_config
 
 MODULE = """
 import torch

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.ranks import children, wait_for_end
-from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, train, write_tiny_config
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import ReadOptions, load_documents
 from trainer.data.layout import discover_nested

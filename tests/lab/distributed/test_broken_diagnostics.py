@@ -130,8 +130,9 @@ GradientNoiseScale._measure = _measure
 
 @pytest.mark.distributed
 def test_a_noise_scale_that_fails_on_one_rank_is_absent_on_all(tmp_path):
-    (tmp_path / "broken_on_one.py").write_text(ON_RANK_1)  # for processes of this run alone
+    (tmp_path / "broken_on_one.py").write_text(ON_RANK_1)
     sets = ("model.target=broken_on_one:build", "model.contract=false")
-    said = train(make_config(tmp_path), tmp_path / "run", *sets, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
+    options: Any = {"nproc": 2, "extra": {"PYTHONPATH": str(tmp_path)}, "is_alone": True}
+    said = train(make_config(tmp_path), tmp_path / "run", *sets, **options)
     assert said.count("gns failed and is off from now on") == 1
     assert not any(key.startswith("gns/") for key in last_row(tmp_path / "run"))

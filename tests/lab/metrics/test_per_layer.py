@@ -15,8 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import make_model
-from tests.support.grouped import train
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import read_rows, train, write_tiny_config
 from trainer.distributed.strategy import Strategy
 from trainer.lab import extensions
 from trainer.lab.extensions import LayerNumbers, layer_of

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import write_tiny_config
+from tests.support.runs import train, write_tiny_config
 from trainer.tools.runs.load import load_run
 
 

@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 
-from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import write_tiny_config
+from tests.support.runs import run, write_tiny_config
 
 
 @pytest.fixture(scope="module")

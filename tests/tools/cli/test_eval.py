@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import losses, read_rows, train, write_tiny_config
 from trainer.tools.saved_model import load_model
 
 SETS = """

@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import runs
-from tests.support.grouped import run, train
 from tests.support.in_process import program
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import losses, read_rows, run, train, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
 from trainer.tools.saved_model import load_model
@@ -27,7 +25,7 @@ def folder(tmp_path_factory):
     """A directory with a config and a finished run that wrote samples."""
     path = tmp_path_factory.mktemp("export")
     config = write_tiny_config(path, SAMPLES)
-    runs.train(config, path / "run", "metrics.wandb.mode=offline")
+    train(config, path / "run", "metrics.wandb.mode=offline", is_alone=True)
     exported = run("export", path / "run", "--format", "safetensors", "--out", path / "exported")
     assert exported.returncode == 0, exported.stderr
     return path

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.support import models
-from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import FULL_ROWS, write_tiny_config
+from tests.support.runs import FULL_ROWS, train, write_tiny_config
 from tests.support.streams import spaced
 from trainer.config.load import load_config
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import ROOT, losses, make_corpus
+from tests.support.runs import ROOT, losses, make_corpus, train
 from tests.support.streams import write_megatron
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import ROOT, make_corpus, overrides, read_rows
+from tests.support.runs import ROOT, make_corpus, overrides, read_rows, run
 from trainer.metrics.catalog import lookup
 
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import opened
-from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.records import write_record
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import read_rows, run, write_tiny_config
 from trainer.errors import UserError
 from trainer.tools.verbs.records import report
 

@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import PROGRAM, ROOT, environment, read_rows
+from tests.support.runs import PROGRAM, ROOT, environment, read_rows, run
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 # The same commands, smaller: what they show does not depend on the size.

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tests.core.distributed.test_data_shards import EXTRA as EVERY_FOURTH
-from tests.support.grouped import train
-from tests.support.runs import FULL_ROWS, write_tiny_config
+from tests.support.runs import FULL_ROWS, train, write_tiny_config
 from trainer.tools.read_step import _rows_of
 from trainer.training.extension import Extension
 
