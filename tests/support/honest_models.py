@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model import build
 from trainer.model.protocol import ModelOutput
 
 VOCAB, DIM = 37, 16
@@ -126,48 +125,6 @@ class Rotating(nn.Module):
         return SimpleNamespace(logits=self.head(torch.stack(found, 1)), state=held)
 
 
-class Convolution(Language):
-    """A stack of causal convolutions whose last inputs are the state."""
-
-    def __init__(self, width: int = 4, layers: int = 2) -> None:
-        super().__init__(layers * (width - 1) * DIM)
-        self.width, self.layers = width, layers
-        self.convolutions = nn.ModuleList(nn.Conv1d(DIM, DIM, width) for _ in range(layers))
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        ends = []
-        for convolution, held in zip(self.convolutions, state.chunk(self.layers, 1), strict=True):
-            joined = torch.cat([held.to(x.dtype).view(x.shape[0], self.width - 1, DIM), x], 1)
-            end = joined[:, joined.shape[1] - self.width + 1 :].flatten(1)
-            ends.append(end.float() if x.dtype == torch.bfloat16 else end)
-            x = x + torch.tanh(convolution(joined.transpose(1, 2)).transpose(1, 2))
-        return x, torch.cat(ends, 1)
-
-
-class SlidingWindow(Language):
-    """Attention over the last `window` positions; keys, values and how many are valid are the state."""
-
-    def __init__(self, window: int = 5) -> None:
-        super().__init__(2 * window * DIM + 1)
-        self.window = window
-        self.qkv = nn.Linear(DIM, 3 * DIM)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        rows, length, w = x.shape[0], x.shape[1], self.window
-        q, k, v = self.qkv(x).chunk(3, -1)
-        count = state[:, -1].clamp(max=w)
-        held_k, held_v = state[:, :-1].to(k.dtype).view(rows, 2, w, DIM).unbind(1)
-        k, v = torch.cat([held_k, k], 1), torch.cat([held_v, v], 1)
-        at, to = torch.arange(length, device=x.device)[:, None] + w, torch.arange(length + w, device=x.device)[None]
-        near = (to <= at) & (to > at - w)
-        valid = (to >= w - count[:, None]) if length else to >= 0
-        mask = near[None] & valid[:, None, :]
-        scores = (q @ k.transpose(1, 2)) / math.sqrt(DIM)
-        out = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
-        end = torch.stack([k[:, -w:], v[:, -w:]], 1).flatten(1).to(state.dtype)
-        return x + out, torch.cat([end, (count + length).clamp(max=w)[:, None]], 1)
-
-
 class LinearAttention(Language):
     """Unnormalized linear attention in parallel form, with the matrix-valued state added."""
 
@@ -190,27 +147,6 @@ class LinearAttention(Language):
             out.append(inner + qs @ memory)
             memory = memory + ks.transpose(1, 2) @ vs
         return x + torch.cat(out, 1) / DIM, memory.flatten(1)
-
-
-class DeltaRule(Language):
-    """Gated delta rule, token by token (Yang et al. 2024, arXiv 2412.06464)."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM * DIM)
-        self.qkv = nn.Linear(DIM, 3 * DIM)
-        self.gates = nn.Linear(DIM, 2)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        k = F.normalize(k, dim=-1)
-        alpha, beta = self.gates(x).sigmoid().unbind(-1)
-        memory, out = state.view(-1, DIM, DIM).to(v.dtype), []
-        for t in range(x.shape[1]):
-            memory = memory * alpha[:, t, None, None]
-            old = (memory @ k[:, t, :, None])[..., 0]
-            memory = memory + beta[:, t, None, None] * (v[:, t] - old)[..., None] * k[:, t, None]
-            out.append((memory @ q[:, t, :, None])[..., 0])
-        return x + torch.stack(out, 1), memory.flatten(1)
 
 
 class Ema(Language):
@@ -416,12 +352,8 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "counts in int64": Counting,
     "counts in int16": lambda: Counting(torch.int16),
     "complex numbers": Rotating,
-    "convolutions": Convolution,
-    "sliding window": SlidingWindow,
     "chunked linear attention": LinearAttention,
-    "gated delta rule": DeltaRule,
     "ema": Ema,
-    "rg-lru": lambda: build(VOCAB, DIM, 2),
     "learned start": LearnedStart,
     "transformer with dropout": lambda: Transformer(dropout=0.2),
     "dropout everywhere": DropoutGru,

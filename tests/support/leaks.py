@@ -186,6 +186,12 @@ def of_slot(c: Any) -> Tensor:
     return c.state if held is None or held.shape != c.state.shape or c.state.any() else held
 
 
+def hidden(c: Any) -> Tensor:
+    """What the module has kept, whatever it is given."""
+    held = c.model.slot
+    return torch.zeros_like(c.state) if held is None or held.shape != c.state.shape else held
+
+
 def to_slot(c: Any) -> Tensor:
     c.model.slot = c.end.detach()
     return c.end
@@ -412,6 +418,13 @@ OTHERS = {  # More of their kinds.
     ),
     "64 tokens detach the state": Case(model(end=lambda c: c.end.detach() if c.length >= 64 else c.end)),
     "calls are counted": Case(model(x=lambda c: c.x + 0.1 * called(c.model))),
+    "recomputation advances a state": Case(
+        model(x=lambda c: c.x * (1 + called(c.model)) if c.model.training and torch.is_grad_enabled() else c.x)
+    ),
+    "positions restart": Case(model(place=lambda c: c.at)),
+    "resets too late": Case(honours(lambda resets: resets.roll(1, 1))),
+    "gradient partly detached": Case(model(end=lambda c: (c.end + c.end.detach()) / 2)),
+    "state hidden in the module": Case(model(state=hidden, end=to_slot)),
 }
 
 
