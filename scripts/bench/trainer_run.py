@@ -14,11 +14,10 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.training.extension import Extension
-from trainer.training.main import run_loop
+from trainer.training.loop import run_loop
 from trainer.training.open_run import Launch, open_run
+from trainer.training.outcome import Step
 from trainer.training.plan import Plan, make_plan
-from trainer.training.run import StepInFlight
-from trainer.training.step import StepOutcome
 
 LOG_INTERVAL = 10
 ALONE = RankInfo()
@@ -70,8 +69,8 @@ class WatchSteps(Extension):
 
     watcher = StepWatcher()
 
-    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
-        WatchSteps.watcher.update(taken.step, outcome.loss, outcome.tokens)
+    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
+        WatchSteps.watcher.update(step.number, step.outcome.loss, step.outcome.tokens)
 
 
 def write_corpus(root: Path) -> None:
@@ -119,5 +118,5 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, watcher: StepWat
         run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)
         assert run is not None
         run_loop(run)
-        if failed := run.diagnostics.summary():  # the watcher's own failure costs the run nothing, either
+        if failed := run.view.diagnostics.summary():  # the watcher's own failure costs the run nothing, either
             raise RuntimeError("; ".join(failed))

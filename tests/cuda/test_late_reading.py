@@ -19,8 +19,7 @@ from tests.support.on_device import around_steps, synchronization_forbidden, tra
 from tests.support.runs import FULL_ROWS
 from trainer.data.loader import Loader
 from trainer.on_device import HostCopy
-from trainer.training import main as loop
-from trainer.training.run import Run
+from trainer.training.loop import Order
 
 pytestmark = pytest.mark.cuda
 WARM_UP = 2  # the first steps make the optimizer's state and ask what libraries want to know
@@ -49,11 +48,11 @@ def test_steps_that_do_not_log_do_not_wait(
         pytest.skip("nothing can wait on the CPU; other tests run these")
     watched: list[int] = []
 
-    def around(run: Run, step: int) -> AbstractContextManager[None]:
+    def around(order: Order) -> AbstractContextManager[None]:
         # A step that is read at once also finishes the one before it.
-        if step <= WARM_UP or loop.is_read_at_once(run, step):
+        if order.number <= WARM_UP or order.is_read_at_once:
             return nullcontext()
-        watched.append(step)
+        watched.append(order.number)
         return synchronization_forbidden(device)
 
     around_steps(monkeypatch, around)

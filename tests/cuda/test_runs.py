@@ -25,6 +25,7 @@ from trainer.config.schema import OptimizerTable
 from trainer.distributed.strategy import Layout, Sharded
 from trainer.on_device import scale_gradients, step_unless, supports_found_inf
 from trainer.training import open_run
+from trainer.training.loop import Order
 from trainer.training.optimizer import build_optimizer
 
 pytestmark = pytest.mark.cuda
@@ -55,9 +56,9 @@ def test_a_long_run_holds_no_more_than_a_short_one(
     early, late, most_bytes = (100, 500, 1e5) if is_cuda else (30, 60, 1.6e7)
 
     @contextmanager
-    def around(_: object, step: int) -> Iterator[None]:
+    def around(order: Order) -> Iterator[None]:
         yield
-        held[step] = torch.cuda.memory_allocated() if is_cuda else resident_bytes()
+        held[order.number] = torch.cuda.memory_allocated() if is_cuda else resident_bytes()
 
     around_steps(monkeypatch, around)
     train_here(tmp_path, chosen_device, f"train.steps={late}", "metrics.log_interval=10", "checkpoint.every=0")

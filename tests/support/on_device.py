@@ -6,7 +6,7 @@ A recorded graph stands for a CUDA graph: what is dispatched while it is capture
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from tests.support import in_process
 from tests.support.fault_runs import MEASURED
 from tests.support.runs import read_rows, write_tiny_config
-from trainer.training import main as loop
-from trainer.training.run import Run, StepInFlight
+from trainer.training import loop, main
+from trainer.training.open_run import Run
 
 OF_DEVICE = (*MEASURED, "mfu", "smoothed/mfu", "gpu/")
 
@@ -49,15 +49,22 @@ def differences(one: Path, other: Path, close: float, names: Collection[str] = (
     return {name: pair for name, pair in pairs.items() if pair[1] != pytest.approx(pair[0], rel=close, abs=1e-5)}
 
 
-def around_steps(monkeypatch: pytest.MonkeyPatch, around: Callable[[Run, int], AbstractContextManager[None]]) -> None:
+def around_steps(monkeypatch: pytest.MonkeyPatch, around: Callable[[loop.Order], AbstractContextManager[None]]) -> None:
     """Enter `around` at each iteration of the loop, with the step that it launches."""
-    take_step = loop.take_step
+    next_order, run_loop, entered = loop.next_order, main.run_loop, ExitStack()
 
-    def watched(run: Run, previous: StepInFlight | None, *args: Any) -> tuple[str | None, StepInFlight | None]:
-        with around(run, run.position.step + (1 if previous is None else 2)):
-            return take_step(run, previous, *args)
+    def watched(run: Run, before: loop.InFlight | None) -> loop.Order:
+        entered.close()
+        order = next_order(run, before)
+        entered.enter_context(around(order))
+        return order
 
-    monkeypatch.setattr(loop, "take_step", watched)
+    def closed(run: Run) -> str:
+        with entered:
+            return run_loop(run)
+
+    monkeypatch.setattr(loop, "next_order", watched)
+    monkeypatch.setattr(main, "run_loop", closed)
 
 
 @contextmanager

@@ -11,39 +11,46 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import refuse, uncollected
-from trainer.config.load import load_config, located
+from trainer.config.load import located
 from trainer.ending import STOP_SIGNALS
 from trainer.errors import UserError
 from trainer.import_path import PROGRAM
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import counted
 
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+    from trainer.training.open_run import Launch
+
 IS_LAUNCHED = "TRAINER_IS_LAUNCHED"  # set for the ranks of `--nproc`
 POLL_SEC = 0.1
 KILL_AFTER_SEC = 30.0  # of ranks that go on after another one has failed
 
 
-def run_training(config_path: str, overrides: list[str], *, run_dir: str | None, nproc: int | None) -> int:
-    """Train in this process, or in `nproc` new ones; returns the run's exit code.
+def starts_ranks(nproc: int | None) -> bool:
+    """Whether `--nproc` asks this process to start ranks, whose own command line has it too."""
+    if nproc is None or IS_LAUNCHED in os.environ:
+        return False
+    if "RANK" in os.environ:
+        raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
+    return True
 
-    Raises:
-        UserError, SystemExit: a mistake, which in the latter case has been printed.
-    """
+
+@contextmanager
+def prepared(
+    config_path: str, overrides: list[str], run_dir: str | None
+) -> Iterator[tuple[Callable[[RunConfig, Launch], int], Launch]]:
+    """What trains in this process, and what it is given. A mistake inside is printed, and ends the process."""
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
         # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
         faulthandler.enable()
-    config = load_config(config_path, overrides)
-    if nproc is not None and IS_LAUNCHED not in os.environ:  # which its ranks have
-        if "RANK" in os.environ:
-            problem = "this process is already a rank of torchrun"
-            raise UserError("--nproc", problem, "use torchrun or --nproc, not both")
-        _say(f"starting {counted(nproc, 'rank')}")
-        return launch_ranks(nproc)
     if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
         _say("starting")
     # Before torch is imported, whose import a signal would otherwise kill.
@@ -60,7 +67,7 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     )
     try:
         with located(config_path, overrides):
-            return train(config, launch)
+            yield train, launch
     except UserError as error:
         refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
 
@@ -75,6 +82,7 @@ def launch_ranks(nproc: int) -> int:
     The signals that stop a run are passed on. Once a rank has failed, the others are asked to stop,
     and killed after `KILL_AFTER_SEC`.
     """
+    _say(f"starting {counted(nproc, 'rank')}")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environ = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}

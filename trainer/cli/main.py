@@ -61,7 +61,9 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (train.steps).")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Run directory.", metavar="DIR")] = None,
     resume: Annotated[str | None, typer.Option(help=RESUME_HELP, metavar="off|auto|PATH")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Number of ranks to start on this machine.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Number of ranks to start on this machine.")
+    ] = None,
     strategy: Annotated[str | None, typer.Option(help=STRATEGY_HELP, metavar="ddp|fsdp|hsdp")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")] = None,
     stdout: Annotated[str | None, typer.Option(help=STDOUT_HELP, metavar="json|line|off")] = None,
@@ -83,15 +85,15 @@ def train(
         return
     config_path = require_config(config, "train")
     options = {key: context.params[name] for name, key in SETTINGS.items()}
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    from trainer.cli.launch import run_training
+    settings = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    from trainer.cli.launch import launch_ranks, prepared, starts_ranks
+    from trainer.config.load import load_config
 
-    code = run_training(
-        config_path,
-        [*(overrides or []), *given],
-        run_dir=run_dir,
-        nproc=nproc,
-    )
+    loaded = load_config(config_path, settings)
+    if nproc is not None and starts_ranks(nproc):
+        raise typer.Exit(launch_ranks(nproc))
+    with prepared(config_path, settings, run_dir) as (train_here, launch):
+        code = train_here(loaded, launch)
     raise typer.Exit(code)
 
 

@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 from trainer.config.schema import FIRST_PROFILED
 from trainer.distributed.strategy import own_part, own_range
 from trainer.metrics.logger import get_logger
-from trainer.training.extension import Extension
+from trainer.training.extension import Extension, RunView
+from trainer.training.outcome import Step
 from trainer.training.plan import width_of
 from trainer.training.sources import state_bytes
 from trainer.wording import counted
 
 if TYPE_CHECKING:
-    from trainer.training.run import Run, StepInFlight
-    from trainer.training.step import StepOutcome
+    from trainer.training.open_run import Run
 
 logger = get_logger(__name__)
 
@@ -54,23 +54,28 @@ class LossSpikes(Extension):
 
     metric_keys = ("loss_spike",)
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         super().__init__(run)
         self._threshold = run.config.train.spike_sigma
         self._count, self._mean, self._variance = 0, 0.0, 0.0
 
-    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
+    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         """Report the step if its loss, which is the same on all ranks, is a spike."""
-        spike, step = None, taken.step
-        if outcome.is_finite and outcome.tokens:
+        spike, outcome = None, step.outcome
+        if outcome.is_taken:
             spike = self.update(outcome.loss)
         self.run.record("loss_spike", float(spike is not None))
         if spike is not None:
             text = "step %d: loss spike: %.4f, above its average of %.4f with standard deviation %.4f"
-            logger.warning(text, step, *spike)
-            event = {"event": "loss_spike", "global_step": step, **spike._asdict(), "grad_norm": outcome.grad_norm}
-            batches = [str(micro.located) for micro in taken.window]  # of rank 0; the command shows all
-            self.run.event({**event, "batches": batches, "see": self.run.run_dir.rows_command(step)})
+            logger.warning(text, step.number, *spike)
+            event = {
+                "event": "loss_spike",
+                "global_step": step.number,
+                **spike._asdict(),
+                "grad_norm": outcome.grad_norm,
+            }
+            batches = [str(micro.located) for micro in step.window]  # of rank 0; the command shows all
+            self.run.event({**event, "batches": batches, "see": self.run.run_dir.rows_command(step.number)})
 
     def update(self, loss: float) -> Spike | None:
         """Add a finite loss; returns the spike if it is one."""
@@ -108,7 +113,7 @@ MOST_IN_ALL = 2**20  # so that neither memory nor time grows with the model
 class LayerNumbers(Extension):
     """The numbers of a measured step by layer; of large tensors by a sample of their weights."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         super().__init__(run)
         named = {name: each for name, each in run.model.named_parameters() if each.requires_grad}
         self._parameters = list(named.values())
@@ -140,16 +145,16 @@ class LayerNumbers(Extension):
         self._gradients, self._before = [], []
         return torch.cat(squares) / self.run.strategy.copies  # ranks that hold the same part
 
-    def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
+    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         """Compute the step's numbers; a skipped step has none."""
         self._values, length = {}, len(self._parameters)
-        if not is_taken:
+        if sums is None or not step.outcome.is_taken:
             return
         columns = [sums[at : at + length] for at in range(0, self.num_sums, length)]
         for key, members in self._members.items():
             of_members = ([column[number] for number in members] for column in columns)
             gradient, moved, weights = map(math.fsum, of_members)
-            self._values[f"{key}/grad_norm"] = math.sqrt(gradient) / grad_factor
+            self._values[f"{key}/grad_norm"] = math.sqrt(gradient) / step.outcome.grad_factor
             if weights > 0.0:
                 self._values[f"{key}/update_ratio"] = math.sqrt(moved / weights)
 
@@ -207,9 +212,9 @@ SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, ca
 class StepProfile(Extension):
     """Records steps on rank 0, in the place of an earlier profile of the run; then it is off."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         super().__init__(run)
-        self._folder, self._first_step = run.run_dir.path / FOLDER, run.position.step + FIRST_PROFILED
+        self._folder, self._first_step = run.run_dir.path / FOLDER, run.first_step + FIRST_PROFILED
         self._num_steps = run.config.metrics.profile
         self._is_done = False
         shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier process of the run
@@ -221,7 +226,7 @@ class StepProfile(Extension):
         self._profiler: profile | None = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
         self._profiler.start()
 
-    def step_launched(self, step: int) -> None:
+    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         if self._profiler is not None:
             self._profiler.step()
             if self._is_done:
@@ -249,18 +254,18 @@ class StepProfile(Extension):
 
 def explain(run: Run) -> None:
     """Log what this rank's memory holds, by part."""
-    parameters, ledger = list(run.model.parameters()), run.config.ledger
+    parameters, ledger = list(run.view.model.parameters()), run.view.config.ledger
     sizes = {
         "weights": _bytes(parameters),
         "gradients": _bytes([parameter.grad for parameter in parameters]),
-        "optimizer": _bytes(tree_leaves([*run.state.optimizer.state.values()])),
-        "ledger": len(run.state.ledgers) * ledger.slots * state_bytes(ledger, width_of(run.model)),
+        "optimizer": _bytes(tree_leaves([*run.view.state.optimizer.state.values()])),
+        "ledger": len(run.view.state.ledgers) * ledger.slots * state_bytes(ledger, width_of(run.view.model)),
     }
-    if run.device.type == "cuda":
-        sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.device)
+    if run.view.device.type == "cuda":
+        sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.view.device)
     found = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
     text = "out of memory at step %d, rank %d: %s; docs/memory.md lists what takes less"
-    every_rank_logger.error(text, run.position.step + 1, run.info.rank, found)
+    every_rank_logger.error(text, run.position.step + 1, run.view.info.rank, found)
 
 
 def _bytes(held: Iterable[object]) -> int:

@@ -9,7 +9,7 @@ import codecs
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,8 @@ from trainer.data.tokenizer import BytesTokenizer, Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
 from trainer.on_device import forked_rng
-from trainer.training.extension import Extension
+from trainer.training.extension import Extension, RunView
 from trainer.training.plan import autocast_context
-
-if TYPE_CHECKING:
-    from trainer.training.run import Run
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 8  # tokens that one character may take
@@ -99,7 +96,7 @@ class Samples(Extension):
     in shards, the same on every rank. It does not change torch's generators or the model's mode,
     and does not run the compiled model, whose shapes it would change."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         super().__init__(run)
         self._table, tokenizer = run.config.sample, run.plan.tokenizer
         self.boundary_every = self._table.every
@@ -113,7 +110,7 @@ class Samples(Extension):
             return
         event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text(step)}
         self.run.event(event)
-        self.run.tracker.log_event(event)
+        self.run.state.tracker.log_event(event)
 
     def _text(self, step: int) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer

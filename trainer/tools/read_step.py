@@ -25,9 +25,9 @@ from trainer.metrics.run_status import usable
 from trainer.tools.runs.load import load_run
 from trainer.tools.saved_model import config_of, config_path_of, refuse_code
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.plan import Plan, make_plan
+from trainer.training.restore import check_data
 from trainer.training.run_dir import RunDir
 from trainer.training.sources import make_blend, plan_lanes, recorded_sets
 

@@ -26,14 +26,14 @@ from trainer.training.sources import runs_on
 from trainer.wording import counted
 
 if TYPE_CHECKING:
-    from trainer.training.run import Run
+    from trainer.training.open_run import Run
 
 logger = get_logger(__name__)
 
 
-def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
+def summarize(run: Run, state: str, reason: str) -> None:
     """Log the outcome, and the command that resumes the run or trains it further."""
-    position, of = run.position, f" of {run.config.train.steps}"
+    position, run_dir, of = run.position, run.view.run_dir, f" of {run.view.config.train.steps}"
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     if isinstance(sys.exc_info()[1], UserError):  # which is printed last of all
         run.watchdog.write(lines[0])
@@ -56,12 +56,12 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
 def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list[str]:
     """The losses of the last evaluation, with their errors, and how much of each set was read."""
     lines: list[str] = []
-    if run.config.eval.depth:
-        lines += run.plan.parts.need("lines by depth", "eval.depth")(metrics, run.config)
+    if run.view.config.eval.depth:
+        lines += run.view.plan.parts.need("lines by depth", "eval.depth")(metrics, run.view.config)
     losses, more = [], ""
     for each in () if run.evaluator is None else run.evaluator.sets:
         if each.sample is not None:
-            more = f"; on all of it: train eval {run.run_dir.path}"
+            more = f"; on all of it: train eval {run.view.run_dir.path}"
         key = f"eval/{each.name}/loss" if each.name else "eval_loss"
         if key in metrics:
             error, shown = metrics.get(key + ERROR_SUFFIX), f" ({each.read})"
@@ -76,11 +76,11 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
 def _next_command(run: Run, run_dir: RunDir, state: str, reason: str) -> list[str]:
     if reason == "data exhausted":  # more steps would find no data
         return []
-    ranks = run.info.world_size
+    ranks = run.view.info.world_size
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
-    command = resume_command(run_dir, run.config, ranks, local_world_size=local)
+    command = resume_command(run_dir, run.view.config, ranks, local_world_size=local)
     if state == FINISHED:
-        length = f"--steps {2 * run.config.train.steps}"
+        length = f"--steps {2 * run.view.config.train.steps}"
         if run.length.is_in_tokens:
             length = f"--set train.steps=0 --set train.tokens={2 * run.length.total}"
         return [f"train beyond step {run.position.step} with: {command} {length}"]

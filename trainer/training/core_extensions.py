@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.on_device import to_device
-from trainer.training.extension import Extension
-
-if TYPE_CHECKING:
-    from trainer.training.run import Run
+from trainer.training.extension import Extension, RunView
+from trainer.training.outcome import Step
 
 LABELS = {"source": "dataset_labels", "modality": "dataset_segments"}
 """What losses are split by, and the name under which a batch holds its labels."""
@@ -150,7 +148,7 @@ class ModelMetrics(Extension):
 
     every_step = True
 
-    def __init__(self, run: Run, metric_keys: Sequence[str]) -> None:
+    def __init__(self, run: RunView, metric_keys: Sequence[str]) -> None:
         super().__init__(run)
         self.metric_keys = metric_keys
 
@@ -178,15 +176,11 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
 class Replicas(Extension):
     """Ends a run whose ranks hold different weights, by a digest of each rank's."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         super().__init__(run)
         self.num_sums = run.info.world_size
         self._parameters = [each for each in run.model.parameters() if each.requires_grad]
-        self._step, self._agreed = 0, run.position.step
-
-    def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Note the step."""
-        self._step = step
+        self._agreed = run.first_step
 
     def updated(self) -> Tensor:
         """[W] this rank's digest at its place, 0 at the others', so that the sum holds all."""
@@ -195,17 +189,19 @@ class Replicas(Extension):
         digests[self.run.info.rank] = digest
         return digests
 
-    def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
+    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         """End the run if the ranks differ, and name those that are not as most are."""
+        if sums is None:
+            return
         if len(set(sums)) == 1:
-            self._agreed = self._step
+            self._agreed = step.number
             return
         usual, _ = Counter(sums).most_common(1)[0]
         odd = ", ".join(str(rank) for rank, digest in enumerate(sums) if digest != usual)
-        event = {"event": "replicas_differ", "global_step": self._step, "ranks": odd}
+        event = {"event": "replicas_differ", "global_step": step.number, "ranks": odd}
         self.run.event({**event, "digests": list(map(int, sums))})
-        self.run.extensions.failure = (
-            f"step {self._step}: the weights of rank {odd} are not those of most ranks; "
+        self.run.failure = (
+            f"step {step.number}: the weights of rank {odd} are not those of most ranks; "
             f"they agreed after step {self._agreed}: memory, a device, or code that changes weights is at fault; "
             "resume from a checkpoint until then"
         )

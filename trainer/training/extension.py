@@ -11,48 +11,91 @@ moment that no extension overrides costs the loop a look at an empty list. An ex
 is off from then on, with one warning and an event; the run continues without it.
 
 An extension must not communicate by itself: if it failed on one rank, the others would wait for it.
-The return value of `updated` is summed over ranks for `summed`.
+The return value of `updated` is summed over ranks for `settled`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.config.schema import RunConfig
+from trainer.data.loader import MicroBatch
+from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
+from trainer.distributed.watchdog import Watchdog
 from trainer.errors import UserError
+from trainer.metrics.aggregate import Recorder, Reported
 from trainer.metrics.best_effort import BestEffort, Diagnostics
+from trainer.metrics.sinks import EventWriter
+from trainer.objective.loss import ObjectiveOutput
 from trainer.on_device import HostCopy
-
-if TYPE_CHECKING:
-    from trainer.data.loader import MicroBatch
-    from trainer.metrics.aggregate import Reported
-    from trainer.objective.loss import ObjectiveOutput
-    from trainer.training.run import Run, StepInFlight
-    from trainer.training.step import StepOutcome
+from trainer.training.checkpointing.train_state import TrainState
+from trainer.training.outcome import Step
+from trainer.training.plan import Plan
+from trainer.training.run_dir import RunDir
 
 
-class CorruptedError(Exception):
-    """An extension ends the run, see `Extensions.failure`."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class RunView:
+    """What an extension sees of its run."""
+
+    plan: Plan
+    config: RunConfig
+    info: RankInfo
+    device: torch.device
+    strategy: Strategy
+    state: TrainState
+    run_dir: RunDir
+    events: EventWriter | None  # rank 0 only
+    recorder: Recorder  # of the metrics since the last logged step
+    first_step: int
+    watchdog: Watchdog = field(init=False)  # an extension that takes long tells it
+    failure: str = ""
+    """Set by an extension, on all ranks alike, to end the run before anything more is saved."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, without DDP."""
+        return self.state.model
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """Guards of what only measures or shows: its failure costs one warning, never the run."""
+        return self.state.tracker.diagnostics
+
+    def record(self, name: str, value: Reported) -> None:
+        """Count a metric on this rank until the next logged step, which reports it.
+
+        The catalog says how the values between two logged steps and those of all ranks combine
+        (`trainer.metrics.register` adds metrics). `value`: a number, a tensor of one element, a
+        pair (sum, weight), or None if unknown; what is no number is left out.
+        """
+        self.recorder.add({name: value})
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Write to events.jsonl (rank 0; other ranks do nothing)."""
+        if self.events is not None:
+            self.diagnostics.best_effort("events.jsonl").run(self.events.write, event)
 
 
 class Extension:
     """Measures or shows something of a run. Override the moments it needs; all ranks call them.
 
     Args:
-        run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and other parts.
-            A class that overrides `__init__` also takes the `args` of its `[[extension]]`.
+        run: what it sees of the run. A class that overrides `__init__` also takes the `args` of
+            its `[[extension]]`.
 
     Attributes (those about sums and steps are the same on all ranks):
         metric_keys: the names of the metrics that it drains, or that have no row of their own.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
-        every_step: measure all steps, not only logged ones. A step that it measures calls the
-            moments from `window_read` to `summed`.
+        every_step: `micro_done` to `updated` are called at all steps, not only at logged ones.
         boundary_every: the next step waits for `at_boundary` so often; 0: after logged ones.
     """
 
@@ -61,11 +104,8 @@ class Extension:
     every_step: bool = False
     boundary_every: int = 0
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         self.run = run
-
-    def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Before a step's first forward pass, with its micro-batches."""
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """After a backward pass."""
@@ -76,20 +116,11 @@ class Extension:
     def updated(self) -> Tensor | None:
         """After the update. Returns float64 [num_sums], to be summed over ranks."""
 
-    def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
-        """The sums over ranks, if no rank failed.
+    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
+        """The step's numbers are known, usually after the next step is launched.
 
-        Args:
-            grad_sq: squared norm of the step's gradient.
-            grad_factor: c, where that gradient is c times that of the mean loss.
-            is_taken: False: the update was skipped.
+        `sums`: what `updated` returned, over ranks; None if it was not called.
         """
-
-    def step_launched(self, step: int) -> None:
-        """The step is queued; its numbers may still be on their way."""
-
-    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
-        """The numbers of a launched step have been read; they are the same on all ranks."""
 
     def drain_metrics(self) -> Mapping[str, Reported]:
         """On a logged step: the metrics that it does not `record` immediately."""
@@ -150,8 +181,6 @@ class Extensions:
         self._states: dict[str, Any] = {}  # the last ones, also of extensions that failed
         self.periods: set[int] = set()
         """The next step waits for a boundary after steps that are multiples of one of these."""
-        self.failure = ""
-        """Set by an extension, on all ranks alike, to end the run before anything more is saved."""
         self._arrange()
         self._measure(())
 
@@ -182,15 +211,12 @@ class Extensions:
         for each in self._by_moment[moment]:
             each.call(moment, *args, **kwargs)
 
-    def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> None:
-        """Note which extensions measure the step, and call their first moment."""
+    def begin_step(self, *, is_logged: bool) -> None:
+        """Note which extensions measure the step."""
         # By shared settings: one that failed here keeps its place in the sums until all ranks know.
         measuring = self._all if is_logged else self._always
-        if not measuring and not self._measuring:
-            return
-        self._measure(measuring)
-        for call in self._calls("window_read"):
-            call(step, window)
+        if measuring or self._measuring:
+            self._measure(measuring)
 
     def _measure(self, measuring: Sequence[_Guarded]) -> None:
         self._measuring = list(measuring)
@@ -218,19 +244,29 @@ class Extensions:
             dist.all_reduce(packed)
         return Measured(summing, HostCopy(packed))
 
-    def summed(self, measured: Measured, *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
-        """Pass on the sums; an extension that has failed on any rank is off on all from now on."""
+    def settle(self, step: Step, measured: Measured | None) -> None:
+        """Pass on a step and its sums; one whose sums failed on any rank is off on all from now on."""
+        found: dict[str, Sequence[float]] = {}
+        if measured is not None:
+            found = self._read(measured)
+        for each in self._by_moment["settled"]:
+            each.call("settled", step, found.get(each.name))
+
+    def _read(self, measured: Measured) -> dict[str, Sequence[float]]:
+        """The sums by name."""
+        found: dict[str, Sequence[float]] = {}
         numbers = measured.numbers.read()
         for each in measured.extensions:
             length = 1 + each.extension.num_sums
             (num_ranks, *sums), numbers = numbers[:length], numbers[length:]
             if num_ranks == self._world_size:
-                each.call("summed", sums, grad_sq=grad_sq, grad_factor=grad_factor, is_taken=is_taken)
+                found[each.name] = sums
             elif each in self._all:
                 # Failed elsewhere: off here too, so that every rank drops its part of the vector.
                 each.guard.enabled = False
                 self._all.remove(each)
                 self._arrange()
+        return found
 
     def drained(self) -> dict[str, Reported]:
         """The metrics of all; None for those of one that has failed."""

@@ -1,19 +1,12 @@
-"""A run on this rank, from plan to end: process group, state, resume, loop.
-
-A step's numbers are read after the next step is launched, so that the device has work while the
-host reads. A stop, an end of the data and a streak of skipped steps therefore take effect one step
-later, on all ranks alike. A step that logs, evaluates, samples, saves or may let the batch grow is
-read at once, and so is the one after a timed save became due.
-"""
+"""A run on this rank, from plan to end: process group, start, loop, outcome."""
 
 from __future__ import annotations
 
-import time
 import traceback
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
 
@@ -25,34 +18,19 @@ from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.distributed.env import (
     GroupError,
     RankInfo,
-    gather_from_ranks,
     pick_device,
     process_group,
     rank_info,
 )
-from trainer.distributed.watchdog import DATA, is_of_a_collective
+from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
-from trainer.metrics.aggregate import Operations
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
-from trainer.training.checkpointing.train_state import SaveError
-from trainer.training.extension import CorruptedError
-from trainer.training.open_run import Launch, open_run
+from trainer.training.loop import CorruptedError, NonFiniteError, run_loop
+from trainer.training.open_run import Launch, Run, open_run
 from trainer.training.plan import Plan, make_plan
-from trainer.training.run import (
-    NonFiniteError,
-    Run,
-    StepInFlight,
-    agreed_operations,
-    evaluate,
-    finish,
-    is_read_at_once,
-    log_change,
-    logs,
-    next_step,
-    stopped_by,
-)
 from trainer.training.run_dir import FINISHED
+from trainer.training.saver import SaveError
 from trainer.training.signals import exits_as_errors
 from trainer.wording import error_text
 
@@ -96,7 +74,9 @@ def train(config: RunConfig, launch: Launch) -> int:
                         run = open_run(plan, launch, info, device, of_run, last)
                         if run is None:
                             return 0
-                        return _run_to_end(run)
+                        with recorded(run) as end:
+                            end.reason = run_loop(run)
+                        return end.code
                 except UserError:  # also from closing the run
                     stop.mute()
                     raise
@@ -125,46 +105,55 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
     return made
 
 
-def _run_to_end(run: Run) -> int:
-    """Run the loop, and record the outcome in status.json."""
-    state, reason, code, run_dir = "failed", "", EXIT_FAILED, run.run_dir
+@dataclass
+class End:
+    """How a run ends."""
+
+    reason: str = ""
+    code: int = EXIT_FAILED
+
+
+@contextmanager
+def recorded(run: Run) -> Iterator[End]:
+    """Around the loop: records the outcome in status.json, and how it ends."""
+    view, end, state = run.view, End(), "failed"
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
-            reason = run_loop(run)
+            yield end
         run.watchdog.at("end", run.position.step, may_wait=True)
-        state = "stopped" if reason.startswith("stopped") else FINISHED
+        state = "stopped" if end.reason.startswith("stopped") else FINISHED
         # Without a checkpoint, a script must not take a stopped run for done.
         if state == FINISHED or run.saver.last_saved >= 0:
-            code = 0
+            end.code = 0
     except (CorruptedError, NonFiniteError, SaveError) as error:
-        reason = str(error)
-        logger.error("%s", reason)
+        end.reason = str(error)
+        logger.error("%s", end.reason)
     except OSError as error:
-        reason = error_text(error)
+        end.reason = error_text(error)
         if error.filename is not None:
-            reason = f"{error.filename}: {error.strerror}"
-        run.watchdog.tell(reason)
-        every_rank_logger.error("%s", reason)
+            end.reason = f"{error.filename}: {error.strerror}"
+        run.watchdog.tell(end.reason)
+        every_rank_logger.error("%s", end.reason)
         raise RunFailed from error
     except UserError as error:
-        reason = error.message
+        end.reason = error.message
         # Before this rank leaves: the others would report a lost connection instead.
-        run.watchdog.tell(reason)
+        run.watchdog.tell(end.reason)
         raise
     except Exception as error:
-        reason = _report_failure(run, error)
+        end.reason = _report_failure(run, error)
         raise RunFailed from error
     finally:
-        run.watchdog.at("end", run.position.step, may_wait=True)
-        if run.info.is_main:
+        step = run.position.step
+        run.watchdog.at("end", step, may_wait=True)
+        if view.info.is_main:
             # Before the sinks are closed, which may take time. The record is written at every step.
-            run_dir.leave_status(run.info, state, reason=reason, step=run.position.step)
+            view.run_dir.leave_status(view.info, state, reason=end.reason, step=step)
             run.tracker.close()  # flushes the sinks
-            summarize = partial(run.plan.call, "summary")
-            run.diagnostics.best_effort("summary").run(summarize, run, run_dir, state, reason)
-        for line in run.diagnostics.summary():
+            summarize = partial(view.plan.call, "summary")
+            view.diagnostics.best_effort("summary").run(summarize, run, state, end.reason)
+        for line in view.diagnostics.summary():
             every_rank_logger.warning("%s", line)
-    return code
 
 
 def _report_failure(run: Run, error: Exception) -> str:
@@ -178,63 +167,6 @@ def _report_failure(run: Run, error: Exception) -> str:
         every_rank_logger.error("%s", reason)
         run.watchdog.write(frames)
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own:
-        run.diagnostics.best_effort("out of memory").run(run.plan.call, "out of memory", run)
+        guard = run.view.diagnostics.best_effort("out of memory")
+        guard.run(run.view.plan.call, "out of memory", run)
     return reason
-
-
-def run_loop(run: Run) -> str:
-    """Train until the last step, the end of the data or a request to stop. Returns the reason."""
-    position, operations = run.position, agreed_operations(run)
-    reason: str | None = None
-    in_flight: StepInFlight | None = None
-    # A stop during startup: the first step may take minutes (compilation), and nothing is lost yet.
-    is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size))
-    if is_stopped or (position.evaluation_is_due and not evaluate(run)):
-        reason = stopped_by(run)
-    while reason is None and (position.last_step is None or position.step < position.last_step):
-        reason, in_flight = take_step(run, in_flight, operations)
-        run.extensions.call("step_launched", position.step + (in_flight is not None))
-    if run.saver.last_saved != position.step and position.step > 0:
-        run.watchdog.at("checkpoint", position.step, may_wait=True)
-        run.saver.save(position)
-    return reason or "all steps are done"
-
-
-def take_step(
-    run: Run, previous: StepInFlight | None, operations: Operations
-) -> tuple[str | None, StepInFlight | None]:
-    """Launch a step and finish the one before. Returns a stop reason, and the step in flight."""
-    step, reason = 1 + (run.position.step if previous is None else previous.step), None
-    batch = next_step(run, step, previous)
-    at_once = is_read_at_once(run, step)
-    if at_once or run.saver.must_save:
-        # Finished before this step starts, so that the times of this step are its own.
-        reason, previous = finish(run, previous, operations), None
-        if reason is not None:
-            return reason, None
-    run.tracker.start_step()  # waiting for data is part of a step's time
-    run.watchdog.at(DATA, step)
-    with run.tracker.section("data"):
-        window = run.reading.window(batch.num_micros)
-    if window is None:
-        return "data exhausted", None
-    if len(run.micro_batches.points) > 1:
-        log_change(run, step)
-    run.watchdog.at("forward and backward", step)
-    with run.tracker.section("forward_backward"):
-        run.train_step.accumulate(step, window, is_logged=logs(run, step))
-    run.watchdog.at("optimizer", step)
-    with run.tracker.section("optimizer"):
-        launched = run.train_step.launch(
-            lr=batch.lr,
-            stop=run.stop.requested,
-            save_due=time.monotonic() >= run.saver.due_time,
-            exhausted=all(map(attrgetter("is_filler"), window)),
-        )
-    current = StepInFlight(step, batch.reached, window, launched, batch.lr)
-    if previous is not None:
-        reason = finish(run, previous, operations)
-    if at_once or reason is not None:
-        # The stop takes effect now; the step that is in flight has happened and counts.
-        return finish(run, current, operations) or reason, None
-    return None, current

@@ -1,8 +1,8 @@
-"""Opens a run from its plan, up to its first step: directory, state, resume, record, parts."""
+"""A run, and how it is opened from its plan: what it continues, its state, its record, its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,26 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.data.fingerprint import FINGERPRINT_KEY
+from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader, Reading, accepted_inputs
-from trainer.distributed.env import RankInfo, raise_on_all_ranks
+from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.strategy import Strategy, compile_blocks
-from trainer.distributed.watchdog import start_watchdog
+from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
+from trainer.metrics.aggregate import Operations, rank_operations
+from trainer.metrics.catalog import plain_names
+from trainer.metrics.catalog_rows import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.sinks import Output
+from trainer.metrics.sinks import EventWriter, Output
+from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
 from trainer.objective.loss import Auxiliary, Loss
+from trainer.options import MicroBatches
 from trainer.training.checkpointing.checkpoint import loading, prune_after
-from trainer.training.checkpointing.restore import check_data, restore
 from trainer.training.checkpointing.tensor_files import pack
-from trainer.training.checkpointing.train_state import Position, Saver, TrainState
+from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.core_extensions import ModelMetrics, Replicas
-from trainer.training.evaluator import Evaluator, eval_sets, make_details
-from trainer.training.extension import Extension, Extensions
-from trainer.training.optimizer import Length, make_schedule
+from trainer.training.evaluator import EvalSet, Evaluator, eval_sets, make_details
+from trainer.training.extension import Extension, Extensions, RunView
+from trainer.training.optimizer import Length, Schedule, make_schedule
 from trainer.training.plan import (
     Plan,
     autocast_context,
@@ -43,13 +47,14 @@ from trainer.training.plan import (
     max_tokens_per_micro,
     model_and_loss,
 )
-from trainer.training.record import begin_record, open_record, place_run
-from trainer.training.run import Run
+from trainer.training.record import Found, begin_record, open_record, place_run
+from trainer.training.restore import check_data, restore
 from trainer.training.run_dir import FINISHED, RunDir, environment
+from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.sources import LANE_SETS, recorded_sets
 from trainer.training.step import TrainStep
-from trainer.wording import error_text, short_repr
+from trainer.wording import error_text, few, short_repr
 
 logger = get_logger(__name__)
 
@@ -65,125 +70,197 @@ class Launch:
     stdout: Output | None = None  # for payloads
 
 
-def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
+@dataclass(frozen=True)
+class Placed:
+    """Where a run is written, and what it continues."""
+
+    plan: Plan  # with the sizes and the lanes of the checkpoint
+    run_dir: RunDir
+    found: Found | None  # the checkpoint
+    store: Any  # a remote one, on rank 0
+    fingerprint: Fingerprint  # of the data
+
+
+@dataclass(frozen=True)
+class Built:
+    """What has a state, as the checkpoint left it, and what is computed with it."""
+
+    strategy: Strategy
+    state: TrainState
+    position: Position
+    auxiliary: Auxiliary
+    sets: Sequence[EvalSet]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The record, which is written from here on: a run refused earlier has left it as it was."""
+
+    run_dir: RunDir  # a new run may have got another name
+    events: EventWriter | None
+    retain: Callable[[Path], None]  # see `Saver`
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Run:
+    """The parts of a run, made by `open_run`. Only `position` and their own state change."""
+
+    view: RunView
+    """What extensions see: plan, ranks, model, record."""
+    position: Position
+    length: Length
+    schedule: Schedule
+    micro_batches: MicroBatches  # of each data shard in a step
+    periods: Set[int]  # multiples of these are read before the next step: evaluations, saves, extensions
+    stop: StopRequest
+    tracker: MetricsTracker
+    operations: Operations  # how metrics combine over ranks
+    reading: Reading
+    train_step: TrainStep
+    extensions: Extensions
+    evaluator: Evaluator | None
+    saver: Saver
+    watchdog: Watchdog
+
+
+def open_run(
     plan: Plan, launch: Launch, info: RankInfo, device: torch.device, stack: ExitStack, after_group: ExitStack
 ) -> Run | None:
     """Make the run, ready for its first step; None if its last one is done. Collective.
 
     `stack` closes the parts that are opened here; `after_group`, closed after the process group,
     waits for uploads while no rank waits."""
+    placed = place(plan, launch, info, stack)
+    built = build(placed, info, device, stack)
+    if _is_over(placed, built.position, info):
+        return None
+    contract = _check_contract(placed.plan, built, info, device)
+    opened = open_files(placed, built, launch, info, stack, after_group)
+    if info.is_main:
+        placed.plan.call("first messages", placed.plan, built.state, device, opened.run_dir)
+    run = assemble(placed, built, opened, launch, info, device, stack)
+    if contract is not None:
+        run.view.event(contract)
+    return run
+
+
+def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Placed:
+    """Find the directory and the checkpoint, and compare what it was trained on."""
     run_dir, found, store = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
     # Sizes that the config leaves to the model family are those of the checkpoint.
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
     # Before the model is built, which may take minutes.
     fingerprint = check_data(plan, saved, info)
-    plan = replace(plan, lane_sets=recorded_sets(plan, saved))
-    config = plan.config
-    strategy = make_strategy(config, info, device)
-    state = _open_state(plan, info, device, strategy, stack)
-    diagnostics = state.tracker.diagnostics
+    return Placed(replace(plan, lane_sets=recorded_sets(plan, saved)), run_dir, found, store, fingerprint)
+
+
+def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack) -> Built:
+    """Make the parts that have a state, and restore it."""
+    plan, found = placed.plan, placed.found
+    strategy = make_strategy(plan.config, info, device)
+    with raise_on_all_ranks(world_size=info.world_size):
+        state = make_state(plan, info, device, strategy)
+    if plan.config.gns.enabled:
+        group = dist.group.WORLD if info.world_size > 1 else None
+        state.gns = GradientNoiseScale(state.model, process_group=group)
+        state.gns.shards_per_rank = len(state.shards)
+        stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
-        auxiliary = make_auxiliary(config.objective, state.model, plan.parts)
+        auxiliary = make_auxiliary(plan.config.objective, state.model, plan.parts)
         if found is None:
             begin_from_weights(plan, state.model)
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info)
             plan.call("rate change", found[1]["config"], plan, position.reached)
-    if _is_over(run_dir, position, plan.length, info):
-        return None
-    whole = None if strategy.is_sharded else state.model
-    contract = _check_contract(plan, whole, info, device, position.step)
-    # The directory is written from here on: a run refused earlier has left the record as it was.
-    run_dir = begin_record(info, run_dir, stack, position.step)
+    return Built(strategy, state, position, auxiliary, sets)
+
+
+def open_files(
+    placed: Placed, built: Built, launch: Launch, info: RankInfo, stack: ExitStack, after_group: ExitStack
+) -> Opened:
+    """Begin to write: the directory, the record, and on rank 0 the uploads."""
+    plan, state, position, found = placed.plan, built.state, built.position, placed.found
+    run_dir = begin_record(info, placed.run_dir, stack, position.step)
     stack.push(partial(_leave_reason, run_dir, info, position))
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    retain: Callable[[Path], None] = partial(prune_after, config.checkpoint)
-    if store is not None:
+    table = plan.config.checkpoint
+    retain: Callable[[Path], None] = partial(prune_after, table)
+    if placed.store is not None:
         start = plan.parts.need("uploads", "checkpoint.remote")
-        uploads = start(store, run_dir, config.checkpoint, position.step, diagnostics)
+        uploads = start(placed.store, run_dir, table, position.step, state.tracker.diagnostics)
         after_group.callback(uploads.wait, launch.stop)
         retain = uploads.publish
     events = open_record(plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout)
-    if info.is_main:
-        plan.call("first messages", plan, state, device, run_dir)
+    return Opened(run_dir, events, retain)
+
+
+def assemble(
+    placed: Placed,
+    built: Built,
+    opened: Opened,
+    launch: Launch,
+    info: RankInfo,
+    device: torch.device,
+    stack: ExitStack,
+) -> Run:
+    """The parts of the loop, and the run that they make up."""
+    plan, state, position, strategy, found = placed.plan, built.state, built.position, built.strategy, placed.found
+    config, diagnostics = plan.config, state.tracker.diagnostics
     row_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
-    extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
-    stack.callback(extensions.close)
-    train_step = _make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions)
     # No part refers to the run, so that a finished run is freed, and the process group with it.
-    watchdog = start_watchdog(
-        info,
-        timeout_sec=config.distributed.timeout_sec,
-        log=run_dir.log_file(info.rank),
-        # Called from another thread when this one hangs: nothing here may wait for it.
-        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
-        reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
-        signs=lambda: train_step.ready_at,
-        groups=strategy.groups,
-    )
-    stack.callback(watchdog.close)
-    evaluator = None
-    if config.eval.every:
-        own = (plan, state.model, row_model, loss, auxiliary, info, device, diagnostics, sets)
-        evaluator = Evaluator(*own, strategy=strategy)
-    run = Run(
+    view = RunView(
         plan=plan,
         config=config,
-        length=plan.length,
         info=info,
         device=device,
         strategy=strategy,
-        run_dir=run_dir,
         state=state,
-        tracker=state.tracker,
-        position=position,
-        stop=launch.stop,
-        events=events,
-        reading=reading,
-        train_step=train_step,
-        schedule=make_schedule(config, plan.length),
-        evaluator=evaluator,
-        micro_batches=config.micro_batches,
-        periods={config.eval.every, config.checkpoint.every} - {0},
-        extensions=extensions,
-        saver=Saver(
-            directory=run_dir.checkpoints,
-            every_minutes=config.checkpoint.every_minutes,
-            info=info,
-            state=state,
-            strategy=strategy,
-            extensions=extensions,
-            shared={
-                "wandb_run_id": run_dir.wandb_run_id,
-                "config": config.model_dump(mode="json"),
-                "environment": environment(info),
-                FINGERPRINT_KEY: asdict(fingerprint),
-                LANE_SETS: sorted(getattr(state.shards[0].dataset, "lane_sets", {}).items()),
-            },
-            last_saved=-1 if found is None else position.step,
-            on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),
-            retain=retain,
-        ),
-        watchdog=watchdog,
+        run_dir=opened.run_dir,
+        events=opened.events,
+        recorder=position.unlogged[0],
+        first_step=position.step,
     )
-    # Extensions refer to the run, so that it is made without them.
-    extensions.add(_load_extensions(run, auxiliary))
+    extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
+    stack.callback(extensions.close)
+    train_step = _make_train_step(view, step_model, loss, built.auxiliary, extensions)
+    view.watchdog = _start_watchdog(view, position, reading, train_step)
+    stack.callback(view.watchdog.close)
+    evaluator = None
+    if config.eval.every:
+        own = (plan, state.model, row_model, loss, built.auxiliary, info, device, diagnostics, built.sets)
+        evaluator = Evaluator(*own, strategy=strategy)
+    extensions.add(_load_extensions(view, built.auxiliary))
     if found is not None:
         # After all are added: the states of those that are off now are kept for a later resume.
         with loading(found[0], "extensions"):
             extensions.load_state_dict(found[1]["extensions"])
-    if contract is not None:
-        run.event(contract)
-    return run
+    own_keys = [*state.shards[0].dataset.metric_keys, *extensions.metric_keys]
+    return Run(
+        view=view,
+        position=position,
+        length=plan.length,
+        schedule=make_schedule(config, plan.length),
+        micro_batches=config.micro_batches,
+        periods={config.eval.every, config.checkpoint.every, *extensions.periods} - {0},
+        stop=launch.stop,
+        tracker=state.tracker,
+        operations=agreed_operations(own_keys, world_size=info.world_size),
+        reading=reading,
+        train_step=train_step,
+        extensions=extensions,
+        evaluator=evaluator,
+        saver=_make_saver(placed, view, extensions, opened.retain),
+        watchdog=view.watchdog,
+    )
 
 
 def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
@@ -194,16 +271,24 @@ def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_inf
         run_dir.leave_reason(info, reason, step=position.step)
 
 
-def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, stack: ExitStack) -> TrainState:
-    """The parts of the run that have a state, including the noise scale."""
-    with raise_on_all_ranks(world_size=info.world_size):
-        state = make_state(plan, info, device, strategy)
-    if plan.config.gns.enabled:
-        group = dist.group.WORLD if info.world_size > 1 else None
-        state.gns = GradientNoiseScale(state.model, process_group=group)
-        state.gns.shards_per_rank = len(state.shards)
-        stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
-    return state
+def agreed_operations(own_keys: Iterable[str], *, world_size: int) -> Operations:
+    """How metrics combine over ranks, the same on each; warns if ranks disagree. Collective.
+
+    A rank without a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
+    `own_keys`: of this rank's parts, beyond the plain names of the catalog.
+    """
+    # The names of all metrics that may come, so that every vector has the same length.
+    by_rank = gather_from_ranks(rank_operations([*plain_names(), *own_keys]), world_size=world_size)
+    agreed: dict[str, RankReduction] = {}
+    for own in by_rank:
+        agreed = {**own, **agreed}
+    for rank, own in enumerate(by_rank):
+        other = sorted(key for key in agreed if own.get(key) != agreed[key])
+        if other:
+            text = "the ranks do not report the same metrics: "
+            text += "rank %d has no %s, or another row of the catalog for it"
+            logger.warning(text, rank, few(other))
+    return dict(sorted(agreed.items()))
 
 
 def _start_reading(
@@ -229,19 +314,49 @@ def _start_reading(
     return Reading(loaders, position.data_states, info=info, device=device, is_resumed=position.step > 0)
 
 
+def _start_watchdog(view: RunView, position: Position, reading: Reading, train_step: TrainStep) -> Watchdog:
+    """Watch this rank from here on."""
+    info, run_dir = view.info, view.run_dir
+    return start_watchdog(
+        info,
+        timeout_sec=view.config.distributed.timeout_sec,
+        log=run_dir.log_file(info.rank),
+        # Called from another thread when this one hangs: nothing here may wait for it.
+        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
+        reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
+        signs=lambda: train_step.ready_at,
+        groups=view.strategy.groups,
+    )
+
+
+def _make_saver(placed: Placed, view: RunView, extensions: Extensions, retain: Callable[[Path], None]) -> Saver:
+    """What writes the checkpoints."""
+    table = view.config.checkpoint
+    return Saver(
+        directory=view.run_dir.checkpoints,
+        every_minutes=table.every_minutes,
+        info=view.info,
+        state=view.state,
+        strategy=view.strategy,
+        extensions=extensions,
+        shared={
+            "wandb_run_id": view.run_dir.wandb_run_id,
+            "config": view.config.model_dump(mode="json"),
+            "environment": environment(view.info),
+            FINGERPRINT_KEY: asdict(placed.fingerprint),
+            LANE_SETS: sorted(getattr(view.state.shards[0].dataset, "lane_sets", {}).items()),
+        },
+        last_saved=-1 if placed.found is None else view.first_step,
+        on_saving=partial(view.record, "checkpoint/save_sec"),
+        retain=retain,
+    )
+
+
 def _make_train_step(
-    plan: Plan,
-    info: RankInfo,
-    device: torch.device,
-    strategy: Strategy,
-    state: TrainState,
-    step_model: nn.Module,
-    loss: Loss,
-    auxiliary: Auxiliary,
-    extensions: Extensions,
+    view: RunView, step_model: nn.Module, loss: Loss, auxiliary: Auxiliary, extensions: Extensions
 ) -> TrainStep:
     """The part that runs the steps. `step_model`: the model as its strategy runs it."""
-    config = plan.config
+    plan, state, config = view.plan, view.state, view.config
     if auxiliary.losses:
         weights = [f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items()]
         logger.info("objective.losses: %s", ", ".join(weights))
@@ -255,32 +370,33 @@ def _make_train_step(
         scaler=state.scaler,
         max_tokens_per_micro=max_tokens_per_micro(plan),
         clip_grad_norm=config.train.clip_grad_norm,
-        world_size=info.world_size,
+        world_size=view.info.world_size,
         shards=[shard.number for shard in state.shards],
         seed=config.run.seed,
-        device=device,
-        autocast=autocast_context(config, device),
-        strategy=strategy,
+        device=view.device,
+        autocast=autocast_context(config, view.device),
+        strategy=view.strategy,
         extensions=extensions,
-        diagnostics=state.tracker.diagnostics,
+        diagnostics=view.diagnostics,
         lane_sets=getattr(state.shards[0].dataset, "lane_sets", {}),
         has_targets=any(source.table.target is not None for source in plan.sources),
-        graphs=_make_graphs(plan, info, device, strategy, auxiliary),
+        graphs=_make_graphs(view, auxiliary),
     )
 
 
-def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary) -> Any:
+def _make_graphs(view: RunView, auxiliary: Auxiliary) -> Any:
     """Runs the forward and backward of a micro-batch as a CUDA graph; None: nothing does."""
-    if device.type != "cuda" or not plan.config.train.cuda_graph:
+    plan = view.plan
+    if view.device.type != "cuda" or not plan.config.train.cuda_graph:
         return None
     make = plan.part("cuda graphs", "train.cuda_graph")
     if make is None:
         logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
         return None
-    return make(plan, info, device, strategy, auxiliary)
+    return make(plan, view.info, view.device, view.strategy, auxiliary)
 
 
-def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
+def _load_extensions(run: RunView, auxiliary: Auxiliary) -> dict[str, Extension]:
     """The extensions of a run, by name. One that is off is not imported."""
     config = run.config
     asked = {  # those beyond the core: whether they are on, and the key that says so
@@ -314,9 +430,9 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
     return found
 
 
-def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> bool:
+def _is_over(placed: Placed, position: Position, info: RankInfo) -> bool:
     """Whether the last step is done, which is logged. Notes the last step where it is known."""
-    unit = "tokens"
+    run_dir, length, unit = placed.run_dir, placed.plan.length, "tokens"
     if not length.is_in_tokens:
         unit, position.last_step = "steps", length.total
     elif position.reached >= length.total:
@@ -330,19 +446,18 @@ def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo
     return True
 
 
-def _check_contract(
-    plan: Plan, model: nn.Module | None, info: RankInfo, device: torch.device, step: int
-) -> dict[str, Any] | None:
+def _check_contract(plan: Plan, built: Built, info: RankInfo, device: torch.device) -> dict[str, Any] | None:
     """Check a custom model against its contract (rank 0). Returns the event of it, if any.
 
     Also on a resume, since its code may have changed. If the model is in shards, another is built.
     """
     contract: dict[str, Any] | None = None
+    model = None if built.strategy.is_sharded else built.state.model
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:
             check = plan.part("contract check")
             if check is not None:
-                contract = check(plan, model, device, step=step)
+                contract = check(plan, model, device, step=built.position.step)
             elif plan.config.model.contract:
                 logger.warning("the model was not checked against its contract: %s", plan.parts.problem)
     return contract

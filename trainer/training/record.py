@@ -21,9 +21,9 @@ from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import changed_settings, check_config, refuse_gone
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.plan import Plan, width_of
+from trainer.training.restore import changed_settings, check_config, refuse_gone
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.wording import printable
 

@@ -8,8 +8,8 @@ have equally many micro-batches). DDP or FSDP averages over the W ranks, and the
 by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Besides those of DDP or FSDP there is one all-reduce per step, of token and loss sums,
-the votes (stop, save due, data exhausted), the noise scale's sums and the
-squared gradient norm, of which a rank may hold shards only. A NaN on one rank is a NaN in the sum,
+the flags of each rank, the noise scale's sums and the squared gradient norm, of
+which a rank may hold shards only. A NaN on one rank is a NaN in the sum,
 so all ranks see it. Extensions that sum over ranks share a second all-reduce after the update.
 
 Waiting. `launch` decides on the device whether the optimizer steps, and copies the numbers to the
@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +42,12 @@ from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
 from trainer.training.optimizer import set_lr
+from trainer.training.outcome import Flag, StepOutcome
 
-# Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
-TOKENS, LOSS_SUM, STOP, SAVE_DUE, EXHAUSTED = range(5)
-HEAD = 5
+# Positions in the reduced vector: after the flags come the noise scale's sums, then the squared
+# gradient norm.
+TOKENS, LOSS_SUM, FLAGS = range(3)
+HEAD = FLAGS + len(Flag)
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,6 @@ class Launched:
     """When this rank reached the backward that reduces the gradient over ranks, by the step's
     clock."""
     measured: Measured | None = None  # the sums of extensions
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """The result of a step, the same on every rank."""
-
-    is_exhausted: bool
-    """No rank had a batch of its own: the data are exhausted, and nothing was changed."""
-    is_finite: bool  # False: the step was skipped; weights and optimizer are as before
-    loss: float
-    """Token-weighted over all micro-batches and ranks, nats per token; NaN without a token."""
-    tokens: int
-    """Target tokens over all ranks. 0: all targets were masked, and nothing was changed."""
-    tokens_trained: int  # 0 for a step that was skipped
-    grad_norm: float
-    """Norm of the true gradient before clipping; for a skipped step, the squared norm as it was."""
-    should_stop: bool  # a rank was asked to stop
-    save_is_due: bool  # the time between two saves has passed
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -139,7 +122,7 @@ class TrainStep:
             each.begin_step(step)
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
         extensions = self.extensions
-        extensions.begin_step(step, window, is_logged=is_logged)
+        extensions.begin_step(is_logged=is_logged)
         if self.auxiliary.by_rows:
             self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
@@ -206,25 +189,14 @@ class TrainStep:
             self._gns_guard.run(self.gns.end_micro, tokens * (kappa * scale), row_tokens)
         return output.state, result
 
-    def launch(
-        self,
-        *,
-        lr: float,
-        stop: bool,
-        save_due: bool = False,
-        exhausted: bool = False,
-    ) -> Launched:
+    def launch(self, *, lr: float, flags: Flag = Flag.NONE) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and update unless the step is bad.
 
-        A UserError if the gradient is not averaged, since a parameter had no part in it.
-
-        Args:
-            stop: this rank was asked to stop.
-            save_due: by this rank's clock it is time to save.
-            exhausted: this rank had no batch of its own, only masked copies.
+        `flags`: what this rank says. A UserError if the gradient is not averaged, since a parameter
+        had no part in it.
         """
         # Filled on the device: a tensor made from host numbers would be copied, and waited for.
-        votes = map(partial(torch.full_like, self._tokens), (stop, save_due, exhausted))
+        votes = [torch.full_like(self._tokens, flag in flags) for flag in Flag]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self.gns is not None:
             sums = self._gns_guard.run(self.gns.local_sums)
@@ -280,19 +252,21 @@ class TrainStep:
                 self._gns_guard.enabled = False
             else:
                 self._gns_guard.run(self.gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
-        is_taken = is_finite and tokens > 0
-        if launched.measured is not None:
-            self.extensions.summed(launched.measured, grad_sq=grad_sq, grad_factor=factor, is_taken=is_taken)
-        trained = 0
+        flags = Flag.NONE
+        for flag, ranks in zip(Flag, reduced[FLAGS:HEAD], strict=True):
+            if ranks == self.world_size or (ranks and flag is not Flag.EXHAUSTED):
+                flags |= flag
+        trained, grad_norm = 0, grad_sq
         if is_finite:
             trained = int(tokens)
+        if trained:
+            grad_norm = math.sqrt(grad_sq) / factor
         return StepOutcome(
-            is_exhausted=reduced[EXHAUSTED] == self.world_size,
+            flags=flags,
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),
             tokens_trained=trained,
-            grad_norm=math.sqrt(grad_sq) / factor if is_taken else grad_sq,
-            should_stop=reduced[STOP] > 0,
-            save_is_due=reduced[SAVE_DUE] > 0,
+            grad_norm=grad_norm,
+            grad_factor=factor,
         )

@@ -58,7 +58,7 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         extras = {"token_types": data["types"][part], "dataset_labels": LABELS[part]}
         window.append(MicroBatch({"tokens": data["tokens"][part]}, data["targets"][part], None, extras))
     step.accumulate(1, window, is_logged=True)
-    outcome = step.finish(step.launch(lr=1.0, stop=False))
+    outcome = step.finish(step.launch(lr=1.0))
     reduced = reduce_over_ranks(details.drain_metrics(), details.metric_keys, device="cpu", world_size=world)
     assert reduced["loss"] == pytest.approx(outcome.loss, rel=1e-12), "both ways to the loss agree"
     return {**reduced, "loss": outcome.loss, "grad_norm": outcome.grad_norm, "tokens_in_step": float(outcome.tokens)}

@@ -25,8 +25,8 @@ class Flip(Extension):
         super().__init__(run)
         self.rank, self.step = rank, step
 
-    def step_launched(self, step):
-        if step == self.step and self.run.info.rank == self.rank:
+    def settled(self, step, sums):
+        if step.number == self.step and self.run.info.rank == self.rank:
             weight = next(self.run.model.parameters()).data.view(-1).view(torch.int32)
             weight[5] ^= 1
 """

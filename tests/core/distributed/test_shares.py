@@ -49,7 +49,7 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     for number in (1, 2):
         step.accumulate(number, [MicroBatch({"tokens": tokens}, tokens, None, {})] * 2)
         gradients = stored(p.grad for p in state.model.parameters() if p.grad is not None)
-        step.finish(step.launch(lr=1e-3, stop=False))
+        step.finish(step.launch(lr=1e-3))
     states = named_state(state.optimizer, state.model).values()
     moments = [value for each in states for value in each.values() if isinstance(value, Tensor)]
     return stored(state.model.parameters()), gradients, stored(moments)

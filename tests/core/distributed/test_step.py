@@ -13,7 +13,7 @@ from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.training.step import StepOutcome
+from trainer.training.outcome import Flag, StepOutcome
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def one_step(
             inner.embedding.weight[window[-1].inputs["tokens"][0, 0]] = float("nan")
     before = {name: value.clone() for name, value in inner.state_dict().items()}
     step.accumulate(1, window)
-    outcome = step.finish(step.launch(lr=1.0, stop=False))
+    outcome = step.finish(step.launch(lr=1.0))
     change = {name: before[name] - value for name, value in inner.state_dict().items()}
     return outcome, change, int(ledger.drain_metrics()["ledger/live_groups"])
 
@@ -114,7 +114,7 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
     tokens, targets = rows()
     window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
     step.accumulate(1, window)
-    step.finish(step.launch(lr=1.0, stop=False))
+    step.finish(step.launch(lr=1.0))
     assert step.gns is not None
     return step.gns.metrics()
 
@@ -131,7 +131,7 @@ def test_a_step_without_tokens_changes_nothing(monkeypatch):
     outcome, change, _ = one_step(0, 1, 2)
     assert outcome.tokens == 0
     assert outcome.is_finite
-    assert not outcome.is_exhausted  # the next batch may have targets
+    assert Flag.EXHAUSTED not in outcome.flags  # the next batch may have targets
     assert all(bool((c == 0).all()) for c in change.values())
 
 
@@ -139,7 +139,7 @@ def test_a_step_without_tokens_changes_nothing(monkeypatch):
 def test_a_bad_number_on_one_rank_skips_the_step_on_all_and_finite_states_stay(on_two_ranks):
     for outcome, change, live_groups in (steps[-1] for steps in on_two_ranks):
         assert not outcome.is_finite
-        assert not outcome.is_exhausted
+        assert Flag.EXHAUSTED not in outcome.flags
         assert all(bool((c == 0).all()) for c in change.values() if not c.isnan().any())
         # No weight was changed, so the states computed with them are the right continuation.
         assert live_groups == ROWS // 2

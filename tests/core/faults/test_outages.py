@@ -47,8 +47,8 @@ def fill(file: Path) -> None:
 class Fills(Extension):
     """Leaves no byte free from the third step on."""
 
-    def step_launched(self, step):
-        if step == 3:
+    def settled(self, step, sums):
+        if step.number == 3:
             (self.run.run_dir.path.parent / "filler").touch()
             fill(self.run.run_dir.path.parent / "filler")
 

@@ -37,11 +37,10 @@ class Counts(Extension):
     def updated(self):
         return torch.full((1,), self.run.info.rank + 1.0, dtype=torch.float64)
 
-    def summed(self, sums, **kwargs):
-        self.run.record("own/sum", sums[0])
-
-    def step_finished(self, taken, outcome):
+    def settled(self, step, sums):
         self.steps += 1
+        if sums is not None:
+            self.run.record("own/sum", sums[0])
 
     def state_dict(self):
         return {"steps": self.steps}
@@ -77,9 +76,6 @@ class Breaks(Extension):
         if moment == self.at and self.run.info.rank == self.rank:
             raise RuntimeError("broken on purpose")
 
-    def window_read(self, step, window):
-        self.breaks("window_read")
-
     def micro_done(self, micro, result):
         self.breaks("micro_done")
 
@@ -87,8 +83,8 @@ class Breaks(Extension):
         self.breaks("updated")
         return torch.zeros(1 + (self.at == "sums" and self.run.info.rank == self.rank), dtype=torch.float64)
 
-    def summed(self, sums, **kwargs):
-        self.breaks("summed")
+    def settled(self, step, sums):
+        self.breaks("settled")
 
     def drain_metrics(self):
         self.breaks("drain_metrics")
@@ -110,7 +106,7 @@ def table(name: str, **args: object) -> str:
     return f'{{target = "own_extensions:{name}", args = {{{given}}}}}'
 
 
-MOMENTS = ("window_read", "micro_done", "updated", "sums", "summed", "drain_metrics")
+MOMENTS = ("micro_done", "updated", "sums", "settled", "drain_metrics")
 
 
 @pytest.mark.distributed
@@ -157,13 +153,13 @@ def test_one_that_cannot_be_made_is_refused_before_the_first_step_and_the_record
 def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch):
     # It would keep the process group, whose threads can abort the process at exit or disturb the next group.
     runs = []
-    run_to_end = main._run_to_end
+    run_loop = main.run_loop
 
     def watched(run):
         runs.append(weakref.ref(run))
-        return run_to_end(run)
+        return run_loop(run)
 
-    monkeypatch.setattr(main, "_run_to_end", watched)
+    monkeypatch.setattr(main, "run_loop", watched)
     sets = ["train.steps=4", "metrics.per_layer=true", "sample.every=2"]
     gc.disable()
     try:

@@ -127,7 +127,7 @@ def test_a_step_reads_nothing_but_the_step_before(numbers_of_a_good_step, wipe_m
         loader = Loader(batches(), device=META, prefetch=0)
         for number in range(1, 9):
             step.accumulate(number, [next(loader) for _ in range(MICROS)], is_logged=is_logged)
-            previous, launched = launched, step.launch(lr=0.1, stop=False)
+            previous, launched = launched, step.launch(lr=0.1)
             assert (launched.measured is not None) == is_logged
             if previous is not None and not is_logged:
                 assert step.finish(previous).loss == 2.0

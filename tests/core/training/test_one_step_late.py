@@ -14,7 +14,7 @@ from tests.support.in_process import train_here
 from tests.support.runs import evaluating, read_rows, train, write_tiny_config
 from trainer.data.loader import Reading, take_apart
 from trainer.distributed.env import RankInfo
-from trainer.training import run
+from trainer.training import loop
 
 EXTRA = '\nstdout = "off"\n' + evaluating(14, saves=11, keep_last=9)
 STEPS = 16
@@ -111,7 +111,7 @@ def test_a_run_that_must_stop_ends_with_the_row_of_the_bad_step(both, step):
 
 
 def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeypatch):
-    monkeypatch.setattr(run, "MAX_SKIPS", 2)
+    monkeypatch.setattr(loop, "MAX_SKIPS", 2)
     settings = ("train.on_non_finite=skip", "eval.every=0")
     both(*settings, "train.steps=3", fault={"what": "nan", "step": 2})
     # The process's own steps 1 and 2 are steps 4 and 5.

@@ -15,7 +15,7 @@ from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.training.step import StepOutcome
+from trainer.training.outcome import StepOutcome
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
@@ -126,7 +126,7 @@ def one_step(rank: int, world: int, micros: int, kind: str, loss: str, poison: f
     parts = [slice(first, first + share) for first in range(rank * micros * share, (rank + 1) * micros * share, share)]
     before = {name: whole(value) for name, value in model.named_parameters()}
     step.accumulate(1, [MicroBatch({"tokens": tokens[part]}, targets[part], None, {}) for part in parts])
-    outcome = step.finish(step.launch(lr=1.0, stop=False))
+    outcome = step.finish(step.launch(lr=1.0))
     change = {name: before[name] - whole(value) for name, value in model.named_parameters()}
     return outcome, change, step.gns.metrics()
 

@@ -20,6 +20,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.lab import extensions
 from trainer.lab.extensions import LayerNumbers, layer_of
 from trainer.metrics.catalog import is_known, lookup
+from trainer.training.outcome import Flag, Step, StepOutcome
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,9 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) ->
     loss.backward()
     layers.gradient_ready({p: p.grad.double().square().sum() for p in model.parameters() if p.grad is not None})
     optimizer.step()
-    layers.summed(layers.updated().tolist(), grad_sq=0.0, grad_factor=2.0, is_taken=True)
+    taken = {"is_finite": True, "tokens": 1, "tokens_trained": 1, "grad_factor": 2.0}
+    outcome = StepOutcome(Flag.NONE, loss=0.0, grad_norm=0.0, **taken)
+    layers.settled(Step(1, (), True, outcome), layers.updated().tolist())
     assert all(is_known(key) and lookup(key).group == "Layers" for key in layers.metric_keys)
     return layers.drain_metrics()
 

@@ -78,7 +78,7 @@ def run(graphs: MicroGraphs | None, *, micros: int = 3, steps: int = 7, **more: 
     )
     for number in range(1, steps + 1):
         step.accumulate(number, window(number, micros, more), is_logged=number % 3 == 0)
-        launched = step.launch(lr=0.05, stop=False)
+        launched = step.launch(lr=0.05)
         seen.append(torch.tensor(launched.numbers.read()))
         step.finish(launched)
     return {"numbers": seen, "kept": found, "model": model.state_dict()}

@@ -35,11 +35,11 @@ class Notes(Extension):
 
     every_step = True
 
-    def window_read(self, step, window):
+    def settled(self, step, sums):
         with (self.run.run_dir.path / f"read_{self.run.info.rank}.jsonl").open("a") as file:
-            for micro in window:
+            for micro in step.window:
                 number = self.run.state.shards[micro.shard].number
-                file.write(json.dumps([step, number, json.loads(micro.meta)["rows"]]) + "\n")
+                file.write(json.dumps([step.number, number, json.loads(micro.meta)["rows"]]) + "\n")
 
 
 def has_read(run_dir: Path, step: int) -> list[list[Any]]:

@@ -144,9 +144,9 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.model.protocol import output_layer
     from trainer.tools.survey import refuse_empty
     from trainer.training.checkpointing import checkpoint
-    from trainer.training.checkpointing.restore import check_config, refuse_gone
     from trainer.training.optimizer import parameter_groups
     from trainer.training.plan import make_auxiliary
+    from trainer.training.restore import check_config, refuse_gone
 
     config, model = plan.config, plan.weightless_model()
     if config.model.weights is not None:

@@ -1,0 +1,329 @@
+"""The loop of a run, and what follows from a step's numbers.
+
+They are read after the next step is launched, so that the device has work while the host reads. A
+stop, an end of the data and a streak of skipped steps therefore take effect one step later, on all
+ranks alike. A step that logs, evaluates, samples, saves or may let the batch grow is read at once,
+and so is the one after a timed save became due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from trainer.data.loader import MicroBatch
+from trainer.distributed.env import gather_from_ranks
+from trainer.distributed.watchdog import DATA
+from trainer.metrics.aggregate import reduce_over_ranks
+from trainer.metrics.logger import get_logger
+from trainer.training.open_run import Run
+from trainer.training.outcome import Flag, Step, StepOutcome
+from trainer.training.step import Launched
+
+logger = get_logger(__name__)
+MAX_SKIPS = 10  # consecutive steps that `train.on_non_finite = "skip"` skips before the run ends
+NO_DATA = "data exhausted"
+
+
+class CorruptedError(Exception):
+    """An extension ends the run, see `RunView.failure`."""
+
+
+class NonFiniteError(Exception):
+    """Loss or gradient was not finite: the config stops the run, or skipping did not help."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a step will be; the same on all ranks."""
+
+    number: int
+    num_micros: int  # micro-batches of each data shard
+    reached: int  # see `Length`
+    lr: float
+    is_logged: bool
+    is_read_at_once: bool  # its numbers are needed right after it
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step that was launched, and whose numbers are not read."""
+
+    order: Order
+    window: Sequence[MicroBatch]
+    launched: Launched
+
+
+def run_loop(run: Run) -> str:
+    """Train until the last step, the end of the data or a request to stop. Returns the reason."""
+    position, tracker, watchdog = run.position, run.tracker, run.watchdog
+    before: InFlight | None = None
+    reason = _stopped_before_a_step(run)
+    while reason is None and (position.last_step is None or position.step < position.last_step):
+        order = next_order(run, before)
+        if before is not None and (order.is_read_at_once or run.saver.must_save):
+            # Settled before this step starts, so that the times of this step are its own.
+            reason, before = settle(run, before), None
+            if reason is not None:
+                break
+
+        tracker.start_step()  # waiting for data is part of a step's time
+        watchdog.at(DATA, order.number)
+        with tracker.section("data"):
+            window = run.reading.window(order.num_micros)
+        if window is None:
+            reason = NO_DATA
+            break
+        watchdog.at("forward and backward", order.number)
+        with tracker.section("forward_backward"):
+            run.train_step.accumulate(order.number, window, is_logged=order.is_logged)
+        watchdog.at("optimizer", order.number)
+        with tracker.section("optimizer"):
+            launched = run.train_step.launch(lr=order.lr, flags=own_flags(run, window))
+        step = InFlight(order, window, launched)
+
+        if before is not None:
+            reason = settle(run, before)
+        before = step
+        if order.is_read_at_once or reason is not None:
+            # A stop takes effect now; the step that is in flight has happened and counts.
+            reason, before = settle(run, step) or reason, None
+    if run.saver.last_saved != position.step and position.step > 0:
+        watchdog.at("checkpoint", position.step, may_wait=True)
+        run.saver.save(position)
+    return reason or "all steps are done"
+
+
+def _stopped_before_a_step(run: Run) -> str | None:
+    """Why no step is taken: the first may take minutes (compilation), and nothing is lost yet."""
+    is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.view.info.world_size))
+    if is_stopped or (run.position.evaluation_is_due and not evaluate(run)):
+        return stopped_by(run)
+    return None
+
+
+def next_order(run: Run, before: InFlight | None) -> Order:
+    """The next step. Notes the last one in `run.position`."""
+    position, length, micro_batches = run.position, run.length, run.micro_batches
+    number = 1 + (position.step if before is None else before.order.number)
+    num_micros, reached, num_before = micro_batches.at(number), number, 0
+    if number > 1:
+        num_before = micro_batches.at(number - 1)
+    if num_before not in (0, num_micros):
+        logger.info("step %d: %d micro-batches instead of %d", number, num_micros, num_before)
+        run.view.event({"event": "micro_batches", "global_step": number, "from": num_before, "to": num_micros})
+    if length.micro_tokens:
+        # The tokens of `before` are not known: those through the step before it.
+        tokens_before = position.tokens_before if before is None else position.tokens
+        reached = min(tokens_before + (num_micros + num_before) * length.micro_tokens, length.total)
+    if reached >= length.total:
+        position.last_step = number
+    is_logged = run.tracker.will_log(number) or number == position.last_step
+    return Order(number, num_micros, reached, run.schedule(reached), is_logged, is_logged or is_boundary(run, number))
+
+
+def is_boundary(run: Run, number: int) -> bool:
+    """Whether the step is followed by an evaluation, a save, or what an extension does then."""
+    return 0 in map(number.__mod__, run.periods)
+
+
+def own_flags(run: Run, window: Sequence[MicroBatch]) -> Flag:
+    """What this rank says with a step."""
+    flags = Flag.NONE
+    if run.stop.requested:
+        flags |= Flag.STOP
+    if time.monotonic() >= run.saver.due_time:
+        flags |= Flag.SAVE
+    if all(map(attrgetter("is_filler"), window)):
+        flags |= Flag.EXHAUSTED
+    return flags
+
+
+def settle(run: Run, taken: InFlight) -> str | None:
+    """Read the numbers of a step, and act on them. Returns why the run ends, or None."""
+    order, position, view = taken.order, run.position, run.view
+    outcome, number = run.train_step.finish(taken.launched), order.number
+    if Flag.EXHAUSTED in outcome.flags:
+        end_of_data(run, taken)
+        return NO_DATA
+    step = Step(number, taken.window, order.is_logged, outcome)
+    data_states = list(map(attrgetter("state"), taken.window[-len(run.reading.loaders) :]))
+    record_ended(run, number, position.data_states[0], data_states[0])
+    position.step, position.reached, position.data_states = number, order.reached, data_states
+    position.tokens_before = position.tokens
+    position.tokens += outcome.tokens_trained
+    # By shard, since a checkpoint keeps the counts of each.
+    for micro in taken.window:
+        position.unlogged[micro.shard].add(micro.metrics)
+    run.extensions.settle(step, taken.launched.measured)
+    if not outcome.is_finite:
+        reject(run, taken, step)
+    elif outcome.tokens:  # a step without tokens trained on nothing
+        position.skipped_in_a_row = 0
+    end_step(run, taken, outcome, is_logged=order.is_logged)
+    if view.failure:  # before anything is saved
+        raise CorruptedError(view.failure)
+    every, is_last = view.config.eval.every, number == position.last_step
+    position.evaluation_is_due = run.evaluator is not None and (is_last or number % every == 0)
+    if Flag.STOP in outcome.flags or not at_boundary(run, order, is_last=is_last):
+        return stopped_by(run)
+    if Flag.SAVE in outcome.flags:
+        # Later: the next step may be in flight, and the weights no longer those of this step.
+        run.saver.must_save = run.saver.last_saved != number
+    return None
+
+
+def end_step(run: Run, taken: InFlight, outcome: StepOutcome, *, is_logged: bool, drains: bool = True) -> None:
+    """Pass the step to the tracker, if it is logged with the metrics of all ranks."""
+    number, extra = taken.order.number, {}
+    if is_logged:
+        run.watchdog.at("logging", number)
+        extra = reduced_metrics(run, number, taken.launched.ready_at, drains=drains)
+    loss: float | None = outcome.loss
+    grad_norm: float | None = outcome.grad_norm
+    if not outcome.tokens:  # unknown, not NaN
+        loss = grad_norm = None
+    run.tracker.end_step(
+        number,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=taken.order.lr,
+        tokens_in_step=outcome.tokens,
+        tokens_trained=outcome.tokens_trained,
+        extra=extra,
+        force_log=is_logged,
+    )
+    view = run.view
+    if is_logged and view.info.is_main:
+        view.diagnostics.best_effort("status.json").run(view.run_dir.keep_status, number)
+
+
+def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True) -> dict[str, float]:
+    """The metrics recorded since the last logged step, over all ranks. Collective.
+
+    Args:
+        ready_at: see `Launched`.
+        drains: also those of the parts that collect theirs themselves.
+    """
+    view, position = run.view, run.position
+    guard, world_size = view.diagnostics.best_effort, view.info.world_size
+    view.record("non_finite_steps", 0.0)  # reported as 0, not left out
+    if not run.micro_batches.is_constant:
+        view.record("train/micro_batches", float(run.micro_batches.at(step)))
+    grad_scale = run.train_step.grad_scale
+    if grad_scale is not None:
+        view.record("grad_scale", grad_scale)
+    view.recorder.add(run.tracker.times())
+    if world_size > 1:
+        # The same value twice: the keys are reduced to the maximum and the minimum over ranks.
+        ready_after = ready_at - run.tracker.step_start
+        view.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
+    if drains:
+        for name, shard, reporter in view.state.reporters:
+            found = guard(name).run(reporter.drain_metrics)
+            if found is None:  # it failed: unknown on this rank, so that no total looks complete
+                found = dict.fromkeys(reporter.metric_keys)
+            position.unlogged[shard].add(found)
+        view.recorder.add(run.extensions.drained())
+    recorded = []
+    for recorder in position.unlogged:
+        drained = guard("metrics").run(recorder.drain_metrics)
+        if drained is None:
+            drained = dict.fromkeys(run.operations)
+        recorded.append(drained)
+    how: dict[str, Any] = {"device": view.device, "world_size": world_size, "guard": guard("reduction")}
+    reduced = reduce_over_ranks(recorded, run.operations, **how)
+    reduced.pop("loss", None)  # the outcome has it, from the step's own reduction
+    return reduced
+
+
+def reject(run: Run, taken: InFlight, step: Step) -> None:
+    """Record the batches of a step that is not finite, and continue or raise (all ranks)."""
+    position, view, outcome = run.position, run.view, step.outcome
+    position.skipped_in_a_row += 1
+    view.record("non_finite_steps", 1.0)
+    metas = gather_from_ranks([micro.meta for micro in step.window], world_size=view.info.world_size)
+    command = view.run_dir.rows_command(step.number)
+    event = {"event": "non_finite", "global_step": step.number, "loss": outcome.loss, "batches": metas}
+    view.event({**event, "see": command})
+    what = f"step {step.number}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
+    # fp16 overflows regularly, until the loss scale fits.
+    table = view.config.train
+    if table.on_non_finite == "stop" and table.precision != "fp16":
+        # The last row of the record. Unless the step is a logged one, the next is in flight and its
+        # groups are counted in the ledger already, so that the row holds only the host's metrics.
+        end_step(run, taken, outcome, is_logged=True, drains=step.is_logged)
+        raise NonFiniteError(f'{what}; see what it read: {command}; train.on_non_finite = "skip" would continue')
+    if position.skipped_in_a_row > MAX_SKIPS:
+        many = f"{position.skipped_in_a_row} steps in a row were skipped"
+        raise NonFiniteError(f"{what}; {many}; see what it read: {command}")
+
+
+def at_boundary(run: Run, order: Order, *, is_last: bool) -> bool:
+    """Evaluate, sample and save where it is due after the step. False: the run is to stop."""
+    position, every = run.position, run.view.config.checkpoint.every
+    if position.evaluation_is_due and not evaluate(run):
+        return False
+    if order.is_read_at_once:
+        run.watchdog.at("extensions", position.step)
+        run.extensions.call("at_boundary", position.step, is_last=is_last)
+    is_due = run.saver.must_save or (every and position.step % every == 0)
+    if is_due and not is_last:  # after the last step the loop saves
+        run.watchdog.at("checkpoint", position.step, may_wait=True)
+        run.saver.save(position)
+    return True
+
+
+def evaluate(run: Run) -> bool:
+    """Evaluate and log. False if a stop is requested meanwhile: a resumed run evaluates instead."""
+    assert run.evaluator is not None
+    position = run.position
+
+    def should_stop() -> bool:  # asked between micro-batches
+        run.watchdog.at("evaluation", position.step, may_wait=run.view.config.eval.target is not None)
+        return run.stop.requested
+
+    should_stop()  # tells the watchdog, also if a set has no batch
+    found = run.evaluator.run(position.step, should_stop)
+    position.evaluation_is_due = found is None
+    if found is None:
+        return False
+    position.last_eval = position.step, found
+    run.tracker.log_eval(found, position.step)
+    return True
+
+
+def end_of_data(run: Run, taken: InFlight) -> None:
+    """Log, evaluate and sample after the last step, as at the end; `taken` found no data."""
+    position, step = run.position, run.position.step
+    if not step or position.last_step == step:  # another step without data may be in flight
+        return
+    was_logged = run.tracker.will_log(step)
+    position.last_step = step
+    if not was_logged:
+        run.tracker.log_last(step, reduced_metrics(run, step, taken.launched.ready_at))
+    if run.evaluator is not None and step % run.view.config.eval.every:
+        evaluate(run)
+    if not (was_logged or is_boundary(run, step)):
+        run.extensions.call("at_boundary", step, is_last=True)
+
+
+def record_ended(run: Run, step: int, before: Any, after: Any) -> None:
+    """Record the sources that gave this rank their last batch between two states of the blend."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping) or before.get("names") != after["names"]:
+        return
+    if before["ended"] == after["ended"]:
+        return
+    sources = zip(after["names"], before["ended"], after["ended"], strict=True)
+    ended = [name for name, was_ended, is_ended in sources if is_ended and not was_ended]
+    if ended:
+        logger.info("step %d: no further document in source %s", step, ", ".join(ended))
+        run.view.event({"event": "source_ended", "global_step": step, "sources": ended})
+
+
+def stopped_by(run: Run) -> str:
+    """The reason of a run that stops on request."""
+    return f"stopped by {run.stop.signal_name or 'a signal on another rank'}"

@@ -1,0 +1,146 @@
+"""Writes the checkpoints of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.distributed.env import RankInfo, gather_from_ranks
+from trainer.distributed.strategy import Strategy, saving_ranks
+from trainer.files import discard
+from trainer.metrics.logger import get_logger
+from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.tensor_files import (
+    Part,
+    Rows,
+    TensorPart,
+    model_file,
+    pack,
+    rank_file,
+    rows_file,
+    write_part,
+)
+from trainer.training.checkpointing.train_state import Position, TrainState, model_part
+from trainer.training.extension import Extensions
+
+logger = get_logger(__name__)
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written; the ones before it are untouched."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Saver:
+    """Writes the checkpoints of a run."""
+
+    directory: Path
+    every_minutes: float
+    info: RankInfo
+    state: TrainState
+    strategy: Strategy
+    extensions: Extensions
+    shared: Mapping[str, Any]
+    """Further values, equal on all ranks, that fit JSON: config, versions, the wandb run."""
+    on_saving: Callable[[float], None]
+    """Called with the seconds that training has waited for a save."""
+    retain: Callable[[Path], None]
+    """Called with a new checkpoint, to prune the others (rank 0)."""
+    last_saved: int = -1
+    """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
+
+    def __post_init__(self) -> None:
+        self.must_save = False
+        """A timed save is due, on all ranks alike: the next step is saved before another starts."""
+        self._set_clock()
+
+    def _set_clock(self) -> None:
+        self.due_time = math.inf
+        """`every_minutes` after the last save began; only rank 0's clock counts."""
+        if self.info.is_main and self.every_minutes:
+            self.due_time = time.monotonic() + 60 * self.every_minutes
+
+    def save(self, position: Position) -> None:
+        """Save the state after the last finished step. Collective; all raise a SaveError."""
+        started = time.monotonic()
+        step, self.must_save = position.step, False
+        self._set_clock()
+        # What a forward without a backward has left whole would be saved as if no rank had shards.
+        self.strategy.reshard(self.state.model)
+        staging = files.staging_dir(self.directory, step)
+        self._together(lambda: self._make_staging(staging))
+        shared = {
+            "step": step,
+            "reached": position.reached,
+            "tokens": [position.tokens_before, position.tokens],
+            "world_size": self.info.world_size,
+            "data_shards": self.info.world_size * len(self.state.shards),
+            "model_files": saving_ranks(self.state.model),
+            "evaluation_is_due": position.evaluation_is_due,
+            **self.state.shared(),
+            "extensions": self.extensions.state_dict(),
+            **self.shared,
+        }
+
+        def write_all() -> None:
+            for name, part in self._parts(position).items():
+                write_part(staging / name, part)
+
+        # All ranks must have written before rank 0 publishes.
+        self._together(write_all)
+        self._together(lambda: self._publish(step, shared))
+        self.last_saved = step
+        self.on_saving(time.monotonic() - started)
+
+    def _parts(self, position: Position) -> dict[str, Part]:
+        """The files that this rank writes; they refer to the tensors, without copies."""
+        state, rank = self.state, self.info.rank
+        parts: dict[str, Part] = {}
+        for index, shard in enumerate(state.shards):
+            own: dict[str, Any] = {"data": position.data_states[index]}
+            own["unlogged"] = position.counts(index)
+            ledger = shard.ledger
+            if ledger is not None:
+                own["ledger"] = ledger.state_dict(with_rows=False)
+                own["unlogged"]["ledger"] = ledger.undrained()
+                parts[rows_file(shard.number)] = ledger.held_rows()
+            values, tensors = pack(own)
+            rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
+            parts[rank_file(shard.number)] = TensorPart(rows, values)
+        model = model_part(state.model, state.optimizer, state.scaler, rank=rank)
+        if model is not None:
+            parts[model_file(rank)] = model
+        return parts
+
+    def _make_staging(self, staging: Path) -> None:
+        if not self.info.is_main:
+            return
+        discard(staging)
+        staging.mkdir(parents=True)
+
+    def _publish(self, step: int, shared: dict[str, Any]) -> None:
+        if not self.info.is_main:
+            return
+        path = files.finish(self.directory, step, shared)
+        logger.info("saved %s", path)
+        self.retain(path)
+
+    def _together(self, action: Callable[[], object]) -> None:
+        """Do `action`, part of a save; if it fails on any rank, all raise."""
+        problem = ""
+        try:
+            action()
+        except OSError as error:
+            problem = f"rank {self.info.rank}: {error.strerror} ({error.filename})"
+        except RuntimeError as error:
+            # torch raises it if the disk is full while it writes the last of a file.
+            problem = f"rank {self.info.rank}: {str(error).splitlines()[0]}"
+        problems = list(filter(None, gather_from_ranks(problem, world_size=self.info.world_size)))
+        if problems:
+            if self.info.is_main:
+                files.discard_staging(self.directory)  # or the disk stays full
+            raise SaveError(f"the checkpoint could not be written: {problems[0]}")
