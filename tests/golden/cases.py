@@ -57,10 +57,7 @@ CASES: dict[str, Case] = {
     "ddp": Case(("sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
     "fsdp": Case(("distributed.strategy=fsdp",)),
     "full_rows": Case(
-        (
-            'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}',
-            "metrics.per_source=true",
-        )
+        ('data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}', "metrics.per_source=true")
     ),
     "full_rows_on_fewer_ranks": Case(
         ('data.mixing={batching_mode="per_row", batch_size=3, num_streams_mixed=2}', 'data.align="document"'),
@@ -76,9 +73,7 @@ CASES: dict[str, Case] = {
     "chunked": Case(("objective.z_loss=1e-4", "objective.chunk_tokens=16")),
     "resumed_on_more_ranks": Case(("distributed.strategy=fsdp",), ranks=(2, 3)),
     "resumed_in_tokens": Case(
-        ("train.steps=0", "train.tokens=1200", "scheduler.name=wsd"),
-        ranks=(2, 2),
-        first=("--set", "train.tokens=700"),
+        ("train.steps=0", "train.tokens=1200", "scheduler.name=wsd"), ranks=(2, 2), first=("--set", "train.tokens=700")
     ),
     "stopped_by_nan": Case(FAULTY, fault=NAN),
     "exhausted": Case(("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400")),

@@ -45,11 +45,7 @@ def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any
     parts = [[each] for each in modalities] if rng.random() < 0.5 else [list(modalities)]
     return {
         "run": {"name": "healthy", "dir": str(directory), "seed": seed},
-        "train": {
-            "steps": rng.choice((20, 30, 40, 60)),
-            "micro_batches": rng.choice((1, 2, 3)),
-            "device": "cpu",
-        },
+        "train": {"steps": rng.choice((20, 30, 40, 60)), "micro_batches": rng.choice((1, 2, 3)), "device": "cpu"},
         "data": {
             "seq_len": 16,
             "max_group_cells": rng.choice((8, 32)),

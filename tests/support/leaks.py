@@ -238,9 +238,7 @@ PUBLIC: dict[str, Case] = {
         model(window=lambda c: c.segment * 0), "huggingface/transformers#46588"
     ),
     "boundaries reach attention but not the recurrence": Case(
-        model(mixed=attention, memory=lambda c: c.segment * 0),
-        "pytorch/torchtitan#3984",
-        twin=model(mixed=attention),
+        model(mixed=attention, memory=lambda c: c.segment * 0), "pytorch/torchtitan#3984", twin=model(mixed=attention)
     ),
     "sharded rows count as one document": Case(
         model(memory=lambda c: c.segment * (c.length < 16)), "PrimeIntellect-ai/prime-rl#3003"
@@ -290,8 +288,7 @@ PUBLIC: dict[str, Case] = {
         model(h=lambda c: c.h.bfloat16().to(c.h.dtype)), "ml-explore/mlx-lm#988"
     ),
     "single tokens round their gate": Case(
-        model(decay=lambda c: (c.decay * 256).round() / 256 if c.length == 1 else c.decay),
-        "sgl-project/sglang#38975",
+        model(decay=lambda c: (c.decay * 256).round() / 256 if c.length == 1 else c.decay), "sgl-project/sglang#38975"
     ),
     "the state saturates late": Case(
         model(end=lambda c: with_count(c, lambda count: count.clamp(max=255))), "ddalcu/mlx-serve#415"
@@ -495,12 +492,7 @@ TWINS: dict[str, Make] = {
 }
 """Honest models like the broken ones, and more kinds of state."""
 
-BROKEN: dict[str, Case] = {
-    **PUBLIC,
-    **LONGER,
-    **OTHERS,
-    **{name: Case(make) for name, make in MUTANTS.items()},
-}
+BROKEN: dict[str, Case] = {**PUBLIC, **LONGER, **OTHERS, **{name: Case(make) for name, make in MUTANTS.items()}}
 HONEST_MODELS: dict[str, Make] = {**TWINS, **HONEST}
 HEAD = "model,made,verdict,by,reported in\n"
 

@@ -46,12 +46,7 @@ def make_corpus(root: Path, *, streams: int = 4, documents: int = 12, seed: int 
     return root
 
 
-EVERY_FILE = [
-    "metrics.stdout=off",
-    "eval.every=2",
-    "eval.holdout_fraction=0.2",
-    "checkpoint.every=2",
-]
+EVERY_FILE = ["metrics.stdout=off", "eval.every=2", "eval.holdout_fraction=0.2", "checkpoint.every=2"]
 """Settings of a short run that writes all files of its directory."""
 FULL_ROWS = 'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}'
 """Documents begin within rows."""

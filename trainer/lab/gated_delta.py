@@ -36,14 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.model.encoder import (
-    GatedMLP,
-    LanguageModel,
-    ResidualBlock,
-    RMSNorm,
-    check_sizes,
-    init_matrix,
-)
+from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.families import fewest_heads
 from trainer.model.protocol import ModelOutput
 
@@ -178,9 +171,7 @@ def _forward(
     given = {"q": q, "k": k, "v": v, "g": log_decay, "beta": rate, "initial_state": state}
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         cumulated, output, solved, end, *_ = kernels.chunk_gated_delta_rule_fwd(
-            **{name: each.contiguous() for name, each in given.items()},
-            scale=1.0,
-            output_final_state=True,
+            **{name: each.contiguous() for name, each in given.items()}, scale=1.0, output_final_state=True
         )
     return output, end, cumulated, solved
 
@@ -188,12 +179,7 @@ def _forward(
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, ...]:
     solved = k.new_empty(*log_decay.shape, CHUNK)  # the inverse of each chunk's triangular system
-    return (
-        v.new_empty(v.shape),
-        state.new_empty(state.shape),
-        log_decay.new_empty(log_decay.shape),
-        solved,
-    )
+    return (v.new_empty(v.shape), state.new_empty(state.shape), log_decay.new_empty(log_decay.shape), solved)
 
 
 @torch.library.custom_op(
@@ -213,14 +199,7 @@ def _backward(grad_output: Tensor, grad_end: Tensor | None, *saved: Tensor) -> t
             dht=None if grad_end is None else grad_end.contiguous(),
         )
     _, _, _, cumulated, rate, *_ = saved
-    return (
-        grad_q,
-        grad_k,
-        grad_v,
-        grad_decay.to(cumulated.dtype),
-        grad_rate.to(rate.dtype),
-        grad_state,
-    )
+    return (grad_q, grad_k, grad_v, grad_decay.to(cumulated.dtype), grad_rate.to(rate.dtype), grad_state)
 
 
 @_backward.register_fake
@@ -421,13 +400,7 @@ class GatedDelta(LanguageModel):
 
 
 def build(
-    vocab_size: int,
-    dim: int,
-    num_layers: int,
-    *,
-    heads: int = 0,
-    mlp_ratio: float = 2.0,
-    tie_embeddings: bool = False,
+    vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:
     """Build a `GatedDelta`; see `check_sizes`. `heads` = 0: `fewest_heads`."""
     heads = heads or fewest_heads(dim)

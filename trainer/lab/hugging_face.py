@@ -90,7 +90,7 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
 
 
 def read_pretrained(folder: str, key: str) -> Any:
-    """The causal model of a directory of `save_pretrained`. Raises UserError of `key`: there is none."""
+    """The causal model of a directory of `save_pretrained`. Raises UserError of `key`: none."""
     read = package().AutoModelForCausalLM.from_pretrained
     try:
         if not (Path(folder) / "config.json").is_file():
@@ -215,10 +215,7 @@ def _save_as_llama(model: Any, directory: Path) -> None:
     )
     weights = _outer(model)
     for number, block in enumerate(model.blocks):
-        norms = {
-            "input_layernorm": block.attention_norm,
-            "post_attention_layernorm": block.mlp_norm,
-        }
+        norms = {"input_layernorm": block.attention_norm, "post_attention_layernorm": block.mlp_norm}
         weights |= _block(number, block.mlp, {"self_attn.o_proj": block.attention.out, **norms})
         parts = block.attention.inputs.weight.split((model.dim, model.kv_dim, model.kv_dim))
         for name, part in zip("qkv", parts, strict=True):
@@ -277,21 +274,12 @@ def _common(model: Any) -> dict[str, Any]:
 
 
 def _outer(model: Any) -> Weights:
-    modules = {
-        "model.embed_tokens": model.embedding,
-        "model.norm": model.norm,
-        "lm_head": model.head,
-    }
+    modules = {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
     return {f"{name}.weight": module.weight for name, module in modules.items()}
 
 
 def _block(number: int, mlp: Any, others: dict[str, Any]) -> Weights:
-    parts = {
-        "mlp.gate_proj": mlp.gate,
-        "mlp.up_proj": mlp.values,
-        "mlp.down_proj": mlp.out,
-        **others,
-    }
+    parts = {"mlp.gate_proj": mlp.gate, "mlp.up_proj": mlp.values, "mlp.down_proj": mlp.out, **others}
     return {f"model.layers.{number}.{name}.weight": module.weight for name, module in parts.items()}
 
 

@@ -52,7 +52,7 @@ ANSWERS = "01234567"
 MIN_SEQ_LEN = 5
 
 Candidate = tuple[str, Path | str]
-"""Its origin below its package or root, of which the directory gives the stream; and a file, or a text."""
+"""Its origin below its package or root, whose directory gives the stream; and a file or a text."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,7 @@ def _checked(source: str, place: Path | str, max_bytes: int, forbidden: Sequence
 
 
 def check_all(
-    candidates: Iterable[Candidate],
-    *,
-    what: str,
-    max_bytes: int,
-    forbidden: Sequence[str] = (),
+    candidates: Iterable[Candidate], *, what: str, max_bytes: int, forbidden: Sequence[str] = ()
 ) -> tuple[list[Document], dict[str, str]]:
     """The candidates of the modality `what` that are text, by source, each once; and why others
     are none. `forbidden`: strings that must not enter the corpus, such as absolute paths of this
@@ -224,7 +220,7 @@ def write_corpus(
 
 
 def _written(out: Path) -> dict[str, Any]:
-    """The manifest of a corpus. Raises UserError for a directory with files that would be lost with it."""
+    """The manifest of a corpus. Raises UserError: files would be lost with it."""
     try:
         manifest = read_json(out / MANIFEST_NAME)
         modalities = [*manifest["modalities"]]
@@ -386,10 +382,7 @@ def build_key_recall(
         a2b5.        asked for the first symbol: 2; for the second: 5
         a2b5.        ...
 
-    The answers alone are digits: the loss of the token type `digit` is theirs. The last byte of a
-    cell, which is the first input of the next one, is constant. So without carried state their loss
-    cannot fall below ln 8 = 2.079 nats; with it they are certain, and over all bytes a perfect
-    model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
+    The answers alone are digits, which cost ln 8 nats each without carried state (docs/ledger.md).
 
     `groups`: documents over all `streams`, which are files. `seq_len`: bytes per cell, at least 5;
     train with this `data.seq_len`. Raises UserError: fewer groups than streams.

@@ -33,7 +33,7 @@ from trainer.training.plan import Plan
 from trainer.training.sources import Source, make_held_out
 from trainer.wording import counted
 
-COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted when a run starts, at most
+COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted at the start
 LEAST = 8  # documents, or files, that are drawn: the error needs as many
 
 
@@ -47,12 +47,8 @@ class Sample:
     weight: float = 1.0  # of the loss of a token in the loss
 
     def error(self, losses: npt.NDArray[np.float64], tokens: npt.NDArray[np.float64]) -> float:
-        """The error of the mean loss per token against the whole set's, by the sums of each unit;
-        NaN if unknown.
-
-        It is that of a ratio of sums over equally likely units, with the correction for a finite
-        set.
-        """
+        """The error of the mean loss per token against the whole set's, by the sums of each unit:
+        that of a ratio of sums, with the correction for a finite set. NaN if unknown."""
         moments = Moments.of(torch.from_numpy(losses), torch.from_numpy(tokens))
         return self.weight * moments.wide_error() * math.sqrt(1 - self.share)
 
@@ -125,7 +121,7 @@ def draw_sample(
     if not len(tokens) or (is_counted and (1 + runs * (cells - 1)).sum() <= budget):
         return f"all {counted(len(tokens), 'document')}, {counted(int(tokens.sum()), 'token')}", None
     fewest = min(LEAST, len(tokens))
-    # So that the fewest documents keep to the budget, however long they are; but two cells show what the second gains.
+    # So that the fewest documents keep to the budget; but two cells show what the second gains.
     depth = max((budget // fewest - 1) // runs + 1, runs)
     cost = (1 + runs * (np.minimum(cells, depth) - 1)).mean()
     num = int(np.clip(budget / cost, fewest, len(tokens)))
@@ -148,7 +144,7 @@ def draw_sample(
 
 
 def _count(datasets: Sequence[ShardSource], files: Sequence[tuple[int, Stream]]) -> tuple[Ints, Ints, Ints]:
-    """All documents with a token: number of its file, number in the file, and its tokens; [n] each."""
+    """All documents with a token: numbers of the file and in the file, and tokens; [n] each."""
     found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 3]
     for at, (index, stream) in enumerate(files):
         opened = datasets[index].open(stream)  # no evaluation cuts documents: a group is one

@@ -56,10 +56,7 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
         (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are 'a', 'b'"),
         (['train.micro_batches="auto"'], "train.micro_batches: must be an integer or a table with schedule ="),
         (['train.micro_batches={schedule="auto",start=2}'], "a table with schedule = \"step\"; got 'auto'"),
-        (
-            ["distributed.shards=1000000"],
-            "makes 2,000,000 micro-batches of a step on a rank; most: 10,000; start",
-        ),
+        (["distributed.shards=1000000"], "makes 2,000,000 micro-batches of a step on a rank; most: 10,000; start"),
         ([*FULL_ROWS, "ledger.capacity=1"], "ledger.capacity: must hold the states of all documents in flight: 4"),
         ([*FULL_ROWS, "ledger.capacity=1"], "got 1; remove it: then there is a slot for each lane"),
         (

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.data.fingerprint import (
-    BLOCK_BYTES,
-    Fingerprint,
-    compare,
-    mark_files,
-)
+from trainer.data.fingerprint import BLOCK_BYTES, Fingerprint, compare, mark_files
 from trainer.errors import UserError
 
 SIZES = (0, 1, BLOCK_BYTES, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 1, 5 * BLOCK_BYTES)
@@ -60,8 +55,5 @@ def test_differences_are_counted_with_examples():
     after = Fingerprint(2, "5:aa", {"s": {f"{i}": f"1:{i}" for i in range(1, 8)}, "added": {"y": "1:b"}})
     other = Fingerprint(2, "5:bb", {"s": {f"{i}": f"2:{i}" for i in range(6)}})
     assert compare(before, after) == ["source s: 1 missing (0), 2 new (6, 7)"]
-    assert compare(before, other) == [
-        "the tokenizer.json changed",
-        "source s: 6 changed (0, 1, 2 and 3 more)",
-    ]
+    assert compare(before, other) == ["the tokenizer.json changed", "source s: 6 changed (0, 1, 2 and 3 more)"]
     assert not compare(before, before)

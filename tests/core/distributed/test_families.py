@@ -12,12 +12,7 @@ from tests.support.runs import FULL_ROWS, read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")
-SIZES = {
-    "gated_delta": "{heads=2}",
-    "transformer": "{heads=2, kv_heads=1}",
-    "gru": "{}",
-    "lstm": "{dropout=0.1}",
-}
+SIZES = {"gated_delta": "{heads=2}", "transformer": "{heads=2, kv_heads=1}", "gru": "{}", "lstm": "{dropout=0.1}"}
 
 
 def start(tmp_path, name, family, *sets, more=()):

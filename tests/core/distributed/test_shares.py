@@ -61,10 +61,7 @@ CASES: dict[int, dict[tuple[str, ...], int]] = {
         ("distributed.strategy=ddp",): 1,
         ("distributed.strategy=fsdp", "optimizer.name=muon"): 2,
     },
-    4: {
-        ("distributed.strategy=fsdp",): 4,
-        ("distributed.strategy=hsdp", "distributed.replicas=2"): 2,
-    },
+    4: {("distributed.strategy=fsdp",): 4, ("distributed.strategy=hsdp", "distributed.replicas=2"): 2},
 }
 
 

@@ -47,12 +47,7 @@ every = 5
 """
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 QUIET = ("eval.every=0", "sample.every=0", "checkpoint.every=0")
-SETTINGS = (
-    "model.num_layers=3",
-    "optimizer.lr=2e-3",
-    'scheduler.name="constant"',
-    "metrics.per_layer=true",
-)
+SETTINGS = ("model.num_layers=3", "optimizer.lr=2e-3", 'scheduler.name="constant"', "metrics.per_layer=true")
 
 
 def start(config: Path, run_dir: Path, *sets: str, steps: int, nproc: int = 2, **options: Any) -> Path:

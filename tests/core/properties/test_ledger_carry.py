@@ -146,12 +146,7 @@ CASES = {
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(num_layers=st.integers(1, 3), **CASES)
 def test_outputs_and_states_through_the_ledger_equal_the_uncut_run(
-    builder: Callable[..., nn.Module],
-    dtype: torch.dtype,
-    tolerance: float,
-    num_layers: int,
-    seed: int,
-    **kinds: object,
+    builder: Callable[..., nn.Module], dtype: torch.dtype, tolerance: float, num_layers: int, seed: int, **kinds: object
 ) -> None:
     torch.manual_seed(seed)
     model = builder(VOCAB, 8, num_layers).to(dtype)

@@ -215,13 +215,7 @@ def test_known_points(name, expected):
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(
-    st.sampled_from(SCHEDULES),
-    st.integers(1, 60),
-    st.integers(0, 60),
-    st.floats(0, 1),
-    st.floats(0.01, 1),
-)
+@given(st.sampled_from(SCHEDULES), st.integers(1, 60), st.integers(0, 60), st.floats(0, 1), st.floats(0.01, 1))
 def test_it_rises_to_the_peak_then_never_rises_again_and_stays_above_its_floor(name, steps, warmup, floor, decay):
     warmup = min(warmup, steps)
     table = SchedulerTable(name=name, warmup_steps=warmup, min_lr_ratio=floor, decay_fraction=decay)

@@ -103,12 +103,7 @@ def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data
 
 @pytest.mark.parametrize(
     ("place", "new"),
-    [
-        (("step",), 7),
-        (("tracker", "tokens_seen"), None),
-        (("config",), "x"),
-        (("evaluation_is_due",), 3),
-    ],
+    [(("step",), 7), (("tracker", "tokens_seen"), None), (("config",), "x"), (("evaluation_is_due",), 3)],
 )
 def test_what_state_json_cannot_hold_counts_as_damage_so_that_auto_falls_back(saved, place, new):
     config_path, path, state, parts = saved

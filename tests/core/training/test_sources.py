@@ -75,11 +75,7 @@ def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_tha
         (source("a", 'root = "nowhere"'), {}, "make it .train data build pytext --out nowhere"),
         (source("a", 'root = "corpus"\nmodalities = ["c"]'), {}, "has no modality 'c'"),
         (source("a", 'paths = ["corpus/*.txt"]'), {}, "has no stream files"),
-        (
-            source("a", 'root = "s3://b/c"'),
-            {},
-            "source a: root: s3://b/c is a URL, and data is read from files; mount",
-        ),
+        (source("a", 'root = "s3://b/c"'), {}, "source a: root: s3://b/c is a URL, and data is read from files; mount"),
         (source("a", 'paths = ["s3://b/*.txt"]'), {}, "source a: paths: s3://b/.*.txt is a URL, and data"),
         (source("a", 'root = "corpus"\nweight = 0'), {}, "all weights are zero from batch 0 on"),
         (

@@ -103,10 +103,7 @@ def test_band_restarts_bad_values_and_the_range_of_buckets_are_drawn():
     assert (max(shade["y"]), max(mean["y"]) < 0.9, len(shade["x"])) == (0.9, True, 2 * len(mean["x"]))
     (band,), (restart,) = chart.figure["layout"]["shapes"], restart_marks([run])
     assert (band["y0"], band["y1"], restart["x0"], restart["x1"]) == (None, 0.95, 20, 20)
-    assert chart.notes == [
-        "not finite at step 2,346",
-        "points are buckets: the line is the mean, the shade the range",
-    ]
+    assert chart.notes == ["not finite at step 2,346", "points are buckets: the line is the mean, the shade the range"]
 
 
 class Elements(HTMLParser):
