@@ -285,6 +285,8 @@ class DataTable(Table):
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
     eod: WholeNumber | None = None
     """Token id that ends each document of text, and generation; files of ids have it already."""
+    parse_special: bool = False
+    """Whether `<|endoftext|>` in text is that special token of the tokenizer.json."""
     max_group_cells: WholeNumber = 0
     """Most cells per group; longer documents become several groups. 0: no document is cut."""
     align: Literal["auto", "stream", "document"] = "auto"

@@ -226,7 +226,7 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
     return _table(path, np.memmap(path, dtype=dtype, mode="r"), options)
 
 
-def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
+def read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
     """(dtype, first token of each document, tokens of each) of a `.bin` of so many bytes."""
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     head = data[: HEADER.size].tobytes()
@@ -266,7 +266,7 @@ def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
     index = path.with_suffix(".idx")
     if not index.is_file():
         raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
-    dtype, starts, lengths = _read_index(index, path.stat().st_size)
+    dtype, starts, lengths = read_index(index, path.stat().st_size)
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     IdBounds.of(path, options.tokenizer).check_sample(tokens)
     return TokenTable(tokens, starts, lengths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from trainer.arrays import stable_hash
 from trainer.data.documents import ReadOptions
-from trainer.data.formats import files_of
 from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream
+from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.errors import UserError
 from trainer.wording import few
 
@@ -60,15 +60,11 @@ def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int) -> list[str]:
         return [*pool.map(lambda files: "+".join(_mark(path, blocks) for path in files), paths)]
 
 
-def stream_files(streams: Iterable[Stream], format: str) -> list[list[Path]]:
-    return [files_of(Path(stream.path), format) for stream in streams]
-
-
 def _mark(path: Path, blocks: int) -> str:
     samples = hashlib.blake2b(digest_size=8)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        with open(descriptor, "rb", buffering=0):
+        with open(path, "rb", buffering=0) as file:
+            descriptor = file.fileno()
             size = os.fstat(descriptor).st_size
             if size <= blocks * BLOCK_BYTES:
                 samples.update(os.pread(descriptor, size, 0))
@@ -106,6 +102,9 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     """Everything that must match for a state to fit: how files are read and cut, and which."""
     paths = [part for stream in streams for part in (stream.relative_path, stream.modality)]
     tokenizer = options.tokenizer
+    words = f"{tokenizer.name} ({tokenizer.vocab_size} ids)"
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.special_tokens and not tokenizer.parse_special:
+        words += ", data.parse_special = false"  # earlier versions parsed them
     # A column or an end that is not set stands in no state of earlier versions.
     unset = (("column", None), ("text_eod", None))
     read = {key: value for key, value in vars(options).items() if (key, value) not in unset}
@@ -113,7 +112,7 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
         **asdict(cut),
         **settings,
         **read,
-        "tokenizer": f"{tokenizer.name} ({tokenizer.vocab_size} ids)",
+        "tokenizer": words,
         "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
     }
 
@@ -131,10 +130,8 @@ def check_states(states: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) ->
         problem = "these are not the states that all ranks of a dataset of this version saved, "
         raise UserError(name, f"{problem}in rank order", "load those of one checkpoint")
     for saved in (state["fingerprint"] for state in states):
-        found = []
-        for key, value in expected.items():
-            if saved.get(key) != value:
-                found.append(f"{key} was {saved.get(key)!r} and is {value!r}")
+        pairs = [(key, saved.get(key), value) for key, value in expected.items()]
+        found = [f"{key} was {before!r} and is {now!r}" for key, before, now in pairs if before != now]
         if found:
             problem = f"the saved state does not fit: {', '.join(found)}"
             raise UserError(name, problem, "restore the old value, or start without this state")

@@ -23,16 +23,8 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data import documents
-from trainer.data.documents import (
-    IdBounds,
-    Kind,
-    ReadOptions,
-    TokenArray,
-    TokenTable,
-    damaged,
-    table_from_pieces,
-)
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer, encode_all
+from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
 
@@ -41,11 +33,10 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 BATCH = 1 << 20  # bytes of lines that are tokenized together
 BATCH_ROWS = 1024  # likewise
 COLUMNS = ("text", "tokens")
-UNBOUNDED = 1 << 40  # larger than any vocabulary
 
 
 def _bounds(data: TokenArray, text_split: str) -> Ints:
-    """Where documents begin, in bytes, and the end of the last; no byte-order mark is part of one."""
+    """Where documents begin, in bytes, and the last ends; a byte-order mark is part of none."""
     starts = [0]
     if data[: len(BOM_UTF8)].tobytes() == BOM_UTF8:
         starts = [len(BOM_UTF8)]
@@ -164,7 +155,7 @@ def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) ->
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[tuple[Any, Any]]:
-    """pyarrow and the opened file. Raises UserError: the package is missing, or the file is damaged."""
+    """pyarrow and the opened file. Raises UserError: no package, or the file is damaged."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -278,20 +269,6 @@ def suffixes() -> tuple[str, ...]:
 def index_suffixes() -> tuple[str, ...]:
     """Extensions of files that only index another file."""
     return tuple(each.beside for each in FORMATS.values() if each.beside is not None)
-
-
-def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
-    """The kind of a file of the format `name`; `text` for formats by import path, and for files that
-    cannot be read, of which reading will tell."""
-    row = FORMATS.get(name)
-    if row is None or name == "text":
-        return "text"
-    if row.pieces is not None:
-        try:
-            next(row.pieces(path, ReadOptions(IdsTokenizer(UNBOUNDED), column=column)), None)
-        except (UserError, OSError):  # such as of text, which takes a tokenizer
-            return "text"
-    return "ids"
 
 
 def is_read_whole(path: Path | str, options: ReadOptions) -> bool:

@@ -179,6 +179,8 @@ def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenSt
         documents = load_documents(stream.tokens or stream.path, options)
     except UserError as error:
         error.where = f"source {cut.namespace}"
+        if stream.tokens:  # not the user's file
+            error.fix = f"delete {os.path.dirname(stream.tokens)}: a run makes it again"
         raise
     path, count = stream.relative_path, documents.num_documents
     kept = np.flatnonzero(documents_of(cut.split, path, count, cut.holdout_fraction))

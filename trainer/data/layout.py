@@ -11,16 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
-from typing import Literal
 
-from trainer.data.formats import (
-    FORMATS,
-    format_name,
-    index_suffixes,
-    is_import_path,
-    suffixes,
-    takes_option,
-)
+from trainer.data.formats import FORMATS, format_name, index_suffixes, is_import_path, suffixes, takes_option
 from trainer.errors import UserError
 from trainer.wording import counted, few, printable
 
@@ -32,7 +24,7 @@ logger = logging.getLogger("trainer.data")
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a glob matches, sorted, but for `IGNORED` names in what its wildcards stand for."""
+    """The files that a glob matches, sorted, but for `IGNORED` names that its wildcards match."""
     parts = PurePath(pattern).parts
     fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts))
     files = filter(os.path.isfile, map(os.path.normpath, glob.iglob(pattern, recursive=True)))
@@ -76,7 +68,7 @@ def _may_be_meant(path: PurePath) -> bool:
 
 
 def _sort_out(files: Mapping[str, PurePath], format: str) -> tuple[list[str], list[str]]:
-    """The files that a layout reads, and others that may be meant as data, by names below the root."""
+    """The files that a layout reads, and others that may be data, by names below the root."""
     read = [path for path, name in files.items() if is_data(name, format)]
     return read, [path for path in files.keys() - {*read} if _may_be_meant(files[path])]
 
@@ -211,16 +203,6 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         raise UserError("paths", "is empty", "name at least one file or glob")
     warn_unread("paths", {path for path in unread if name_of(path) not in found})
     return numbered(found.values())
-
-
-@dataclass(frozen=True)
-class Discovery:
-    """The streams at a user's paths, and how a config names them: `root` or `paths`."""
-
-    layout: Literal["nested", "direct"]
-    streams: list[Stream]
-    root: str | None = None
-    paths: tuple[str, ...] = ()
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,13 +89,14 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`. One id beyond its largest is added to begin documents.
 
     Saved truncation and padding are switched off: a document is never cut or filled up. Its
-    post-processor is not applied, so it adds no special tokens.
+    post-processor is not applied, so it adds no special tokens. What spells one, or `eod`, the
+    token that ends documents, is ordinary text, unless `parse_special`.
     """
 
     token_type_names: tuple[str, ...] = ()
     token_type_table: npt.NDArray[np.int8] | None = None
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, parse_special: bool = False, eod: int | None = None) -> None:
         try:
             import tokenizers
 
@@ -114,6 +116,23 @@ class HuggingFaceTokenizer:
         self.vocab_size = self.bos_id + 1
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {each.content: id for id, each in added.items() if each.special or id == eod}
+        self.parse_special = parse_special
+        if not parse_special:
+            self._read_as_text(tokenizers)
+
+    def _read_as_text(self, package: Any) -> None:
+        """Make what spells a special token ordinary text."""
+        words = self._tokenizer
+        words.add_special_tokens([*self.special_tokens])  # `eod` may be none yet
+        words.encode_special_tokens = True
+        if self.special_tokens and getattr(words.model, "ignore_merges", True):
+            # The model may know it as a word: it is cut behind its first character.
+            firsts = [f"{re.escape(each[0])}(?={re.escape(each[1:])})" for each in self.special_tokens]
+            cut = package.pre_tokenizers.Split(package.Regex("|".join(firsts)), "isolated")
+            steps = [step for step in (cut, words.pre_tokenizer) if step is not None]
+            words.pre_tokenizer = package.pre_tokenizers.Sequence(steps)
 
     def encode(self, text: str) -> Ints:
         """The ids, without the special tokens of the post-processor."""
@@ -164,8 +183,9 @@ class IdsTokenizer:
         return " ".join(str(int(i)) for i in ids if i != self.bos_id)
 
 
-def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
-    """`bytes`, `ids` (with the number of ids), or the path of a tokenizer.json."""
+def load_tokenizer(name: str, *, vocab_size: int = 0, parse_special: bool = False, eod: int | None = None) -> Tokenizer:
+    """`bytes`, `ids` (with the number of ids), or the path of a tokenizer.json, which alone heeds
+    the other options."""
     if (name == "ids") != (vocab_size > 0):
         raise UserError("data.vocab_size", f'must be set with tokenizer = "ids", and with no other; got {vocab_size}')
     if name == "ids":
@@ -173,19 +193,24 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     if name == "bytes":
         return BytesTokenizer()
     if name.endswith(".json"):
-        return HuggingFaceTokenizer(name)
+        return HuggingFaceTokenizer(name, parse_special=parse_special, eod=eod)
     raise UserError("data.tokenizer", f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}')
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
-    """The ids to continue: the one that begins a document, then the prompt's (with `ids`, of words)."""
+    """The ids to continue: that which begins a document, then the prompt's (words with `ids`)."""
     if tokenizer.name == "ids":
         words = prompt.split()
         if all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
             return [tokenizer.bos_id, *map(int, words)]
         problem = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}'
-        raise UserError(key, problem, 'write "17 4 99"')
-    return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
+        fix = 'write "17 4 99"'
+    else:
+        try:
+            return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
+        except UnicodeEncodeError:
+            problem, fix = f"is not UTF-8 text: {prompt}", "set the terminal to UTF-8"
+    raise UserError(key, problem, fix)
 
 
 def token_bytes(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32] | None, str]:

@@ -17,57 +17,123 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
+import stat
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, damaged
+from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, damaged, read_index
 from trainer.data.formats import FORMATS, format_name
 from trainer.data.layout import Stream
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.files import open_plain, remove_leftovers, replacing, write_file
-from trainer.metrics.logger import Report, get_logger, progress_bar, silent
+from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
+from trainer.metrics.logger import get_logger
+from trainer.wording import counted, few, printable
 
 if TYPE_CHECKING:  # what starts each of the processes imports little
-    from trainer.config.data_tables import SourceTable
     from trainer.distributed.env import RankInfo
     from trainer.training.plan import Plan
     from trainer.training.sources import Source
 
 logger = get_logger(__name__)
 LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it is read
+UNBOUNDED = 1 << 40  # larger than any vocabulary
 DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
-POLL_SEC, HEAD_START_SEC = 0.2, 5.0
+POLL_SEC, HEAD_START_SEC, SECONDS_PER_LINE = 0.2, 5.0, 30.0
+Report = Callable[[int, int, str], None]
+"""Called with (done, total, what is being done)."""
+
+
+def progress(work: str) -> Report:
+    """Logs a line every half minute."""
+    said = time.monotonic()
+
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SECONDS_PER_LINE:
+            said = time.monotonic()
+            logger.info("%s: %s of %s: %s", work, f"{done:,}", f"{total:,}", printable(what))
+
+    return report
 
 
 class How(NamedTuple):
     """How text is tokenized, for the processes."""
 
     tokenizer: str
+    parse_special: bool
+    format: str
     text_split: Any
     column: str | None
     text_eod: int | None
 
 
-def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers: int, report: Report = silent) -> None:
-    """Write the tokens of the files that have none yet, in a pool of processes.
+Spelled: TypeAlias = Counter[tuple[str, ...]]
+"""Documents, by the special tokens that they spell; () for none."""
+
+
+class Spelling(IdsTokenizer):
+    """Looks for special tokens in the place of a tokenizer: each is a number below 0, which no file
+    of ids has."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        super().__init__(UNBOUNDED)
+        self.tokens = sorted(tokens, key=len, reverse=True)  # of several that begin alike
+        self._pattern = re.compile("|".join(map(re.escape, self.tokens)))
+
+    def encode(self, text: str) -> Ints:
+        found = sorted({*self._pattern.findall(text)})
+        return np.array([-1 - self.tokens.index(each) for each in found], dtype=np.int64)
+
+
+def spelled(path: str, options: ReadOptions) -> Spelled:
+    """What the documents of a file of text spell."""
+    assert isinstance(options.tokenizer, HuggingFaceTokenizer)
+    look, found = Spelling(options.tokenizer.special_tokens), Spelled()
+    if look.tokens:
+        options = replace(options, tokenizer=look, text_eod=None)
+        with suppress(UserError, OSError):  # of which reading will tell
+            for piece in _reader(path, options)(Path(path), options):
+                found[tuple(look.tokens[-1 - number] for number in piece[piece < 0].tolist())] += 1
+    return found
+
+
+def _say(source: str, found: Spelled, *, parse_special: bool) -> None:
+    """Warn of documents that spell special tokens."""
+    names = dict.fromkeys(name for names, _ in found.most_common() for name in names)
+    if names:
+        number, documents = found.total() - found[()], counted(found.total(), "document")
+        reads = {
+            False: "are read as text; data.parse_special = true makes them those tokens",
+            True: "become those tokens",
+        }
+        text = "source %s: %s of %s spell special tokens (%s), which %s"
+        logger.warning(text, source, f"{number:,}", documents, few([*names]), reads[parse_special])
+
+
+def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, report: Report) -> Spelled:
+    """Write the tokens of the files that have none yet, in a pool of processes; what these spell.
 
     `files`: path -> the `.bin` to write; its index is last. `report` gets (megabytes done, of,
     file), at least once a second. Raises UserError: a file is damaged. What was finished stays.
     """
     sizes = {path: os.path.getsize(path) for path in files}
-    missing = [path for path, target in files.items() if not target.with_suffix(".idx").is_file()]
+    missing = [path for path, target in files.items() if not _is_whole(target)]
+    found = Spelled()
     done, total, last = sum(sizes.values()) - sum(sizes[path] for path in missing), sum(sizes.values()), ""
     # With fewer files than processes, each has the tokenizer's threads.
     settings = (how, len(missing) < workers)
@@ -75,12 +141,12 @@ def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
         try:
-            futures = {pool.submit(_tokenize_file, path, format, files[path]): path for path in missing}
+            futures = {pool.submit(_tokenize_file, path, files[path]): path for path in missing}
             while futures:
                 ended, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
                 for future in ended:
                     last = futures.pop(future)
-                    future.result()
+                    found += future.result()
                     done += sizes[last]
                 report(done // 1_000_000, total // 1_000_000, last)
         except BaseException as error:
@@ -88,9 +154,10 @@ def tokenize_files(files: Mapping[str, Path], format: str, how: How, *, workers:
             for process in multiprocessing.active_children():  # their work is not worth waiting for
                 process.terminate()
             if isinstance(error, BrokenExecutor):
-                problem = "a process ended in the middle of its work, perhaps killed for want of memory"
+                problem = "a process ended in the middle of its work, perhaps for want of memory"
                 raise UserError("data.tokenizer", problem, "run it again; it continues") from None
             raise
+    return found
 
 
 _options: ReadOptions  # of a process of the pool
@@ -103,8 +170,8 @@ def _begin(how: How, has_threads: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = str(has_threads).lower()
-    name, text_split, column, text_eod = how
-    _options = ReadOptions(load_tokenizer(name), text_split=text_split, column=column, text_eod=text_eod)
+    words = load_tokenizer(how.tokenizer, parse_special=how.parse_special, eod=how.text_eod)
+    _options = ReadOptions.of(how, tokenizer=words)
 
 
 def _end_with_parent() -> None:
@@ -115,19 +182,35 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenize_file(path: str, format: str, target: Path) -> None:
-    """Write a file's tokens, and their index."""
-    pieces, lengths = FORMATS[format_name(Path(path), format)].pieces, array("q")
-    assert pieces is not None
+def _reader(path: str, options: ReadOptions | How) -> Any:
+    """What gives the documents of a file that may hold text (ids in it are copied); else None."""
+    row = FORMATS.get(format_name(Path(path), options.format))
+    return row and row.pieces
+
+
+def _tokenize_file(path: str, target: Path) -> Spelled:
+    """Write a file's tokens, and their index; what it spells."""
+    lengths = array("q")
     vocab_size = _options.tokenizer.vocab_size
     dtype = next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
     with replacing(target) as file:
-        for piece in pieces(Path(path), _options):
+        for piece in _reader(path, _options)(Path(path), _options):
             lengths.append(len(piece))
             file.write(piece.astype(dtype).tobytes())
     if not lengths:
         raise UserError(path, "has no documents", "remove the file")
     write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), dtype)
+    return spelled(path, _options)
+
+
+def _is_whole(tokens: Path) -> bool:
+    """Whether tokens and their index are there, are no links, and fit each other."""
+    index = tokens.with_suffix(".idx")
+    try:
+        is_plain = all(stat.S_ISREG(each.lstat().st_mode) for each in (tokens, index))
+        return is_plain and bool(read_index(index, tokens.stat().st_size))
+    except (OSError, ValueError):
+        return False
 
 
 class Stopped(Exception):
@@ -153,76 +236,80 @@ def tokenize_source(
     """The file with the tokens of each of the source's text files, made unless they are there; none
     if it has little text. Raises UserError: a file is damaged, or the cache cannot be used;
     Stopped."""
-    streams = [each for each in source.streams if not source.is_off and _is_text(each, source.table)]
+    data, table = plan.config.data, source.table
+    how = How(data.tokenizer, data.parse_special, table.format, table.text_split, table.column, data.eod)
+    streams = [each for each in source.streams if not source.is_off and _reader(each.path, how)]
+    say = partial(_say, source.name, parse_special=how.parse_special)
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:  # not worth a process
+        if info.is_main:
+            options = ReadOptions.of(how, tokenizer=plan.tokenizer)
+            say(sum((spelled(stream.path, options) for stream in streams), Spelled()))
         return {}
-    data, table = plan.config.data, source.table
     own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
     cache = Path(data.cache_dir or own).expanduser().absolute()
-    how = How(data.tokenizer, table.text_split, table.column, data.eod)
-    place = cache / _key(streams, table.format, how)
+    place = cache / _key(streams, how)
     names = {each.path: f"{number:06d}.bin" for number, each in enumerate(streams)}
     what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
 
-    def look(report: Report, done: int, total: int, path: str) -> None:
+    say_how_far = progress("tokenizing, in MB")
+
+    def look(*how_far: Any) -> None:
         if is_stopped():
             raise Stopped
-        report(done, total, path)
+        if how_far:
+            say_how_far(*how_far)
 
-    def make() -> None:
-        logger.info("%s", what)
-        making = place.with_suffix(".making")
-        making.mkdir(exist_ok=True)
-        remove_leftovers(making)  # of a write that was killed
-        files = {path: making / name for path, name in names.items()}
-        with progress_bar(partial(logger.info, "tokenizing: %s")) as report:
-            num_cores = len(os.sched_getaffinity(0))
-            tokenize_files(files, table.format, how, workers=num_cores, report=partial(look, report))
-        making.rename(place)
+    def is_made() -> bool:
+        return not place.is_symlink() and all(_is_whole(place / name) for name in names.values())
 
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with open_plain(place.with_suffix(".lock"), "ab") as lock:
             waits_until = time.monotonic() + (HEAD_START_SEC if info.local_rank else 0)  # the first rank speaks
             has_said = False
-            while not place.is_dir():
-                if time.monotonic() >= waits_until and _try(lock):
-                    if not place.is_dir():
-                        make()
-                    break
+            while not is_made():
+                if time.monotonic() >= waits_until:
+                    with suppress(BlockingIOError):  # another process has it
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        if not is_made():
+                            logger.info("%s", what)
+                            say(_make(place, names, how, look))
+                        break
                 if not has_said:
                     logger.info("waiting for another process that is %s", what)
                 has_said = True
-                look(silent, 0, 0, "")
+                look()
                 time.sleep(POLL_SEC)
     except OSError as error:
         fix = f"name another data.cache_dir; if it is full, delete what no run reads in {cache}"
         raise UserError(str(error.filename or cache), f"cannot be used: {error.strerror}", fix) from None
-    return {path: str(place / name) for path, name in names.items()}
+    # A file of empty documents has no tokens to map: it is read itself.
+    return {path: str(place / name) for path, name in names.items() if os.path.getsize(place / name)}
 
 
-def _try(lock: BinaryIO) -> bool:
-    """Take a lock, unless another process has it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _make(place: Path, names: Mapping[str, str], how: How, look: Callable[..., None]) -> Spelled:
+    """Make an entry of the cache, in the place of a damaged one; what its texts spell."""
+    if os.path.lexists(place):
+        logger.warning("%s is damaged: it is made again", place)
+        discard(place)
+    making = place.with_suffix(".making")
+    if making.is_symlink():  # to where nothing is to be written
+        making.unlink()
+    making.mkdir(exist_ok=True)
+    remove_leftovers(making)  # of a write that was killed
+    files = {path: making / name for path, name in names.items()}
+    found = tokenize_files(files, how, workers=len(os.sched_getaffinity(0)), report=look)
+    making.rename(place)
+    return found
 
 
-def _is_text(stream: Stream, table: SourceTable) -> bool:
-    """Whether a file may hold text; ids in it are copied."""
-    row = FORMATS.get(format_name(Path(stream.path), table.format))
-    return row is not None and row.pieces is not None
-
-
-def _key(streams: Sequence[Stream], format: str, how: How) -> str:
+def _key(streams: Sequence[Stream], how: How) -> str:
     """The key of the tokens of these files: another one for files that changed."""
     found = [(os.path.abspath(each.path), os.stat(each.path)) for each in streams]
-    files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in found]
+    files = [(path, status.st_size, status.st_mtime_ns) for path, status in found]
     digest = hashlib.sha256(Path(how.tokenizer).read_bytes()).hexdigest()
-    text = json.dumps(["tokens", format, digest, *how[1:], files])
+    text = json.dumps(["tokens 2", digest, *how[1:], files])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 

@@ -1,19 +1,18 @@
-"""Human-readable log lines and progress on stderr, and the formatting of numbers in them."""
+"""Human-readable log lines on stderr, and the formatting of numbers in them."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TextIO
 
-from trainer.wording import printable, printable_lines
+from trainer.wording import printable_lines
 
 ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
@@ -149,37 +148,3 @@ def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
         seconds = metrics["step_time_sec"]
         parts["step_time"] = f"{seconds:.2f}s" if seconds >= 0.1 else f"{seconds:.4f}s"
     return format_metrics(step, parts)
-
-
-SECONDS_PER_LINE = 30.0
-BAR = 30  # characters
-Report = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done)."""
-
-
-def silent(done: int, total: int, what: str) -> None:
-    """Says nothing."""
-
-
-@contextmanager
-def progress_bar(say: Callable[[str], object] = str) -> Iterator[Report]:
-    """A bar on stderr if that is a terminal; otherwise `say` gets a line of megabytes every half
-    minute."""
-    is_terminal, said = sys.stderr.isatty(), time.perf_counter()
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal said
-        if is_terminal:
-            bar = "#" * (BAR * done // max(total, 1))
-            line = printable(f"{bar:-<{BAR}} {done:,}/{total:,} {what}")
-            sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-            sys.stderr.flush()
-        elif time.perf_counter() - said >= SECONDS_PER_LINE:
-            said = time.perf_counter()
-            say(f"{done:,} of {total:,} MB: {what}")
-
-    try:
-        yield report
-    finally:
-        if is_terminal:
-            sys.stderr.write("\n")

@@ -1,4 +1,4 @@
-"""A trained model taken out of its run's directory, of an exported one, or of one of `transformers`."""
+"""A trained model out of its run's directory, an exported one, or one of `transformers`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing_path, write_file
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
@@ -28,7 +28,7 @@ from trainer.model.families import DEFAULT
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles
 from trainer.training.checkpointing.train_state import open_model
-from trainer.training.plan import build_model
+from trainer.training.plan import build_model, tokenizer_of
 from trainer.training.run_dir import RunDir
 
 CONFIG_FILE = "config.toml"
@@ -134,11 +134,7 @@ def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load_model(
-    directory: str | Path,
-    *,
-    step: int | None = None,
-    device: torch.device,
-    trust_code: bool = False,
+    directory: str | Path, *, step: int | None = None, device: torch.device, trust_code: bool = False
 ) -> SavedModel:
     """The model of a run's checkpoint, or of a directory that `train export` has written.
 
@@ -167,7 +163,7 @@ def load_model(
     if name.endswith(".json") and not Path(name).is_file():
         problem = "the tokenizer of the model is not there (paths are relative to the working directory)"
         raise UserError(name, problem, "go where the run was started")
-    words = load_tokenizer(name, vocab_size=config.data.vocab_size)
+    words = tokenizer_of(config.data, name)
     model = model_with(weights, config, words.vocab_size, source)
     return SavedModel(model.to(device).eval(), words, config, found)
 
@@ -206,7 +202,7 @@ def export_model(
     """
     saved = read_checkpoint(run_dir, step)
     config = saved.config
-    tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    tokenizer = tokenizer_of(config.data)
     run_dir, place = run_dir.absolute(), out.absolute()
     staging = place.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -260,7 +256,7 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
 
 
 def _save_tokenizer(path: Path, eod: int | None, directory: Path) -> None:
-    """Write the tokenizer for `AutoTokenizer`; one that names no end gets the id that ends documents."""
+    """Write the tokenizer for `AutoTokenizer`; without an end it gets the id that ends documents."""
     from trainer.lab.hugging_face import package
 
     transformers: Any = package()

@@ -8,38 +8,53 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.documents import IdBounds, Kind, ReadOptions
-from trainer.data.formats import UNBOUNDED, file_kind, format_name, load_documents, takes_option
+from trainer.data.formats import FORMATS, format_name, load_documents, takes_option
 from trainer.data.groups import held_out
 from trainer.data.lanes import DOCUMENTS_PER_LANE
-from trainer.data.layout import (
-    Discovery,
-    Stream,
-    discover_direct,
-    discover_nested,
-    is_data,
-    refuse_empty_files,
-    refuse_unheeded,
-)
+from trainer.data.layout import Stream, discover_direct, discover_nested, is_data, refuse_empty_files, refuse_unheeded
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.metrics.logger import Report, silent
+from trainer.lab.tokenized import UNBOUNDED, Report
 from trainer.tools.corpora import why_not_text
 from trainer.wording import counted, few
 
 
-def guess(
-    streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
-) -> tuple[Kind, list[str]]:
+@dataclass(frozen=True)
+class Discovery:
+    """The streams at a user's paths, and how a config names them: `root` or `paths`."""
+
+    layout: Literal["nested", "direct"]
+    streams: list[Stream]
+    root: str | None = None
+    paths: tuple[str, ...] = ()
+
+
+def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
+    """The kind of a file of the format `name`; `text` for formats by import path, and for files
+    that cannot be read, of which reading will tell."""
+    row = FORMATS.get(name)
+    if row is None or name == "text":
+        return "text"
+    if row.pieces is not None:
+        try:
+            next(row.pieces(path, ReadOptions(IdsTokenizer(UNBOUNDED), column=column)), None)
+        except (UserError, OSError):  # such as of text, which takes a tokenizer
+            return "text"
+    return "ids"
+
+
+def guess(streams: Sequence[Stream], options: ReadOptions) -> tuple[Kind, list[str]]:
     """Whether the files hold text or token ids, by the format and first record of each; their
     formats. Raises UserError: text is mixed with ids, a headerless file has no dtype, or it cannot
     be read."""
@@ -47,10 +62,10 @@ def guess(
     formats = set()
     for stream in streams:
         path = Path(stream.path)
-        name = format_name(path, format)
+        name = format_name(path, options.format)
         formats.add(name)
-        examples.setdefault(file_kind(path, name, column), stream.path)
-        if takes_option(name, "dtype") and dtype is None:
+        examples.setdefault(file_kind(path, name, options.column), stream.path)
+        if takes_option(name, "dtype") and options.dtype is None:
             problem = f"does not follow from {stream.path}, which has no header"
             raise UserError("dtype", problem, "give the type of its ids, such as --dtype uint16")
     if len(examples) > 1:
@@ -59,33 +74,21 @@ def guess(
     return next(iter(examples)), sorted(formats)
 
 
-def look(
-    streams: Sequence[Stream],
-    *,
-    tokenizer: str,
-    format: str = "auto",
-    dtype: str | None = None,
-    eod: int | None = None,
-    column: str | None = None,
-) -> tuple[list[Ints], int]:
-    """Read the streams once: tokens of each document, by stream; the largest id of token ids.
+def look(streams: Sequence[Stream], options: ReadOptions) -> tuple[list[Ints], int]:
+    """Read the streams once: tokens of each document, by stream; the largest id of `ids`.
     Raises UserError: a file cannot be read or is damaged."""
-    bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
-    options = ReadOptions(bounded, dtype, eod, format=format, column=column)
     lengths: list[Ints] = []
     largest = 0
     for stream in streams:
         documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
-        if tokenizer == "ids":  # a tokenizer has a vocabulary of its own
+        if isinstance(options.tokenizer, IdsTokenizer):
             largest = max(largest, int(documents.tokens.max(initial=0)))
     return lengths, largest
 
 
-def verify(
-    streams: Sequence[Stream], options: ReadOptions, report: Report = silent
-) -> tuple[int, int, list[UserError]]:
-    """Read every stream completely: the documents, their tokens, and an error for each damaged file."""
+def verify(streams: Sequence[Stream], options: ReadOptions, report: Report) -> tuple[int, int, list[UserError]]:
+    """Read every stream completely: documents, tokens, and an error for each damaged file."""
     errors: list[UserError] = []
     num_documents = num_tokens = 0
     for number, stream in enumerate(streams):
@@ -154,7 +157,7 @@ _toml = partial(json.dumps, ensure_ascii=False)
 
 
 def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> dict[str, float]:
-    """Sizes of `[data]`, `[train]` and `[eval]` by key, with which a run is about one epoch within `STEPS_RANGE`.
+    """Sizes of `[data]`, `[train]` and `[eval]` by key: about one epoch within `STEPS_RANGE`.
 
     `lengths`: tokens of each document, by stream; at least one document has a token. `share`: of
     all data that these streams are. `holdout_fraction` 0: too few documents to hold any out.
@@ -178,7 +181,7 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     documents = int(np.count_nonzero(kept) / share)
     batch = int(np.clip(documents, 1, LARGEST_BATCH))
     micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
-    if batch * micro > documents // DOCUMENTS_PER_LANE >= 2:  # no micro-batch continues another's documents
+    if batch * micro > documents // DOCUMENTS_PER_LANE >= 2:  # none continues another's
         batch, micro = documents // DOCUMENTS_PER_LANE // 2, 2
     steps = int(np.clip(round(trained / (batch * seq_len * micro)), *STEPS_RANGE))
     passes = steps * batch * seq_len * micro / trained
@@ -203,25 +206,31 @@ def starter(
     given: dict[str, Any] = {"dtype": dtype, "eod": eod, "column": column}
     refuse_unheeded(at.streams, format, given)
     chosen, share = sample_streams(at.streams)
-    kind, formats = guess(chosen, format=format, dtype=dtype, column=column)
+    options = ReadOptions(IdsTokenizer(UNBOUNDED), format=format, **given)
+    kind, formats = guess(chosen, options)
     notes = []
     if share < 1.0:
         notes.append(f"only {share:.0%} of the bytes were inspected; the rest may differ")
     if tokenizer is None:
         tokenizer = {"text": "bytes", "ids": "ids"}[kind]
-    lengths, largest = look(chosen, tokenizer=tokenizer, format=format, **given)
+    if tokenizer != "ids":
+        options = replace(options, tokenizer=load_tokenizer(tokenizer))
+    lengths, largest = look(chosen, options)
     if not any(each.any() for each in lengths):
         raise UserError(paths[0], "holds no token at all", "name files with text or ids")
     strange = not_text(chosen, format)
     if strange:
         notes.append(describe(strange, len(chosen)))
     vocab_size = largest + 1 if tokenizer == "ids" else 0
-    ids = load_tokenizer(tokenizer, vocab_size=vocab_size)
     sizes = choose_sizes(chosen, lengths, share=share)
+    if not sizes["holdout_fraction"]:
+        documents = counted(sum(map(len, lengths)), "document")
+        problem = f"none of {documents}, or more than {MOST_HELD_OUT:.0%} of the text"
+        notes.append(f"no [eval]: it would hold out {problem}; add an [[eval.source]]")
     # Lines of the template that begin with one of these and a bar are optional.
     shown = {
         "ids": bool(vocab_size),
-        "large": ids.vocab_size >= TIE_FROM_VOCABULARY,
+        "large": (vocab_size or options.tokenizer.vocab_size) >= TIE_FROM_VOCABULARY,
         "bytes": tokenizer == "bytes",
         "held out": sizes["holdout_fraction"] > 0,
     }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.config.data_tables import DataTable
 from trainer.config.rules import Facts, check_rules, data_shards
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
@@ -147,7 +148,7 @@ def make_plan(
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config)
-    tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    tokenizer = tokenizer_of(config.data)
     doubted: list[UserError] = []
     find_doubts = parts.find("doubts")
     if find_doubts is not None:
@@ -164,6 +165,12 @@ def make_plan(
         for doubt in doubted:
             logger.warning("%s", doubt.message)
     return Plan(config, sources, tokenizer, facts, eval_sources, parts)
+
+
+def tokenizer_of(data: DataTable, name: str = "") -> Tokenizer:
+    """The tokenizer of `[data]`. `name`: where its file is by now."""
+    how: dict[str, Any] = data.model_dump(include={"vocab_size", "parse_special", "eod"})
+    return load_tokenizer(name or data.tokenizer, **how)
 
 
 def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:

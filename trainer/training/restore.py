@@ -18,8 +18,8 @@ from trainer.data.fingerprint import (
     blocks_per_file,
     compare,
     mark_files,
-    stream_files,
 )
+from trainer.data.formats import files_of
 from trainer.data.layout import refuse_empty_files
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
@@ -210,7 +210,7 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo) -> F
                 raise UserError("--resume", problem, fix)
         for name in before.sources.keys() - now.sources.keys():
             if not name.startswith(EVAL):
-                logger.warning("source %s: continuing without it, since the config lacks it", name)
+                logger.warning("source %s: it is in the checkpoint, and the config lacks it", name)
     return now
 
 
@@ -236,7 +236,7 @@ def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tup
     for name, source in sources.items():
         if not source.is_off:
             names += [(name, stream.relative_path) for stream in source.streams]
-            files += stream_files(source.streams, source.table.format)
+            files += [files_of(Path(stream.path), source.table.format) for stream in source.streams]
     if tokenizer.endswith(".json"):
         files.append([Path(tokenizer)])
     return names, files

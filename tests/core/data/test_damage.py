@@ -22,7 +22,8 @@ SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documen
 
 def read_all(path, **kwargs):
     """Read a file to its last token."""
-    _, num_tokens, errors = verify([Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs))
+    streams, options = [Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs)
+    _, num_tokens, errors = verify(streams, options, lambda *_: None)
     for error in errors:
         raise error
     return num_tokens

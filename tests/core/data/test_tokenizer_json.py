@@ -87,14 +87,16 @@ def test_a_table_in_memory_or_in_a_file_holds_every_piece_and_names_a_wrong_id(l
             table_from_pieces(pieces, 100)
 
 
+def added(id, content, *, special=True):
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    return {"id": id, "content": content, "special": special, **flags}
+
+
 def test_texts_together_are_encoded_as_each_alone(tmp_path):
-    added = [{"id": 3, "content": "[CLS]", "single_word": False, "lstrip": False, "rstrip": False}]
-    added[0] |= {"normalized": False, "special": True}
-    tokenizer = make(tmp_path / "tokenizer.json", post_processor=POST_PROCESSOR, added_tokens=added)
+    tokenizer = make(tmp_path / "tokenizer.json", post_processor=POST_PROCESSOR, added_tokens=[added(3, "[CLS]")])
     texts = ["a b", "", "b [CLS] a", "a" * 50]
     together = encode_all(tokenizer, texts)
     assert [ids.tolist() for ids in together] == [tokenizer.encode(text).tolist() for text in texts]
-    assert together[2].tolist() == [1, 3, 0]  # a special token that is written in a text is that token
     (tmp_path / "a.txt").write_bytes(b"a b \xff")
     with pytest.raises(UserError, match="byte offset 4"):
         load_documents(tmp_path / "a.txt", ReadOptions(tokenizer))
@@ -151,7 +153,7 @@ def exact(request, tmp_path_factory):
 
 
 @settings(max_examples=60, deadline=None)
-@given(pieces=st.lists(st.text(max_size=12) | st.sampled_from([" ", "the ", "<tool>", "é", "🙂"]), max_size=12))
+@given(pieces=st.lists(st.text(max_size=12) | st.sampled_from([" ", "the ", "<tool>", END, "é", "🙂"]), max_size=12))
 def test_the_bytes_of_a_texts_tokens_add_up_to_the_text(exact, pieces):
     import unicodedata
 
@@ -167,26 +169,37 @@ def test_each_token_has_its_own_bytes_and_marks_stand_for_none(exact):
     assert sizes is not None
     assert int(sizes[exact.encode(TEXT)].sum()) == len(TEXT.encode())
     assert (len(sizes), sizes.max() > 3, sizes[exact.bos_id]) == (exact.vocab_size, True, 0)
-    assert sizes[exact.encode(f"a{END}")].tolist() == [1, 0]
+    assert sizes[exact.special_tokens[END]] == 0
     for token in random.Random(0).sample(range(exact.bos_id), 100):
         text = exact.decode(np.array([token]))
         if "\ufffd" not in text and text != END:
             assert sizes[token] == len(text.encode()), text
 
 
-def metaspace(path):
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    made.train_from_iterator([TEXT], tokenizers.trainers.BpeTrainer(special_tokens=["<unk>"], show_progress=False))
-    made.save(str(path))
-    return load_tokenizer(str(path))
+def words(path):
+    """Of a model that knows what spells a special token as a word."""
+    vocabulary, tokens = {"a": 0, "[UNK]": 1, END: 2}, [added(2, END), added(3, "<tool>", special=False)]
+    return make(path, vocabulary, added_tokens=tokens, pre_tokenizer={"type": "WhitespaceSplit"})
+
+
+@pytest.mark.parametrize("case", [*EXACT, "words"])
+def test_what_spells_a_special_token_or_the_end_is_text_unless_the_config_parses_it(tmp_path, case):
+    path, text = tmp_path / "tokenizer.json", f"a {END} a{END}<tool> {END}"
+    EXACT.get(case, words)(path)
+    tool = tokenizers.Tokenizer.from_file(str(path)).token_to_id("<tool>")
+    for parse_special, found in ((False, [0, 0]), (True, [3, 1])):
+        tokenizer = load_tokenizer(str(path), parse_special=parse_special, eod=tool)
+        ids = tokenizer.encode(text).tolist()
+        assert [ids.count(id) for id in (tokenizer.special_tokens[END], tool)] == found
+        assert [each.tolist() for each in encode_all(tokenizer, ["a", text])] == [[*tokenizer.encode("a")], ids]
+        assert prompt_ids(tokenizer, text, "--prompt") == [tokenizer.bos_id, *ids]
 
 
 INEXACT = {
     "prefix_space": lambda path: trained(path, byte_level(add_prefix_space=True)),
     "removed": lambda path: trained(path, split("removed")),
     "decomposed": lambda path: trained(path, byte_level(), tokenizers.normalizers.NFD()),
-    "metaspace": metaspace,
+    "metaspace": lambda path: spaced("metaspace").save(str(path)) or load_tokenizer(str(path)),
 }
 
 
@@ -244,6 +257,10 @@ def test_ids_are_written_as_numbers_and_prompts_of_ids_are_read():
     assert "".join(pieces_of(IdsTokenizer(50), [3, 4], [50, 7, 49])) == " 3 4"
     assert prompt_ids(IdsTokenizer(50), "7 49", "--prompt") == [50, 7, 49]
     assert prompt_ids(BytesTokenizer(), "ab", "--prompt") == [256, 97, 98]
-    for prompt in ("7 50", "seven"):
+
+
+def test_a_prompt_that_is_no_text_or_no_ids_is_refused(gpt2):
+    no_ids, no_text = [(IdsTokenizer(50), "7 50"), (IdsTokenizer(50), "seven")], "caf\udce9"
+    for tokenizer, prompt in [*no_ids, (BytesTokenizer(), no_text), (gpt2, no_text)]:
         with pytest.raises(UserError, match="--prompt: "):
-            prompt_ids(IdsTokenizer(50), prompt, "--prompt")
+            prompt_ids(tokenizer, prompt, "--prompt")

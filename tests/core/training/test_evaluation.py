@@ -258,9 +258,9 @@ END = "<|end|>"
 
 
 def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path):
-    """Of a byte-level BPE; the file of ids ends each document with a mark, which is no text."""
+    """Of a byte-level BPE; the file of ids ends each document with a mark, which is no text; in a text it is."""
     tokenizers = pytest.importorskip("tokenizers")
-    texts = [*every_document(tmp_path), "ünïcödé 漢字 🙂 " * 9]
+    texts = [*every_document(tmp_path), f"ünïcödé {END} 漢字 🙂 " * 3]
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -268,14 +268,13 @@ def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path)
         texts, tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet)
     )
     made.save(str(tmp_path / "tokenizer.json"))
+    made.encode_special_tokens = True
     ids = [made.encode(text).ids for text in texts]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     np.save(tmp_path / "ids.npy", np.concatenate([[*each, made.token_to_id(END)] for each in ids]).astype(np.uint16))
     assert made.token_to_id(END) == 0
-    text, ids_file = (
-        f'{{name="text",paths=["{tmp_path}/text.jsonl"]}}',
-        f'{{name="ids",paths=["{tmp_path}/ids.npy"],eod=0}}',
-    )
+    text = f'{{name="text",paths=["{tmp_path}/text.jsonl"]}}'
+    ids_file = f'{{name="ids",paths=["{tmp_path}/ids.npy"],eod=0}}'
     sets = [f'data.tokenizer="{tmp_path}/tokenizer.json"', f"eval.source=[{text},{ids_file}]"]
     plan = plan_of(tmp_path, "eval.holdout_fraction=0", *sets)
     torch.manual_seed(0)

@@ -19,7 +19,9 @@ from tests.support.ranks import children, wait_for_end
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, train, write_tiny_config
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import ReadOptions, load_documents
-from trainer.data.layout import discover_nested
+from trainer.data.documents import HEADER, MAGIC
+from trainer.data.groups import CutOptions, open_stream
+from trainer.data.layout import Stream, discover_nested
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo
@@ -76,13 +78,13 @@ def documents(path, words):
     return [table.read(i, 0, int(length)).tolist() for i, length in enumerate(table.lengths)]
 
 
-def write(source, out, workers=1, **options):
+def write(source, out, workers=1, report=lambda *_: None):
     """Tokenize the texts into a directory: the files, by name."""
     (source / out).mkdir(exist_ok=True)
     texts = sorted(path for path in (source / "text").rglob("*") if path.is_file())
     files = {str(path): source / out / f"{path.name}.bin" for path in texts}
-    how = How(str(source / "tokenizer.json"), "blank_line", None, None)
-    tokenize_files(files, "auto", how, workers=workers, **options)
+    how = How(str(source / "tokenizer.json"), False, "auto", "blank_line", None, None)
+    tokenize_files(files, how, workers=workers, report=report)
     return texts
 
 
@@ -128,7 +130,7 @@ def once(source, monkeypatch):
     monkeypatch.setattr(tokenized, "LEAST_BYTES", 1)
     table = SourceTable(name="s", root=str(source / "text"), text_split="blank_line")
     data = DataTable(source=[table], tokenizer=str(source / "tokenizer.json"), cache_dir=str(source / "cache"))
-    plan = SimpleNamespace(config=SimpleNamespace(data=data))
+    plan = SimpleNamespace(config=SimpleNamespace(data=data), tokenizer=load_tokenizer(data.tokenizer))
 
     def call():
         given = Source("s", table, ConstantWeight(1.0), discover_nested(table.root))
@@ -155,22 +157,74 @@ def test_once_a_full_disk_has_room_the_tokens_are_made_and_then_kept_until_a_fil
     assert not set(once()) & set(files)
 
 
+def link(path, target):
+    path.rename(target)
+    path.symlink_to(target)
+
+
+DAMAGES = {
+    "cut": lambda place, outside: os.truncate(place / "000001.bin", 10),
+    "huge": lambda place, outside: (place / "000001.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, 2**64 - 1, 2**64 - 1)),
+    "link": lambda place, outside: link(place, outside / "entry"),
+    "link of a file": lambda place, outside: link(place / "000002.bin", outside / "x.bin"),
+    "link of what is made": lambda place, outside: [
+        place.rename(outside / "entry"),
+        place.with_suffix(".making").symlink_to(outside),
+    ],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_made_again_and_nothing_outside_is_touched(source, in_threads, once, damage):
+    (source / "text" / "prose" / "empty.jsonl").write_text('{"text": ""}\n')
+    place, outside = once()[0].parent, source / "outside"
+    whole = contents(place)
+    outside.mkdir()
+    for name in ("000000.bin", ".data.bin.1.tmp"):
+        (outside / name).write_text("years of work")
+    DAMAGES[damage](place, outside)
+    kept = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    assert [path.name for path in once() if path.parent == place] == ["000000.bin", "000001.bin", "000002.bin"]
+    assert contents(place) == whole
+    assert not any(path.is_symlink() for path in (place, *place.iterdir()))
+    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == kept
+    os.truncate(place / "000001.bin", 10)  # under a run that has looked
+    stream = Stream(0, "a.jsonl", "a.jsonl", "prose", tokens=str(place / "000001.bin"))
+    with pytest.raises(UserError, match=f"{place}/000001.idx: .*; delete {place}: a run makes it again"):
+        open_stream(stream, ReadOptions(load_tokenizer(str(source / "tokenizer.json"))), CutOptions("s", 8))
+
+
 def test_a_lost_process_is_an_error_that_says_so(source, once, monkeypatch):
     monkeypatch.setattr(tokenized, "_begin", os.abort)
     with pytest.raises(UserError, match="a process ended"):
         once()
 
 
-def test_the_verb_makes_ahead_what_a_run_reads(source, in_threads, monkeypatch, capsys):
+def test_the_verb_makes_what_a_run_reads_and_counts_what_spells_special_tokens(source, in_threads, monkeypatch, capsys):
     monkeypatch.setattr(tokenized, "LEAST_BYTES", 1000)
     config, cache = write_tiny_config(source), source / "cache"
-    given = ["--config", config, "--set", f"data.tokenizer={source}/tokenizer.json", "--set", f"data.cache_dir={cache}"]
+    words = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    words.add_special_tokens(["<s>", "<|end|>"])
+    words.save(str(source / "tokenizer.json"))
+    spelling = ['{"text": "a <s>"}', '{"text": "\\u003c|end|> <s> <s>"}', '{"text": "<s"}', '{"tokens": [3, 1]}']
+    for name in ("corpus/a/stream0.jsonl", "small.jsonl"):
+        with (source / name).open("a") as file:
+            file.write("\n".join(spelling))
+    small = f'eval.source=[{{name="small", paths=["{source}/small.jsonl"]}}]'
+    values = (f"data.tokenizer={source}/tokenizer.json", f"data.cache_dir={cache}", small)
+    given = ["--config", config, *(word for each in values for word in ("--set", each))]
     ended = program(["data", "tokenize", *given], capsys)
     assert (ended.returncode, "source first: tokens of " in ended.stderr) == (0, True), ended.stderr
+    assert "source first: 2 of 52 documents spell special tokens (<s>, <|end|>), which are read as text" in ended.stderr
+    assert "source small: 2 of 4 documents spell special tokens" in ended.stderr
+    assert "source second: 0" not in ended.stderr
     made = {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")}
     assert made
-    assert program(["data", "tokenize", *given], capsys).returncode == 0
+    again = program(["data", "tokenize", *given], capsys)
+    assert (again.returncode, "source first: 2 of" in again.stderr) == (0, False)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")} == made
+    parsed = program(["data", "tokenize", *given, "--set", "data.parse_special=true"], capsys)
+    assert "source first: 2 of 52 documents spell special tokens (<s>, <|end|>), which become those" in parsed.stderr
     ended = program(["data", "tokenize", "--config", config], capsys)
     assert (ended.returncode, "name a tokenizer.json" in ended.stderr) == (2, True)
 

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.errors import UserError, UserErrors
-from trainer.metrics.logger import get_logger, progress_bar
+from trainer.metrics.logger import get_logger
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import print_json, print_table, require_run, writing
 from trainer.wording import counted, few
@@ -141,6 +141,7 @@ def verify(
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
+    from trainer.lab.tokenized import progress
     from trainer.tools.survey import describe, discover, not_text
     from trainer.tools.survey import verify as read_everything
 
@@ -149,8 +150,7 @@ def verify(
     refuse_unheeded(at.streams, format, given)  # options without an effect on these files
     words = load_tokenizer(tokenizer, vocab_size=vocab_size)
     options = ReadOptions(words, format=format, **given)
-    with progress_bar() as report:
-        documents, tokens, errors = read_everything(at.streams, options, report)
+    documents, tokens, errors = read_everything(at.streams, options, progress("reading, in files"))
     if errors:
         raise UserErrors(errors)
     strange = not_text(at.streams, format)
@@ -176,11 +176,8 @@ def at_step(
     if as_json:
         print_json({"run": run_dir, "step": step, "from_step": origin.step, "rows": rows})
         return
-    columns = {"shard.micro.row": list(map(_place, rows))}
-    for key in SHOWN:
-        values = [row[key] for row in rows]
-        if any(value is not None for value in values):
-            columns[key] = list(map(_cell, values))
+    shown = [key for key in SHOWN if any(row[key] is not None for row in rows)]
+    columns = {"shard.micro.row": [*map(_place, rows)]} | {key: [_cell(row[key]) for row in rows] for key in shown}
     print_table(columns, title=f"Step {step} of {run_dir}, read from step {origin.step}")
     for row in rows:
         for each in row["documents"] or []:
