@@ -19,6 +19,7 @@ from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 
 ONSET = 100  # the step at which faults that begin during a run begin
+EARLY = 23  # before a modality has shown its share
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def _stick(step: int, dataset: StreamMixingDataset) -> None:
 
 
 def _starve(step: int, dataset: StreamMixingDataset) -> None:
-    """From the onset on streams of modality b do not come in any more."""
-    if step != ONSET:
+    """From early on streams of modality b do not come in any more."""
+    if step != EARLY:
         return
     original = dataset._next_reader
 
@@ -227,8 +228,8 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
         batch_size_by_modality={"a": 1, "b": 64},
         capacity=512,
     ),
-    ("starved_modality", "no more streams of one modality", ONSET, 250): _scenario(
-        **_BUSY, steps=500, num_streams_mixed=4, documents=4, on_dataset=_starve
+    ("starved_modality", "no more streams of one modality", EARLY, 127): _scenario(
+        **_BUSY, steps=150, num_streams_mixed=4, documents=4, on_dataset=_starve
     ),
     ("exhaust_churn", "slices of 1 or 2 picks", 0, 80): _scenario(
         **_ONE_POOL, micro_batches=2, documents=1, max_group_cells=2

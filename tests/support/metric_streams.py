@@ -32,7 +32,8 @@ from trainer.data import (
     discover_nested,
 )
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.metrics.catalog import lookup
+from trainer.metrics.aggregate import Recorder, reduce_over_ranks
+from trainer.metrics.catalog_rows import SHARE_ERRORS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import encode_payload
@@ -187,22 +188,19 @@ class _Rank:
         micro_batches = MicroBatches.constant(scenario.micro_batches)
         self.blend = BlendDataset(blend, seed=scenario.seed, micro_batches=micro_batches)
         self.ledger = Ledger(LedgerOptions.of(scenario), state_width=2)
-        self.exhausted = 0.0
-        self.masked: list[float] = []  # by micro-batch since the last drain: whether it had no target
+        self.recorder = Recorder()
 
-    def step(self, scenario: Scenario, step: int) -> tuple[dict[str, float], int]:
-        """One optimizer step: the pool's metrics, and the tokens."""
+    def step(self, scenario: Scenario, step: int) -> int:
+        """One optimizer step; gives its tokens."""
         self.ledger.begin_step(step)
-        metrics: dict[str, float] = {}
         tokens = 0
         for _ in range(scenario.micro_batches):
             batch = next(self.blend, None)
-            self.masked.append(float(batch is None or not (batch["targets"] != -100).any()))
+            is_masked = float(batch is None or not (batch["targets"] != -100).any())
+            self.recorder.record("stream_mixing/masked_share", is_masked)
             if batch is None:
                 continue
-            drained = self.blend.drain_step_metrics()
-            metrics = {key: value for key, value in drained.items() if value is not None}
-            self.exhausted += metrics.get("stream_mixing/refill/exhaust_events", 0.0)
+            self.recorder.add(self.blend.drain_step_metrics())
             tokens += int((batch["targets"] != -100).sum())
             groups, cells, last = (np.asarray(batch[key]) for key in ("group_ids", "cell_index", "is_last"))
             self.ledger.lookup(groups, cells)
@@ -210,31 +208,17 @@ class _Rank:
             if scenario.on_states is not None:
                 scenario.on_states(step, states)
             self.ledger.store(groups, cells, last, states)
-        return metrics, tokens
+        return tokens
 
-    def drain(self, metrics: dict[str, float]) -> dict[str, float]:
+    def drain(self) -> dict[str, Any]:
         """What this rank reports on a logging step."""
-        own = {
-            **metrics,
-            "stream_mixing/refill/exhaust_events": self.exhausted,
-            "stream_mixing/masked_share": math.fsum(self.masked) / len(self.masked),
-            **self.ledger.drain_metrics(),
-        }
-        self.exhausted, self.masked = 0.0, []
-        return own
+        return {**self.recorder.drain_metrics(), **self.ledger.drain_metrics()}
 
 
-def _over_ranks(locals_: list[dict[str, float]]) -> dict[str, float]:
-    merged: dict[str, float] = {}
-    for key in locals_[0]:
-        values = [local[key] for local in locals_]
-        how = lookup(key).ranks
-        if how == "sum_and_worst":
-            merged[f"{key}_max"] = max(values)
-        merged[key] = {"min": min, "max": max}[how](values) if how in ("min", "max") else math.fsum(values)
-        if how == "mean":
-            merged[key] /= len(values)
-    return merged
+def _over_ranks(by_rank: list[dict[str, Any]]) -> dict[str, float]:
+    merged = reduce_over_ranks(by_rank, {*by_rank[0]}.union(*by_rank), device="cpu", world_size=1)
+    errors = [abs(merged.pop(key)) for key in list(merged) if key.startswith(SHARE_ERRORS)]
+    return {**merged, "blend/max_share_error": max(errors)}
 
 
 def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) -> noise_scale.Window:
@@ -286,7 +270,7 @@ def _make_rows(scenario: Scenario) -> Rows:
                 for source in rank.sources:
                     scenario.on_dataset(step, source)
         done = [rank.step(scenario, step) for rank in ranks]
-        tokens = sum(count for _, count in done)
+        tokens = sum(done)
         if not tokens:
             break
         gns.update(_noise_window(noise, scenario, scenario.noise_scale * (0.7 + 0.6 * step / scenario.steps)))
@@ -305,7 +289,7 @@ def _make_rows(scenario: Scenario) -> Rows:
             "tokens_per_sec": tokens / seconds,
             "time/data_sec": seconds * rng.expovariate(1 / 0.01),
             "non_finite_steps": 0.0,
-            **_over_ranks([rank.drain(metrics) for rank, (metrics, _) in zip(ranks, done, strict=True)]),
+            **_over_ranks([rank.drain() for rank in ranks]),
             **gns.drain_metrics(),
         }
         if scenario.world_size > 1:

@@ -20,23 +20,23 @@ from trainer.data.weights import WeightSpec, positions
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog import is_built_in, lookup_or_gauge
-from trainer.metrics.catalog_rows import EPOCHS, RankReduction
+from trainer.metrics.catalog_rows import EPOCHS, EPOCHS_LEAST, EPOCHS_MOST, SHARE_ERRORS, RankReduction
 from trainer.options import ONE, MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"
 """The key of a source's part that holds those of every rank of the world that saved them."""
-MAX_SHARE_ERROR = "blend/max_share_error"
 LONGEST_SHARE = "blend/longest_share"
 ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX, WEIGHT_PREFIX = "blend/share/", "blend/weight/"
 VERSION = 1
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
 SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
-Drained = Mapping[str, float | None]  # None: a value that could not be measured
+Reported = float | tuple[float, float] | None  # a pair is a ratio; None: it was not measured
+Drained = Mapping[str, Reported]
 # Sources are merged like ranks: by the operation that the catalog has for the key.
-_MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
+_MERGES: Mapping[RankReduction, Callable[[Iterable[Any]], Any]] = {
     **{"min": min, "max": max, "sum": sum, "sum_and_worst": sum},
-    **dict.fromkeys(("mean", "weighted_mean"), fmean),
+    **dict.fromkeys(("mean", "weighted_mean", "max_over_sum"), fmean),
 }
 
 
@@ -115,7 +115,7 @@ class BlendDataset:
         self._batch_index = 0
         self._now = -1  # the source that the next batch is read from
         self._ended = [False] * len(sources)
-        self._counts = [0] * len(sources)
+        self._counts = [0.0] * len(sources)
         self._first = 0  # the batch at which the table of choices begins
         self._choices: list[int] = []
         # Before each choice and after the last: the batches of each source by its weights.
@@ -130,12 +130,13 @@ class BlendDataset:
             self._time_names = names if per_source else ["all"] * len(names)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
         self._constants: dict[str, float] = {}  # metrics that stay as they are
-        self._latest: dict[int, dict[str, float | None]] = {}  # the last report of each source
+        self._latest: dict[int, dict[str, Reported]] = {}  # the last report of each source
         self._undrained: set[int] = set()
         self._register_metrics()
 
     def _register_metrics(self) -> None:
-        keys = [MAX_SHARE_ERROR, LONGEST_SHARE, ENDED_SOURCES]
+        keys = [LONGEST_SHARE, ENDED_SOURCES, EPOCHS_LEAST, EPOCHS_MOST]
+        keys += [SHARE_ERRORS + name for name in self._names]
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
         self._epochs = {}  # what each source has read since the last drain
         for source in self.sources:
@@ -144,7 +145,8 @@ class BlendDataset:
         keys += self._epochs
         own = []
         if self._has_shares:
-            own = [prefix + name for prefix in (SHARE_PREFIX, WEIGHT_PREFIX) for name in self._names]
+            prefixes = SHARE_PREFIX, WEIGHT_PREFIX, f"{EPOCHS_LEAST}/", f"{EPOCHS_MOST}/"
+            own = [prefix + name for prefix in prefixes for name in self._names]
         # Of the sources that report metrics: all of them as unknown.
         self._reporters: dict[int, tuple[Drained, BestEffort]] = {}
         for index, source in enumerate(self.sources):
@@ -271,8 +273,8 @@ class BlendDataset:
         """The sources' metrics, merged key by key, and the blend's; {} before any batch.
 
         A source contributes its last report, its counters only once; after its end, values that sum
-        over ranks are 0, and other gauges are left out. `blend/max_share_error` is the largest
-        difference between the share of a source and the one that its weights call for.
+        over ranks are 0, and other gauges are left out. The tracker takes `blend/max_share_error`
+        from the errors of all sources.
         """
         if not self._total:
             return {}
@@ -280,22 +282,38 @@ class BlendDataset:
             self._latest[index] = self._report_of(index)
         metrics = self._merged()
         self._undrained.clear()
-        metrics[MAX_SHARE_ERROR] = float(np.abs(np.subtract(self._counts, self._due)).max()) / self._total
+        for name, count, due in zip(self._names, self._counts, self._due, strict=True):
+            metrics[SHARE_ERRORS + name] = (count - due, self._total)
         if self._longest:
-            metrics[LONGEST_SHARE] = self._longest / self._total
+            metrics[LONGEST_SHARE] = (self._longest, self._total)
         metrics[ENDED_SOURCES] = float(sum(self._ended))
         if self._has_shares:
             shares = self.shares_at(self._batch_index - 1)
             for name, count, share in zip(self._names, self._counts, shares, strict=True):
-                metrics |= {SHARE_PREFIX + name: count / self._total, WEIGHT_PREFIX + name: share}
+                metrics |= {SHARE_PREFIX + name: (count, self._total), WEIGHT_PREFIX + name: share}
         metrics.update(self._seconds)
         self._seconds.clear()
+        metrics |= self._times_begun()
         for key, epochs in self._epochs.items():
             metrics[key], epochs.read = epochs.read, 0.0
         metrics.update(self._constants)
         return metrics
 
-    def _report_of(self, index: int) -> dict[str, float | None]:
+    def _times_begun(self) -> dict[str, float]:
+        """How often documents were begun, by key."""
+        found: dict[str, tuple[int, int]] = {}
+        for source in self.sources:
+            if isinstance(source.dataset, StreamSource) and (times := source.dataset.times_begun):
+                found[source.name] = times
+        if not found:
+            return {}
+        least, most = zip(*found.values(), strict=True)
+        metrics = {EPOCHS_LEAST: min(least), EPOCHS_MOST: max(most)}
+        for name, times in found.items() if self._has_shares else ():
+            metrics |= {f"{EPOCHS_LEAST}/{name}": times[0], f"{EPOCHS_MOST}/{name}": times[1]}
+        return metrics
+
+    def _report_of(self, index: int) -> dict[str, Reported]:
         """A source's metrics, those that it lists; once it fails, all of them are unknown."""
         dataset: Any = self.sources[index].dataset
         unknown, guard = self._reporters[index]
@@ -315,14 +333,14 @@ class BlendDataset:
                     del report[key]
         return report
 
-    def _merged(self) -> dict[str, float | None]:
-        by_key: defaultdict[str, list[float | None]] = defaultdict(list)
+    def _merged(self) -> dict[str, Reported]:
+        by_key: defaultdict[str, list[Reported]] = defaultdict(list)
         for index, report in self._latest.items():
             for key, value in report.items():
                 # Events of a report that was merged before must not count twice.
                 is_counted = key in self._counters and index not in self._undrained
                 by_key[key].append(0.0 if is_counted else value)
-        metrics: dict[str, float | None] = {}
+        metrics: dict[str, Reported] = {}
         for key, values in by_key.items():
             merge, known = self._merges[key], [value for value in values if value is not None]
             # Only a mean can do without the value of a source that failed.
@@ -378,7 +396,8 @@ class BlendDataset:
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:
         dataset = self.sources[index].dataset
         parts = parts_of(states, saved)
-        self._counts[index] = states[0]["counts"][saved]
+        # Without `repeat`, ranks may differ.
+        self._counts[index] = fmean(state["counts"][saved] for state in states)
         self._due[index] = states[0]["expected"][saved]
         self._ended[index] = all(state["ended"][saved] for state in states)
         load = getattr(dataset, "load_state_dict", None)

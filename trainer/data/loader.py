@@ -76,7 +76,7 @@ class MicroBatch:
     # gives the next batch.
     state: Any = None
     # Reported by the data set with it; None is a value that it should have reported and could not.
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, float | tuple[float, float] | None] = field(default_factory=dict)
     shard: int = 0  # which of the rank's data shards it is of, from 0
     # What the rows are of: documents, or the groups of a data set that does not say.
     documents: Collection[Hashable] = ()
@@ -100,7 +100,9 @@ class MicroBatch:
 
         targets = torch.full_like(self.targets[kept], IGNORED)
         carry = self.carry and Carry.of_no_group(len(targets))
-        metrics = {MASKED_SHARE: 1.0, FILL: 0.0}
+        before = self.metrics.get(FILL)
+        full = before[1] if isinstance(before, tuple) else targets.numel()
+        metrics: dict[str, Any] = {MASKED_SHARE: 1.0, FILL: (0.0, full)}
         same = replace(self, inputs=cut(self.inputs), extras=cut(self.extras), documents=())
         return replace(same, targets=targets, carry=carry, metrics=metrics, is_filler=True)
 
@@ -259,7 +261,7 @@ class Loader:
         if targets is not None and not is_on_device:
             is_target = np.asarray(targets) != IGNORED
             num_targets = np.count_nonzero(is_target)
-            fill = num_targets / (self._full_tokens or is_target.size)
+            fill = num_targets, self._full_tokens or is_target.size
             metrics = {**metrics, MASKED_SHARE: float(num_targets == 0), FILL: fill}
         move_together(batch, TENSOR_KEYS, self._device)
         return replace(take_apart(batch, self._accepted), state=state, metrics=metrics)

@@ -115,6 +115,13 @@ class StreamReader:
         return self.picks, len(self._lanes)
 
     @property
+    def has_begun_all(self) -> bool:
+        """Whether each group of the slice was begun, here or before a change of the ranks."""
+        # On a lane, those that were begun before come first.
+        lanes = zip(self._next, self._stop, strict=True)
+        return all(at == stop or self._cells_before[stop - 1] > 0 for at, stop in lanes)
+
+    @property
     def remaining_picks(self) -> int:
         """Batches left, exactly: picks in proportion to it permute all remaining ones uniformly."""
         return self.num_picks - self.picks
@@ -206,6 +213,11 @@ class StreamMixingDataset(StreamSource):
         picks, lanes = cursor
         return np.clip(picks - schedule(cells, lanes)[1], 0, cells)
 
+    def _has_begun_all(self) -> bool:
+        if not self._index or not all(reader.has_begun_all for reader in self._pool.readers):
+            return False
+        return not any(self._reader(part).num_cells for part in self._queue[self._index :])
+
     def __iter__(self) -> StreamMixingDataset:
         return self
 
@@ -219,6 +231,7 @@ class StreamMixingDataset(StreamSource):
         if self._is_ready():
             slot = self._pool.pick(self._uniforms(self._num_picks))
             self._num_picks += 1
+            self._most_begun = max(self._most_begun, self.epoch + 1)
             reader = self._pool.readers[slot]
             position, lanes = reader.position, reader.take() or lanes
             self._has_moved(slot)

@@ -23,6 +23,8 @@ STEPS_SINCE_PICK_MAX = "stream_mixing/active/steps_since_pick_max"
 PICK_SURPRISE_MAX = "stream_mixing/active/pick_surprise_max"
 MODALITY_PREFIX = "stream_mixing/active/modalities/"
 EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
+ABSENCE_PREFIX = "stream_mixing/refill/absence/"
+PICKS = "stream_mixing/active/picks"
 
 # Rows of the pool's statistics. Quantities whose minimum is wanted are negated, so that one maximum
 # over the readers answers all; so is the pick at which a reader was last picked, since the longest
@@ -33,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 
 def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
     peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX)
-    others = (MODALITY_PREFIX + modality for modality in sorted(modalities))
+    others = (prefix + name for prefix in (MODALITY_PREFIX, ABSENCE_PREFIX) for name in sorted(modalities))
     return (*peaks, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX, *others)
 
 

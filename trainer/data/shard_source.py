@@ -8,6 +8,7 @@ of a source that has few for each shard are dealt one by one, anew in every epoc
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
@@ -36,7 +37,7 @@ from trainer.data.groups import (
     open_stream,
 )
 from trainer.data.layout import Stream
-from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
+from trainer.data.pool import ABSENCE_PREFIX, EXHAUST_EVENTS, MODALITY_PREFIX, PICKS, ActivePool, pool_metric_keys
 from trainer.errors import UserError
 from trainer.options import DEFAULT_STREAMS
 from trainer.wording import printable
@@ -194,6 +195,7 @@ class StreamSource(ABC):
         # Everything was handed out, without `repeat`; or this shard has no group at all.
         self.is_ended = False
         self.epoch = 0
+        self._most_begun = 0  # of its documents at most, also by earlier shards
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
         self._most_open = mix.streams_open
         self._to_open = min(self._most_open, self.first_open)  # now
@@ -212,9 +214,11 @@ class StreamSource(ABC):
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
         self.open = lru_cache(2 * mix.streams_open)(self._open_weighted)
         self.epochs = EpochCount()
-        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
+        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS, PICKS)
         self._pool = ActivePool(self.modalities, mix.pick_mode)
-        self._exhaust_events = self._num_picks = 0
+        self._exhaust_events = self._num_picks = self._picks_drained = 0
+        # By modality: -ln of the chance that, of the streams opened since, none is of it.
+        self._absences = dict.fromkeys(self.modalities, 0.0)
         self.deals_few = True  # False: continues a state of a version that had no `FewDocuments`
         self._dealers: dict[int, FewDocuments | None] = {}  # by the number of shards
         self._uniforms = KeyedUniforms("pick", self.name, mix.seed, *self._key(shard, num_shards))
@@ -278,17 +282,38 @@ class StreamSource(ABC):
         self._seconds.clear()
         return found
 
+    @property
+    def times_begun(self) -> tuple[int, int] | None:
+        """How often a document of this shard was begun, at least and at most; None without any.
+
+        Epoch by epoch each is begun once. Where few are dealt anew, another shard may begin one for a
+        later epoch first: then these are bounds, which all shards together keep.
+        """
+        self._note()
+        if not self._pool.readers and self._points:  # others may have read what this epoch has left
+            self._is_ready()
+        if self.is_ended and self._mix.repeat:
+            return None
+        return self.epoch + self._has_begun_all(), self._most_begun
+
+    def _has_begun_all(self) -> bool:
+        """Whether each document of this epoch was begun."""
+        return self._index > 0 and not self._pool.readers
+
     def drain_step_metrics(self) -> dict[str, float | None]:
-        """The pool's metrics at the last pick, if any, and the exhausted readers since the last
-        drain. Once all data are read, only the counts."""
+        """The pool's metrics at the last pick, if any, and the picks and exhausted readers since the
+        last drain. Once all data are read, only the counts."""
         self._note()
         gauges: Mapping[str, float | None] = self._pool.seen
         if self.is_ended:
             gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
         elif not gauges:
             return {}
-        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
-        self._exhaust_events = 0
+        else:
+            gauges = {**gauges, **{ABSENCE_PREFIX + name: nats for name, nats in self._absences.items()}}
+        picks = float(self._num_picks - self._picks_drained)
+        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events), PICKS: picks}
+        self._exhaust_events, self._picks_drained = 0, self._num_picks
         return metrics
 
     def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[Any]:
@@ -306,6 +331,7 @@ class StreamSource(ABC):
         self._points = {at: parts for at, parts in points.items() if at >= epoch}
         before = self._points.get(epoch, [])
         self._queue = self._queue_of(epoch, before, self._shard, self._num_shards)
+        self._queued = Counter(self.streams[part.stream].modality for part in self._queue[index:])
         # By point: stream -> (its part, its reader's cursor; None: all was read), if it was begun.
         self._past: list[dict[int, list[tuple[Any, list[int] | None]]]] = []
         for number, point in enumerate(before):
@@ -345,10 +371,20 @@ class StreamSource(ABC):
         while found is None and self._index < len(self._queue):
             reader = self._reader(self._queue[self._index])
             self._index += 1
+            self._queued[reader.stream.modality] -= 1
             if reader.remaining_picks:
                 found = reader
+            else:  # its turn came, though it has nothing for this shard
+                self._absences[reader.stream.modality] = 0.0
         self._seconds[self._opening] += time.perf_counter() - start
         return found
+
+    def _note_opened(self, reader: Any) -> None:
+        """Note how improbable it was that it is of no other modality: the queue is shuffled."""
+        num_before = self._queued.total() + 1
+        for modality in self._absences:
+            self._absences[modality] -= math.log1p(-self._queued[modality] / num_before)
+        self._absences[reader.stream.modality] = 0.0
 
     def _later_has_groups(self) -> bool:
         """Whether a later epoch may have groups for this shard though this one has none."""
@@ -359,6 +395,7 @@ class StreamSource(ABC):
             reader = self._next_reader()
             if reader is None:
                 return
+            self._note_opened(reader)
             self._pool.add(reader)
 
     def _is_ready(self) -> bool:
@@ -379,6 +416,7 @@ class StreamSource(ABC):
         num = len(self._slots) - len(self._ahead)
         if not num:
             return
+        self._most_begun = max(self._most_begun, self.epoch + 1)
         *others, last = self._slots[:num]
         self._slots, self._num_picks = self._slots[num:], self._num_picks + num
         for slot, taken in Counter(others).items():
@@ -399,6 +437,8 @@ class StreamSource(ABC):
         # After a resume more may be open than now should be.
         if len(pool.readers) <= self._most_open:
             successor = self._next_reader()
+        if successor is not None:
+            self._note_opened(successor)
         pool.replace(slot, successor)
         self.is_ended = not (pool.readers or self._mix.repeat)
 
@@ -409,10 +449,12 @@ class StreamSource(ABC):
             **self.fixed_state,
             "deals_few": self.deals_few,
             "epoch": self.epoch,
+            "most_begun": self._most_begun,
             "index": self._index,
             "pool": [[reader.stream.stream_id, *reader.cursor] for reader in self._pool.readers],
             "turn": self._pool.turn,
             "observed": self._pool.observed(),
+            "absences": self._absences.copy(),
             "num_picks": self._num_picks,
             "is_ended": self.is_ended,
             "points": [[epoch, points] for epoch, points in self._points.items()],
@@ -430,7 +472,9 @@ class StreamSource(ABC):
         if len(states) == self._num_shards:
             own = states[self._shard]
         self.deals_few = own.get("deals_few", self.deals_few)
+        self._most_begun = own.get("most_begun", own["epoch"] + bool(own["index"]))
         self._pool = ActivePool(self.modalities, self._mix.pick_mode)
+        self._absences = dict.fromkeys(self.modalities, 0.0)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)
             return
@@ -441,7 +485,8 @@ class StreamSource(ABC):
             self._pool.add(self._reader(parts[stream], cursor))
         self._pool.turn = own["turn"]
         self._pool.restore(own["observed"])
-        self._num_picks = own["num_picks"]
+        self._num_picks = self._picks_drained = own["num_picks"]
+        self._absences |= own.get("absences", {})
         self.is_ended = own["is_ended"] and not self._may_repeat()
         self._has_groups = self._has_groups or own["epoch"] > 0
         if own["pool"]:
@@ -453,8 +498,9 @@ class StreamSource(ABC):
         if len(states) != first["world_size"]:
             problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
             raise UserError(self.name, problem, "give the states of all of them, in order")
+        self._most_begun = max(each.get("most_begun", self._most_begun) for each in states)
         self._begin(*resharded(states, lambda epoch, shard: len(self._parts(epoch, shard, len(states)))))
-        self._num_picks = max(each["num_picks"] for each in states)
+        self._num_picks = self._picks_drained = max(each["num_picks"] for each in states)
         self.is_ended = all(each["is_ended"] for each in states) and not self._may_repeat()
 
     def _may_repeat(self) -> bool:

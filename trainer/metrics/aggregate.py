@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number, is_name
 from trainer.metrics.catalog import WORST_SUFFIX, lookup_or_gauge
-from trainer.metrics.catalog_rows import RankReduction, WindowReduction
+from trainer.metrics.catalog_rows import MetricSpec, RankReduction, WindowReduction
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.wording import message_of, short_repr
 
@@ -34,7 +34,7 @@ _MEANS = ("mean", "weighted_mean")
 
 
 class SumCount(NamedTuple):
-    """A mean in the making: a sum, and the number or total weight of its summands."""
+    """A mean or a ratio in the making: a sum, and the number or total weight of its summands."""
 
     total: Scalar
     weight: Scalar
@@ -119,7 +119,7 @@ def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
 
 @dataclass(slots=True)
 class _Entry:
-    how: WindowReduction
+    spec: MetricSpec
     total: Scalar | None  # None: see `Reported`
     count: Scalar
 
@@ -133,7 +133,7 @@ class Recorder:
 
     def __init__(self, *, leave_out: LeaveOut | None = None) -> None:
         self._leave_out = leave_out or BestEffort("metrics").leave_out
-        self._rules: dict[str, WindowReduction] = {}  # looked up once
+        self._specs: dict[str, MetricSpec] = {}  # looked up once
         self._entries: dict[str, _Entry] = {}
 
     def record(self, key: str, value: Input | None) -> None:
@@ -148,10 +148,10 @@ class Recorder:
         if not isinstance(values, Mapping):
             raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
         for key, value in values.items():
-            if key not in self._rules:
+            if key not in self._specs:
                 if not is_name(key, self._leave_out):
                     continue
-                self._rules[key] = lookup_or_gauge(key).window
+                self._specs[key] = lookup_or_gauge(key)
             try:
                 self._add(key, value)
             except Exception as error:  # noqa: BLE001 - one value must not cost the others
@@ -159,21 +159,22 @@ class Recorder:
                 self._add(key, None)
 
     def _add(self, key: str, value: Input | None) -> None:
-        how, entry = self._rules[key], self._entries.get(key)
+        spec, entry = self._specs[key], self._entries.get(key)
+        how = spec.window
         if value is None:
             if how not in _MEANS:
-                self._entries[key] = _Entry(how, None, 1.0)
+                self._entries[key] = _Entry(spec, None, 1.0)
             return
         total: Scalar
         count: Scalar = 1.0
         if isinstance(value, tuple):
-            if how != "weighted_mean":
+            if not spec.is_ratio:
                 raise ValueError(f"a (sum, count) pair, but its window reduction is {how}")
             total, count = map(as_scalar, value)
         else:
             total = as_scalar(value)
         if entry is None or how == "last":
-            self._entries[key] = _Entry(how, total, count)
+            self._entries[key] = _Entry(spec, total, count)
         elif entry.total is None:
             return
         elif how in ("max", "min"):
@@ -182,13 +183,13 @@ class Recorder:
             entry.total, entry.count = entry.total + total, entry.count + count
 
     def drain_metrics(self) -> dict[str, Reported]:
-        """The aggregates so far, weighted means still as `SumCount`; starts anew."""
+        """The aggregates so far, ratios still as `SumCount`; starts anew."""
         drained: dict[str, Reported] = {}
         for key, entry in self._entries.items():
             drained[key] = entry.total
-            if entry.total is not None and entry.how == "weighted_mean":
+            if entry.total is not None and entry.spec.is_ratio:
                 drained[key] = SumCount(entry.total, entry.count)
-            elif entry.total is not None and entry.how == "mean":
+            elif entry.total is not None and entry.spec.window == "mean":
                 drained[key] = entry.total / entry.count
         self._entries = {}
         return drained
@@ -202,7 +203,7 @@ class Recorder:
         return state
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
-        self._entries = {key: _Entry(lookup_or_gauge(key).window, *saved) for key, saved in state.items()}
+        self._entries = {key: _Entry(lookup_or_gauge(key), *saved) for key, saved in state.items()}
 
 
 _Matrix = NDArray[np.float64]
@@ -294,6 +295,8 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
             reduced[key] = float(least[index])
         elif operation == "max":
             reduced[key] = float(most[index])
+        elif operation == "max_over_sum":
+            reduced[key] = float(most[index] / weights[index])
         else:
             reduced[key] = float(totals[index])
             if operation == "sum_and_worst":

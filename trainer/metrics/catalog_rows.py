@@ -11,7 +11,7 @@ Kind = Literal["gauge", "counter", "flag"]
 WindowReduction = Literal["mean", "weighted_mean", "sum", "max", "min", "last"]
 # Lowest and highest healthy value; None if that side is unbounded.
 Band = tuple[float | None, float | None]
-RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst"]
+RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst", "max_over_sum"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MetricSpec:
         kind: gauge (a level), counter (accumulates) or flag (0 or 1).
         window: reduction over several micro-steps or steps.
         ranks: reduction over ranks; `sum_and_worst` gives the largest rank's value as `<key>_max`,
-            too.
+            too, and `max_over_sum` divides the largest numerator by the sum of the denominators.
         description: the meaning, in a sentence.
         healthy: the values of a good run.
         pathological: those of a bad run, and the likely cause.
@@ -51,6 +51,12 @@ class MetricSpec:
     @property
     def is_pattern(self) -> bool:
         return "<" in self.name
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether values are pairs, a numerator and a denominator that are reduced each by itself."""
+        is_last = self.window == "last" and self.ranks in ("weighted_mean", "max_over_sum")
+        return self.window == "weighted_mean" or is_last
 
 
 def row_of(name: str, title: str, **settings: Any) -> partial[MetricSpec]:
@@ -241,11 +247,15 @@ ROWS: tuple[MetricSpec, ...] = (
 
 # ---- The data, and the ledger of recurrent states
 
+SHARE_ERRORS: Final = "blend/share_error/"
+EPOCHS_LEAST: Final = "data/epochs_least"
+EPOCHS_MOST: Final = "data/epochs_most"
 EPOCHS: Final = "data/epochs/"
 """A data set reports what was read since its last report, the tracker the total since the start."""
 
 _MixingRow = partial(row_of, group="Stream mixing", window="last")
 _BlendRow = partial(row_of, group="Blend", window="last")
+_SourceShare = partial(_BlendRow, unit="fraction", ranks="weighted_mean")
 _SourceMean = partial(_BlendRow, unit="nats/token", window="weighted_mean", ranks="weighted_mean")
 _LedgerRow = partial(row_of, group="Ledger")
 _Counter = partial(_LedgerRow, kind="counter", window="sum", ranks="sum_and_worst")
@@ -281,35 +291,47 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
         window="sum",
         ranks="sum",
     )("Readers at the end of their slice.", "Ranks over picks per slice, per micro-batch.", "Bursts: the mix narrows."),
+    _MixingRow("stream_mixing/refill/absence/<modality>", "Absence of a modality", unit="nats", ranks="max")(
+        "-ln of the chance that none of those opened since is of it.", "12 in 200.", "Above: it starves."
+    ),
+    _MixingRow("stream_mixing/active/picks", "Picks", unit="picks", kind="counter", window="sum", ranks="sum")(
+        "Picks, of a document or a micro-batch.", "Steady.", "0: a source without further documents."
+    ),
     _MixingRow("stream_mixing/masked_share", "Masked share", unit="fraction", window="mean", ranks="max")(
         "Micro-batches without a target, on the worst rank.", "Near 0.", "High: data exhausted."
     ),
-    _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="mean", ranks="mean")(
+    _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="weighted_mean", ranks="weighted_mean")(
         "Positions that hold a token over those of full rows.", "Near 1 with full rows.", "Low: padding, small batches."
     ),
     _BlendRow("data/documents", "Documents to draw from", unit="documents", ranks="max")(
         "Documents of an epoch, about.", "Above 7 noise scales in rows.", "Fewer: that is too high."
     ),
     _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
-        "Epochs read since the start (metrics.per_source).", "Below 4: as good as new tokens.", "Far above: memorized."
+        "Epochs, a mean (metrics.per_source).", "Below 4: as good as new tokens.", "Far above: memorized."
     ),
     *(
-        _BlendRow(f"data/epochs_{which}", f"Epochs, {which} of any source", unit="epochs")(
-            f"Of the source that was read {which}.", "Below 4: as good as new tokens.", "Far above: memorized."
+        _BlendRow(f"{key}{part}", f"Epochs, {which} of any document", unit="epochs", ranks=ranks)(
+            "Times that a document was begun, at least and at most (<source>: metrics.per_source).",
+            "Below 4: as good as new tokens.",
+            "Far above: memorized.",
         )
-        for which in ("least", "most")
+        for part in ("", "/<source>")
+        for key, which, ranks in ((EPOCHS_LEAST, "least", "min"), (EPOCHS_MOST, "most", "max"))
     ),
-    _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
+    _BlendRow("blend/max_share_error", "Blend share error", unit="fraction")(
         "Largest difference of a share from its weight.", "Shrinks.", "Grows: a source ended."
     ),
-    _BlendRow("blend/longest_share", "Longest document", unit="fraction", ranks="max")(
+    _BlendRow("blend/longest_share", "Longest document", unit="fraction", ranks="max_over_sum")(
         "Longest document over all tokens: a share may be off by twice this.", "Shrinks to 0.", "Large late in the run."
     ),
     _BlendRow("blend/ended_sources", "Exhausted sources", unit="sources", ranks="max")(
         "Sources without data left.", "0 with data.mixing.repeat.", "Above 0 early in the run."
     ),
-    _BlendRow("blend/share/<source>", "Share of source", unit="fraction")(
+    _SourceShare("blend/share/<source>", "Share of source")(
         "Share so far (metrics.per_source).", "Near its weight.", "0 although its weight is not."
+    ),
+    _SourceShare("blend/share_error/<source>", "Share error of source")(
+        "Share minus what its weights call for, so far (metrics.per_source).", "Shrinks.", "Grows: the source ended."
     ),
     _BlendRow("blend/weight/<source>", "Weight of source", unit="fraction")(
         "Weight over the sum of all (metrics.per_source).", "As configured.", "Not what you meant."

@@ -27,7 +27,7 @@ import torch
 from trainer.metrics.aggregate import Recorder, Scalar, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
 from trainer.metrics.catalog import EVAL_PREFIX, lookup_or_gauge
-from trainer.metrics.catalog_rows import EPOCHS
+from trainer.metrics.catalog_rows import EPOCHS, SHARE_ERRORS
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
@@ -334,10 +334,12 @@ class MetricsTracker:
                 totals[key] = before + more
                 values[key] = round(before + more, 9)  # whole epochs are whole numbers
         self._epochs = totals
-        known = [value for key in totals if (value := values[key]) is not None]
-        if known and len(known) == len(totals):
-            values["data/epochs_least"], values["data/epochs_most"] = min(known), max(known)
-        for key in () if self._per_source else totals:
+        errors = {
+            key: abs(value) for key, value in values.items() if key.startswith(SHARE_ERRORS) and value is not None
+        }
+        if errors:
+            values["blend/max_share_error"] = max(errors.values())
+        for key in () if self._per_source else (*totals, *errors):
             del values[key]
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:

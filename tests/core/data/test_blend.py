@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
-from trainer.data.pool import EXHAUST_EVENTS, pool_metric_keys
+from trainer.data.pool import EXHAUST_EVENTS, PICKS, pool_metric_keys
 from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights
 from trainer.errors import UserError
 
@@ -45,7 +45,8 @@ def test_sources_that_end_are_left_out_and_the_last_one_ends_the_blend():
     order = [batch["dataset_labels"][0] for batch in blend]
     assert Counter(order) == {"a": 5, "b": 30}
     assert blend.drain_step_metrics() == {
-        "blend/max_share_error": pytest.approx(30 / 35 - 0.5),
+        "blend/share_error/a": (5 - 35 / 2, 35),
+        "blend/share_error/b": (30 - 35 / 2, 35),
         "blend/ended_sources": 2.0,
     }
     for _ in range(2):
@@ -138,7 +139,7 @@ def test_resuming_a_blend_gives_the_samples_and_the_shares_of_an_uninterrupted_r
     assert resumed.state_dict() == state
     # Every pool's last pick is part of the metrics again; events were drained with the run that stopped.
     before, after = whole.drain_step_metrics(), resumed.drain_step_metrics()
-    counters = before.keys() & {EXHAUST_EVENTS, "data/epochs/x", "data/epochs/y"}
+    counters = before.keys() & {EXHAUST_EVENTS, PICKS, "data/epochs/x", "data/epochs/y"}
     assert after == {**before, **dict.fromkeys(counters, 0.0)}
     for a, b in zip(*(itertools.islice(each, 30) for each in (whole, resumed)), strict=True):
         assert a["instability_meta_json"] == b["instability_meta_json"]

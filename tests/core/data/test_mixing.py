@@ -23,7 +23,8 @@ def meta(batch):
 def test_without_data_left_no_reader_is_active(write_streams, mixing):
     dataset = mixing(write_streams({"a": [[9, 4]], "b": [[4], [4]]}), repeat=False)
     assert list(dataset)
-    expected = {PREFIX + "modalities/a": 0.0, PREFIX + "modalities/b": 0.0, "stream_mixing/refill/exhaust_events": 3.0}
+    expected = {PREFIX + "modalities/a": 0.0, PREFIX + "modalities/b": 0.0, PREFIX + "picks": 5.0}
+    expected |= {"stream_mixing/refill/exhaust_events": 3.0}
     assert dataset.drain_step_metrics() == expected
 
 

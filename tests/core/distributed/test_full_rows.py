@@ -85,7 +85,7 @@ def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
 def epochs_read(path: Path, at: int = -1) -> list[float]:
     """Of both sources, in a row of a run."""
     row = [row for (mode, _), row in read_rows(path / "metrics.jsonl").items() if mode == "train"][at]
-    return [row["data/epochs_least"], row["data/epochs_most"]]
+    return [row["data/epochs/first"], row["data/epochs/second"]]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in REPEATS)) for case in CASES])
@@ -123,6 +123,9 @@ def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config
     train(config, tmp_path / "few", *sets, "metrics.log_interval=3")  # step 8 is saved, and not logged
     train(config, tmp_path / "more", *sets, nproc=3, more=("--resume", tmp_path / "few/checkpoints/step_00000008"))
     assert epochs_read(whole) == pytest.approx([1.0, 1.0])
+    assert (
+        (row := [*read_rows(whole / "metrics.jsonl").values()][-1])["data/epochs_least"] == row["data/epochs_most"] == 1
+    )
     for path in (tmp_path / "few", tmp_path / "more"):  # up to the last row, which need not be of the last step
         assert epochs_read(path) == pytest.approx([1.0, 1.0], abs=5e-3)
     for ranks, more in ((3, ()), (2, ("data.mixing.batch_size=1",))):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 
+from tests.core.properties.test_full_rows import blend, corpus
 from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import MicroBatch
+from trainer.data.weights import ConstantWeight
 from trainer.distributed.strategy import Replicated, Strategy
-from trainer.metrics.aggregate import reduce_over_ranks
+from trainer.metrics.aggregate import Recorder, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.model import build
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
@@ -122,3 +128,39 @@ def test_loss_parts_accuracy_tokens_and_gradient_equal_one_big_batch(world):
     for logged in results:
         for micros, values in zip(LAYOUTS, logged, strict=True):
             assert values == pytest.approx(expected, rel=1e-6), micros
+
+
+BATCHES = (40, 2, 9)  # of each rank: the shares of a rank that has read little are far off
+WEIGHTS = {"few": 0.1, "many": 0.9}
+
+
+def blended_by(rank: int, world: int) -> tuple[dict[str, float], Any]:
+    """What is logged of a blend, a `Recorder` and the reduction in between; and what this rank has read."""
+    with corpus({"few": [[90] * 5] * 4, "many": [[7] * 60] * 4}) as streams:
+        weights = {name: ConstantWeight(weight) for name, weight in WEIGHTS.items()}
+        reader = blend(streams, shard=rank, num_shards=world, weights=weights, repeat=True, per_source=True)
+        recorder, read, longest = Recorder(), Counter[str](), 0
+        for _ in range(BATCHES[rank]):
+            for segment in (
+                each for row in json.loads(str(next(reader)["instability_meta_json"]))["rows"] for each in row
+            ):
+                read[segment["source"]] += segment["stop"] - segment["start"]
+                longest = max(longest, 90 if segment["source"] == "few" else 7)
+            recorder.add(reader.drain_step_metrics())
+        recorder.add({"data/fill": (rank, 10 * rank)})  # with nothing on rank 0
+        operations = rank_operations([*reader.metric_keys, "data/fill"])
+        return reduce_over_ranks(recorder.drain_metrics(), operations, device="cpu", world_size=world), (read, longest)
+
+
+def test_ratios_over_ranks_are_ratios_of_sums():
+    results = run_on_ranks(blended_by, len(BATCHES))
+    read = sum((own for _, (own, _) in results), Counter[str]())
+    shares = {name: read[name] / read.total() for name in WEIGHTS}
+    by_rank = [own["few"] / own.total() for _, (own, _) in results]
+    assert abs(sum(by_rank) / len(BATCHES) - shares["few"]) > 0.03, "unlike enough to tell the means apart"
+    for reduced, _ in results:
+        for name, weight in WEIGHTS.items():
+            assert reduced[f"blend/share/{name}"] == pytest.approx(shares[name])
+            assert reduced[f"blend/share_error/{name}"] == pytest.approx(shares[name] - weight)
+        assert reduced["blend/longest_share"] == pytest.approx(max(own for _, (_, own) in results) / read.total())
+        assert reduced["data/fill"] == pytest.approx(0.1)

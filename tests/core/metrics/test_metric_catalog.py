@@ -36,8 +36,8 @@ def test_kinds_and_reductions_fit_together() -> None:
         assert low is None or high is None or low <= high, spec.name
         how = {"counter": ("sum",), "flag": ("max",)}.get(spec.kind, (spec.window,))
         assert spec.window in how, spec.name
-        if spec.ranks in ("sum_and_worst", "weighted_mean"):
-            assert spec.window == spec.ranks.removesuffix("_and_worst"), spec.name
+        assert spec.ranks != "sum_and_worst" or spec.window == "sum", spec.name
+        assert spec.ranks not in ("weighted_mean", "max_over_sum") or spec.is_ratio, spec.name
         if spec.has_error:
             assert family(f"{spec.name}_se") == family(spec.name)
 

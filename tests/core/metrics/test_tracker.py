@@ -167,7 +167,7 @@ def test_other_ranks_time_and_return_but_hold_no_sinks() -> None:
 
 
 def test_a_resumed_tracker_goes_on_where_the_other_stopped() -> None:
-    whole, first, second = Run(log_interval=4), Run(log_interval=4), Run(log_interval=4)
+    whole, first, second = (Run(log_interval=4, per_source=True) for _ in range(3))
     for step in range(1, 9):
         read = {"data/epochs/a": 0.1}
         whole.step(step, loss=float(step), extra=read)
@@ -175,7 +175,7 @@ def test_a_resumed_tracker_goes_on_where_the_other_stopped() -> None:
             second.tracker.load_state_dict(first.tracker.state_dict())
         (first if step < 5 else second).step(step, loss=float(step), extra=read)
     assert second.metrics() == whole.metrics()
-    assert (second.metrics()["tokens_seen"], second.metrics()["data/epochs_most"]) == (8000, 0.8)
+    assert (second.metrics()["tokens_seen"], second.metrics()["data/epochs/a"]) == (8000, 0.8)
 
 
 class Broken(Recorder):
@@ -290,17 +290,22 @@ def test_a_noise_scale_that_is_no_longer_known_does_not_stand_beside_new_bounds(
 
 
 def test_a_mean_over_nothing_is_absent_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(log_interval=1)
+    run = Run(log_interval=1, per_source=True)
     for step, read in enumerate((0.5, None, 0.5), start=2):  # a total that lacks a part stays unknown
-        run.step(step, extra={"data/epochs/a": read, "data/epochs/b": 0.25})
-    found = [[row["metrics"].get(f"data/epochs_{which}") for which in ("least", "most")] for row in run.sink.payloads]
-    assert found == [[0.25, 0.5], [None, None], [None, None]]
-    assert not any(
-        "/a" in key or "/b" in key for row in run.sink.payloads for key in row["metrics"]
-    )  # unless asked for
+        run.step(step, extra={"data/epochs/a": read})
+    assert [row["metrics"].get("data/epochs/a") for row in run.sink.payloads] == [0.5, None, None]
     run.step(1, extra={"accuracy": (0.0, 0.0)})
     assert "accuracy" not in run.metrics()
     assert not caplog.records
+
+
+def test_sources_are_named_where_that_is_asked_for() -> None:
+    parts = {"data/epochs/a": 0.5, "blend/share_error/a": (-3, 10), "blend/share_error/b": (2, 10)}
+    for per_source in (False, True):
+        run = Run(log_interval=1, per_source=per_source)
+        run.step(1, extra=parts)
+        assert run.metrics()["blend/max_share_error"] == 0.3
+        assert run.metrics().keys() & parts.keys() == (parts.keys() if per_source else set())
 
 
 def test_tokens_of_skipped_steps_are_not_seen() -> None:

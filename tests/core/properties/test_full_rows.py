@@ -27,6 +27,7 @@ from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
 from trainer.ledger import Ledger, LedgerOptions
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.options import ONE, MicroBatches
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
@@ -509,3 +510,39 @@ def test_states_of_other_rows_are_refused_by_name():
         reader = blend(streams)
         with pytest.raises(UserError, match="not one of full rows"):
             reader.load_state_dict({key: value for key, value in reader.state_dict().items() if key != "lanes"})
+
+
+@pytest.mark.parametrize("num_documents", [60, 9])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_the_least_and_the_most_that_a_document_was_begun_are_those_of_a_table(num_documents, cut):
+    """On shards that are epochs apart, and over changes of their number; of few documents, bounds."""
+    sizes = [(1, 9, 40, 3)[number % 4] if number < num_documents // 2 else 2 for number in range(num_documents)]
+    layout = [sizes[at::3] for at in range(3)]
+    whole, states, gap = [size for file in layout for size in file], [], 0
+    table = Counter({(at, first): 0 for at, size in enumerate(whole) for first in (range(0, size, 4) if cut else [0])})
+    starts = [0, *accumulate(whole)]
+    rng = np.random.default_rng(0)
+    with corpus({"one": layout}) as streams:
+        for num_shards in (3, 2, 1, 3):
+            how: dict[str, Any] = {"num_shards": num_shards, "rows": 2, "repeat": True, "max_group_cells": cut}
+            shards = [blend(streams, shard=shard, per_source=True, **how) for shard in range(num_shards)]
+            for shard in shards if states else ():
+                shard.load_state_dict(states)
+            for number in [*range(num_shards), *rng.integers(num_shards, size=150).tolist()]:
+                batch = next(shards[number])
+                for begin in np.flatnonzero(batch["resets"]):
+                    token = int(batch["targets"].ravel()[begin])
+                    at = bisect_right(starts, token) - 1
+                    table[at, token - starts[at]] += 1
+                drained = [found for shard in shards if (found := shard.drain_step_metrics())]
+                if len(drained) == num_shards:
+                    reduced = reduce_over_ranks(drained, [*drained[0]], device="cpu", world_size=1)
+                    least, most = reduced["data/epochs_least"], reduced["data/epochs_most"]
+                    assert (least, most) == (reduced["data/epochs_least/one"], reduced["data/epochs_most/one"])
+                    true = min(table.values()), max(table.values())
+                    assert least <= true[0] <= true[1] <= most
+                    assert (least, most) == true or num_documents < 8 * num_shards, (num_shards, true)
+                    gap = max(gap, true[1] - true[0])
+            states = [json.loads(json.dumps(shard.state_dict())) for shard in shards]
+    assert gap > 1, "the shards were never apart"
+    assert min(table.values()) > 2

@@ -19,6 +19,7 @@ from trainer.tools.runs.load import RunRecord
 BY_NAME = {rule.name: rule for rule in RULES}
 POOL = "stream_mixing/active/"
 ENDED = "stream_mixing/refill/exhaust_events"
+ABSENCE = "stream_mixing/refill/absence"
 FILL = "data/fill"
 MIXING = {"num_streams_mixed": 4, "pick_mode": "weighted", "batching_mode": "per_stream", "batch_size": 8}
 CONFIG = {
@@ -62,8 +63,11 @@ def pool_rows(count: int = 60, **changes: Any) -> dict[str, Any]:
         f"{POOL}remaining_fraction_max": [min(value + 2, 50) / 50 for value in left],
         f"{POOL}steps_since_pick_max": [12.0] * count,
         f"{POOL}pick_surprise_max": [3.0] * count,
+        f"{POOL}picks": [2.0] * count,
         f"{POOL}modalities/a": [2.0] * count,
         f"{POOL}modalities/b": [2.0] * count,
+        f"{ABSENCE}/a": [0.0] * count,
+        f"{ABSENCE}/b": [0.7] * count,
         ENDED: [0.0] * count,
         **changes,
     }
@@ -104,7 +108,6 @@ def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") 
     return {key: dict.fromkeys(steps, value) for key, value in values.items()}
 
 
-STARVED = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})
 BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
 BATCH = {**GNS, "gns/b_big": [100.0] * 40}
 
@@ -118,7 +121,8 @@ HEALTHY: dict[str, RunRecord] = {
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("held")]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [11.5] * 60})),
     "uneven_slices": make_run(pool_rows()),
-    "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0, 0.0, 0.0] * 20})),
+    # Of 64 streams that were opened, and two modalities: ln(66 / 0.001) = 11.097.
+    "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{ABSENCE}/b": [0.7] * 59 + [11.0]})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.04] * 60})),
     "low_fill": make_run({FILL: [0.85, 0.99] * 20}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}, "blend/longest_share": {10: 0.2, 1000: 0.04}}),
@@ -141,7 +145,7 @@ FAULTY: dict[str, RunRecord] = {
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
-    "starved_modality": make_run(STARVED),
+    "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{ABSENCE}/b": [0.7] * 59 + [11.2]})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
     "low_fill": make_run({FILL: [0.6] * 40}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
@@ -206,7 +210,6 @@ def wide(share_error: float, **changes: Any) -> RunRecord:
 PLATEAU, AFTER_IT = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001)], noisy(2.0, 9, 0.001)
 LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
-ABSENT = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 20 + [2.0] * 20})
 FP16 = {**CONFIG, "train": {"precision": "fp16"}}
 REJECTED = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
 LOW = {"gns/b_now_low": [16.0] * 40, "gns/b_now_steps": [30.0] * 40}
@@ -218,6 +221,8 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "batch_size: a batch with no noise scale": of_ranks({**GNS, **same_data(0.0)}, 2),
     },
     "finding": {
+        # Documents are picked, of however many tokens.
+        "stuck_reader: full rows": replace(FAULTY["stuck_reader"], config=full_rows()),
         # Two ranks and the noise between them; without it, they may be equal or not.
         "repeated_data: equal ranks": of_ranks(same_data(0.0), 2),
         "repeated_data: dependent full rows": replace(of_ranks(same_data(1.5, error=0.1), 2), config=full_rows()),
@@ -232,8 +237,9 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "model_contract: broken resets": contract_run("resets", align="stream"),
     },
     "healthy": {
-        # Of up to 2 x 60 x 8 x 64 documents, the least likely wait.
-        "stuck_reader: full rows": replace(FAULTY["stuck_reader"], config=full_rows()),
+        "stuck_reader: more picks": make_run(
+            pool_rows(**{f"{POOL}pick_surprise_max": [11.9] * 60, f"{POOL}picks": [4.0] * 60})
+        ),
         "repeated_data: one micro-batch each": of_ranks(same_data(None, micro_batches=1), 2),
         "loss_spikes: a rise far below the improvement": losses(*PLATEAU, 2.5, *AFTER_IT),
         "repeated_data: slices of one stream": of_ranks(same_data(0.3), 2),
@@ -247,9 +253,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "loss_spikes: a blend": losses(*((2.6 if i % 7 == 0 else 1.4) + 0.02 * math.sin(i * i) for i in range(200))),
         # In a short run the first batch of a rare source is no worse than the untrained model was, while a spike may be.
         "loss_spikes: a rare source": falling(30, 22, 3.0),
-        # Of 64 readers 40 % have modality b; a gap of 20 has a probability of up to 0.002, the limit is 0.0005.
-        "starved_modality: a short absence": make_run(ABSENT),
-        "starved_modality: an ended source": make_run({**STARVED, "blend/ended_sources": [0.0] * 20 + [1.0] * 40}),
     },
     "not_measured": {
         "uneven_slices: full rows": replace(FAULTY["uneven_slices"], config=full_rows()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
@@ -24,12 +23,14 @@ from trainer.tools.diagnostics.rule import (
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
+PICKS = "stream_mixing/active/picks"  # since the row before, of all readers
 SURPRISE = "stream_mixing/active/pick_surprise_max"  # nats; since a reader was last picked
 REMAINING_MIN = "stream_mixing/active/remaining_min"  # picks of the reader with fewest left
 REMAINING_MAX = "stream_mixing/active/remaining_max"  # picks of the reader with most left
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"  # share of its slice
 EXHAUSTED = "stream_mixing/refill/exhaust_events"  # readers since the row before
 MODALITIES = "stream_mixing/active/modalities/"  # its active readers
+ABSENCES = "stream_mixing/refill/absence/"  # nats; since one of its streams was opened
 ROWS_FILL = "data/fill"  # share of the positions of full rows
 SHARE_ERROR = "blend/max_share_error"  # largest difference of a share so far
 LONGEST_SHARE = "blend/longest_share"  # of the tokens so far, the longest document's
@@ -39,25 +40,15 @@ FULL_ROWS = not_measured("with full rows a document stays on its row, whatever i
 SEVERAL_POOLS = not_measured("with several sources these keys do not say which source they are of")
 
 
-def _has_own_pools(run: RunRecord) -> bool:
-    """Whether every rank picks from its own pool."""
-    return run.setting("data.mixing.batching_mode") in ("per_row", "device_per_stream")
-
-
-@rule("error", needs=[SURPRISE])
+@rule("error", needs=(SURPRISE, PICKS))
 def stuck_reader(run: RunRecord) -> Outcome:
     """A reader that is no longer picked."""
     surprise, mode = series(run, SURPRISE), run.setting("data.mixing.pick_mode")
     if mode == "round_robin":
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
-    picks = batches_through(run, surprise.steps[-1])
-    if _has_own_pools(run):
-        picks *= ranks(run)
-    if has_full_rows(run):  # a document is a token at least
-        picks *= int(run.setting("data.mixing.batch_size", 1)) * int(run.setting("data.seq_len", 1))
-    # The surprise since a reader's last pick is a unit exponential in any pool, so it exceeds this
-    # limit in one of 1 / ALPHA runs.
-    limit = math.log(max(picks, 2) / limits.ALPHA)
+    # The surprise since a reader's last pick is a unit exponential in any pool, and each pick ends a
+    # wait, so it exceeds this limit in one of 1 / ALPHA runs.
+    limit = math.log(max(series(run, PICKS).total, 2) / limits.ALPHA)
     hits = surprise.where(lambda value: value > limit)
     chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(surprise.values), limit))
     chance = f"has a chance of {chance} (limit {alarm})"
@@ -117,69 +108,29 @@ def _ratio_of_slices(low: float, high: float, share: float) -> float:
 @rule("warning", needs=[EXHAUSTED])
 def starved_modality(run: RunRecord) -> Outcome:
     """A modality that is absent for longer than chance explains."""
-    # Only before a source is exhausted: then its modalities are gone, as `shares` reports.
-    gone = series(run, ENDED_SOURCES)
-    stop = min((gone.steps[index] for index in gone.positive), default=math.inf)
-    modalities = [series(run, key) for key in run.train.keys if key.startswith(MODALITIES)]
-    ended, *columns = aligned(series(run, EXHAUSTED), *modalities)
-    before = range(sum(step < stop for step in ended.steps))
-    ended, columns = ended.at(before), [column.at(before) for column in columns]
-    if not columns:
-        return not_measured(f"needs {MODALITIES}<modality>")
-    if len(columns) == 1:
+    absences = [series(run, key) for key in run.train.keys if key.startswith(ABSENCES)]
+    if not absences:
+        return not_measured(f"needs {ABSENCES}<modality>")
+    if len(absences) == 1:
         return healthy("there is only one modality")
-    if not ended:
-        return not_measured("a source was exhausted before the first row")
-    # With a pool for all ranks, each rank counts its readers.
-    counters = 1 if _has_own_pools(run) else ranks(run)
-    refills = [events / counters for events in ended.values]
-    entered = math.fsum(refills) + sum(column.values[0] for column in columns)
-    present = math.fsum(column.total for column in columns) or 1.0
-    worst, gap, others, surprise = columns[0], range(0), 0.0, -1.0
-    for column in columns:
-        rows, meanwhile = _longest_absence(refills, column.values)
-        if not meanwhile:
-            continue
-        improbable = _surprise(column.total / present * entered, meanwhile / entered)
-        if improbable > surprise:
-            worst, gap, others, surprise = column, rows, meanwhile, improbable
-    name = worst.key.removeprefix(MODALITIES)
-    if surprise <= math.log(len(columns) / limits.ALPHA):
-        return healthy(f"no modality was missing for longer than chance explains (longest: {name})")
+    opened = series(run, EXHAUSTED).total
+    opened += sum(max(series(run, key).values) for key in run.train.keys if key.startswith(MODALITIES))
+    # As of a reader that is not picked: each stream that is opened ends the wait for its modality.
+    limit = math.log((opened + len(absences)) / limits.ALPHA)
+    worst = max(absences, key=lambda absence: max(absence.values))
+    name, hits = worst.key.removeprefix(ABSENCES), worst.where(lambda nats: nats > limit)
+    chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(worst.values), limit))
+    chance = f"has a chance of {chance} (limit {alarm})"
+    if not hits:
+        return healthy(f"the longest wait for a stream of a modality ({name}) {chance}")
+    words = f"no stream of modality {name} is opened any more: so long a wait {chance}; first at step "
+    words += f"{worst.steps[hits[0]]}"
     readers = run.setting("data.mixing.num_streams_mixed")
     more: int | str = "twice as many; or give the modality its own source and weight"
     if isinstance(readers, int):
         more = 2 * readers
-    words = f"nothing of modality {name} was open for reading from step {worst.steps[gap[0]]} to "
-    words += f"{worst.steps[gap[-1]]}, while {counted(others, 'other stream')} were opened"
     knob = Knob("data.mixing.num_streams_mixed", readers, more)
-    return finding(words, worst.evidence(gap), knob=knob)
-
-
-def _longest_absence(refills: Sequence[float], present: Sequence[float]) -> tuple[range, float]:
-    """The rows without a modality during which most readers entered the pool, and their number."""
-    longest, first, meanwhile = (range(0), 0.0), 0, 0.0
-    for row, count in enumerate(present):
-        if count > 0:
-            first, meanwhile = row + 1, 0.0
-            continue
-        if row > first:  # readers may have entered before the modality left in the first row
-            meanwhile += refills[row]
-        if meanwhile > longest[1]:
-            longest = range(first, row + 1), meanwhile
-    return longest
-
-
-def _surprise(entered: float, gap: float) -> float:
-    """-ln of the probability of so long an absence, at most.
-
-    Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest
-    stretch without it has g or more readers with a probability of at most (x + 1) (1 - g / N)^x
-    (spacings of x points among N). `entered`: x; `gap`: g / N.
-    """
-    if entered < 1:
-        return 0.0
-    return -entered * math.log1p(-min(gap, 1.0 - 1e-12)) - math.log(entered + 1)
+    return finding(words, worst.evidence(hits), knob=knob)
 
 
 @rule("warning", needs=[EXHAUSTED])

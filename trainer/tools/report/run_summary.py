@@ -70,7 +70,7 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
         SummaryRow("Steps", float(max(run.steps, default=0)) or None, note=rows_text(run.steps)),
         _time(run),
         SummaryRow("Tokens seen", _reduced(run, _last, "tokens_seen"), "tokens"),
-        SummaryRow("Data read", _reduced(run, _last, "data/epochs_most"), "epochs"),
+        SummaryRow("Data read", _reduced(run, _last, "data/epochs_most"), "epochs", "at most"),
         SummaryRow("Parameters", float(run.environment.get("parameters") or 0) or None),
         SummaryRow("Fill", _reduced(run, statistics.fmean, "data/fill"), "of full rows"),
         SummaryRow("Speed", _reduced(run, statistics.median, "tokens_per_sec"), "tokens/s"),
