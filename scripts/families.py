@@ -134,7 +134,7 @@ def row_of(name: str, make: Callable[[], nn.Module]) -> tuple[str, str, str]:
     """The table's row of one family: its name, the verdict, and how."""
     torch.manual_seed(0)
     try:
-        report = check_model(make(), vocab_size=VOCAB, seq_len=32)
+        report = check_model(make(), vocab_size=VOCAB, build=make, seq_len=32)
     except Exception as error:  # noqa: BLE001 - a family that is missing, or that cannot be built, is a row too
         return name, "not tried", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     return name, *judged(report)

@@ -183,6 +183,17 @@ class ZeroGate(Language):
         return x + self.gate * h, end[0]
 
 
+class Unsaved(Gru):
+    """Draws a buffer at random that its state_dict does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mix_in", torch.randn(DIM), persistent=False)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x * self.mix_in, state)
+
+
 MUTANTS: dict[str, Callable[[], nn.Module]] = {
     "drops the state": DropState,
     "drops a count in its state": lambda: Counting(forgets=True),
@@ -204,6 +215,7 @@ MUTANTS: dict[str, Callable[[], nn.Module]] = {
     "peeks one ahead": returned(lambda x, state, out, end: (out + 0.1 * F.pad(x[:, 1:], (0, 0, 0, 1)), end)),
     "writes into the incoming state": returned(write_into_state, Ema),
     "state hidden with its graph": HiddenInANest,
+    "a random buffer that is not saved": Unsaved,
     "dropout in eval": returned(lambda x, state, out, end: (F.dropout(out, 0.3), end)),
     "noise in eval": given(lambda x, state: (x + 0.1 * torch.randn_like(x), state)),
     "noise of numpy in eval": given(

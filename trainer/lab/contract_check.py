@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +71,11 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     if isinstance(size, str):
         return size
     is_full = (size.dim, size.num_layers) == (table.dim, table.num_layers)
+    reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
+    build = partial(make_model, plan, reduced)
     with torch.random.fork_rng(devices=[]):
         if model is None or not is_full:
-            reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
-            model = make_model(plan, reduced).to(device)
+            model = build().to(device)
             model_and_loss(model, plan, device)
         accepted = accepted_inputs(model)
         is_read_here = all(source.table.target is None for source in plan.sources)
@@ -83,6 +85,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         report = check_model(
             model,
             vocab_size=plan.vocab_size,
+            build=build,
             seq_len=tokens,
             autocast=AUTOCAST[plan.config.train.precision],
             rows=evaluated_rows(plan),

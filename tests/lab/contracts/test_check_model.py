@@ -52,7 +52,7 @@ def test_a_model_has_the_verdict_of_the_table(name):
 
 def test_the_table_convicts_every_broken_model_and_no_honest_one():
     assert list(ROWS) == NAMES
-    assert (len(BROKEN), len(HONEST_MODELS)) == (102, 41)
+    assert (len(BROKEN), len(HONEST_MODELS)) == (103, 41)
     assert {ROWS[name]["verdict"] for name in BROKEN} == {"broken", "warning"}  # of a detached state
     assert {ROWS[name]["verdict"] for name in HONEST_MODELS} == {"held"}
     assert all("#" in case.source for case in PUBLIC.values())
@@ -140,9 +140,9 @@ def test_a_forward_that_fails_after_its_first_calls_is_told_from_a_wrong_interfa
     assert report["carry"].text == "forward fails"
 
 
-@pytest.mark.parametrize("attribute", [False, True])
-def test_a_model_that_returns_no_state_on_purpose_is_not_convicted(attribute):
-    """It says so itself, or takes none."""
+@pytest.mark.parametrize("kind", ["Declared", "TakesNone", "Empty"])
+def test_a_model_that_returns_no_state_on_purpose_is_not_convicted(kind):
+    """It says so itself, takes none, or returns one of no numbers."""
 
     class Declared(NestedLstm):
         def forward(self, tokens, state=None):
@@ -152,8 +152,13 @@ def test_a_model_that_returns_no_state_on_purpose_is_not_convicted(attribute):
         def forward(self, tokens, **_):
             return super().forward(tokens)
 
-    model = made(Declared if attribute else TakesNone)
-    if attribute:
+    class Empty(NestedLstm):
+        def forward(self, tokens, state=None):
+            logits = super().forward(tokens).logits
+            return SimpleNamespace(logits=logits, state={"h": logits.new_zeros(len(tokens), 0)})
+
+    model = made({"Declared": Declared, "TakesNone": TakesNone, "Empty": Empty}[kind])
+    if kind == "Declared":
         model.state_width = 0
     report = check_model(model, vocab_size=VOCAB)
     assert report["carry"].text == NO_STATE
@@ -298,6 +303,12 @@ def test_the_soak_looks_as_far_as_its_time_allows_and_says_how_far(token_sec, sc
     monkeypatch.setattr(soak, "MOST_LOGITS", 1)
     report = check_model(made(Gru), vocab_size=VOCAB, rows=16, max_seconds=1e5)
     assert "16 rows" not in report.summary()
+
+
+def test_a_model_that_does_not_take_its_own_state_dict_breaks_purity():
+    verdict = check_model(made(Gru), vocab_size=VOCAB, build=lambda: Gru(layers=2))["purity"]
+    assert verdict.status == "broken"
+    assert "built anew, it does not take its state_dict: RuntimeError: Error(s) in loading" in verdict.text
 
 
 def test_raise_if_broken_lists_all_verdicts():

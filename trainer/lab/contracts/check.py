@@ -11,7 +11,7 @@ import inspect
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from trainer.lab.contracts.subject import (
     Result,
     Subject,
     dtype_name,
+    one_line,
     private_copy,
     seed_generators,
     shape_of,
@@ -51,6 +52,10 @@ RANDOM = (
     "something random is active there, such as a dropout without training=self.training; "
     "pass that, or use nn.Dropout"
 )
+UNSAVED = (
+    "built anew, with the same state_dict, it gives other logits in eval(), by {:.1e} of their "
+    "spread, which need something that the state_dict does not hold (a buffer with persistent=False?)"
+)
 RETURNS_NONE = (
     "forward takes a state and returns none, so every cell starts from zero: return "
     "ModelOutput(..., state=...), or set state_width = 0 on a model without a state"
@@ -67,6 +72,7 @@ def check_model(
     model: nn.Module,
     *,
     vocab_size: int,  # token ids are below it
+    build: Callable[[], nn.Module] | None = None,  # makes such a model anew, at random
     seq_len: int = 64,  # tokens of a cell in training
     autocast: torch.dtype | None = None,  # in training; None: none
     rows: int = LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
@@ -82,7 +88,7 @@ def check_model(
     tried; one that would take longer than `max_seconds`, in the calling thread, is not begun.
     """
     started, deadline = time.perf_counter(), time.thread_time() + max_seconds
-    request = Request(vocab_size, seq_len, autocast, rows, deadline)
+    request = Request(vocab_size, seq_len, autocast, rows, deadline, build)
     verdicts: dict[str, Verdict] = {}
     how, why = "nothing was run", ""
     with _left_alone(model):
@@ -231,6 +237,8 @@ def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
             raise NotTestable("the model is random in eval() too")
     else:
         verdicts["purity"], trial = check_purity(trial)
+        if verdicts["purity"].status == "held":
+            verdicts["purity"] = _find_unsaved(trial, working) or verdicts["purity"]
     subject = trial.subject
     how = f"judged in {dtype_name(subject.dtype)}, rows of {trial.length} tokens "
     how += f"in cells of {trial.cell}"
@@ -260,7 +268,7 @@ def _check_state(trial: Trial) -> Verdict | None:
     subject, model = trial.subject, trial.subject.model
     if not subject.width:
         # `carry_flat` found no state in what forward returned.
-        if hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters:
+        if getattr(model, "state_layout", model) is None and "state" in inspect.signature(model.forward).parameters:
             return Verdict("carry", "broken", RETURNS_NONE)
         return untestable("carry", NO_STATE)
     if not trial.takes_cells:
@@ -314,8 +322,30 @@ def _repeat(trial: Trial, subject: Subject) -> float:
     is on a copy of its own, so that what a module keeps is no reason to differ."""
     subject, state = replace(subject, is_seeded=False, is_pure=False), trial.start_state()
     seed_generators()
-    first, second = (subject(trial.tokens(), state) for _ in range(2))
-    size = _difference(trial, second, first)
+    return _beyond_rounding(trial, subject, *(subject(trial.tokens(), state) for _ in range(2)))
+
+
+def _find_unsaved(trial: Trial, working: Subject) -> Verdict | None:
+    """The breach of a model that its state_dict does not determine; None: there is none."""
+    if trial.request.build is None:
+        return None
+    seed_generators()
+    model = trial.request.build().to(working.device)
+    model = private_copy(getattr(model, "_orig_mod", model))
+    _find_state(model, trial.request.seq_len)
+    try:
+        model.load_state_dict(working.model.state_dict())
+    except Exception as error:  # noqa: BLE001 - hooks of the user's own may raise anything
+        return Verdict("purity", "broken", f"built anew, it does not take its state_dict: {one_line(error)}")
+    own, tokens, state = replace(working, training=False), trial.tokens(), trial.start_state()
+    found = replace(own, model=model)(tokens, state)
+    size = _beyond_rounding(trial, own, found, own(tokens, state))
+    return Verdict("purity", "broken", UNSAVED.format(size), size) if size else None
+
+
+def _beyond_rounding(trial: Trial, subject: Subject, found: Result, wanted: Result) -> float:
+    """How far two results of a subject differ; 0.0 if by rounding alone."""
+    size = _difference(trial, found, wanted)
     return size if size > torch.finfo(subject.precision).eps ** 0.5 else 0.0
 
 

@@ -158,7 +158,7 @@ def soak(trial: Trial, working: Subject, size: Size) -> tuple[dict[str, Verdict]
 def find_size(trial: Trial) -> Size:
     """The first size that takes `SECONDS`, fewer rows first, then shorter cells; else the last that
     the time allows. Raises NotTestable: none does."""
-    vocab_size, seq_len, _, rows, deadline = trial.request
+    vocab_size, seq_len, _, rows, deadline, _ = trial.request
     left, cells = max(deadline - time.thread_time(), 0.0), [seq_len]
     if trial.takes_cells:
         cells += [each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject
 
@@ -109,6 +109,7 @@ class Request(NamedTuple):
     autocast: torch.dtype | None
     rows: int
     deadline: float
+    build: Callable[[], nn.Module] | None
 
 
 @dataclass(frozen=True)
