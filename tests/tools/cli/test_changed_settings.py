@@ -9,9 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.in_process import program
-from tests.support.runs import train, write_tiny_config
+from tests.support.checkpoints import weights
+from tests.support.in_process import program, train_here
+from tests.support.runs import losses, read_rows, train, write_tiny_config
 from trainer.tools.runs.load import load_run
 
 
@@ -58,3 +60,19 @@ def test_every_reader_says_what_the_resume_changed(resumed, tmp_path, capsys, mo
     page = tmp_path / "page.html"
     assert not program(["report", resumed / "changed", "--out", page], capsys).returncode
     assert words.replace(">", "&gt;") in page.read_text()
+
+
+def test_a_decay_branch_equals_bit_for_bit_a_run_that_decays_so(tmp_path: Path) -> None:
+    config = write_tiny_config(tmp_path, "[checkpoint]\nevery = 4\n")
+    decay = ("scheduler.name=wsd", "scheduler.decay_fraction=0.25", "train.steps=8")
+    trunk, whole, branch = (tmp_path / name for name in ("trunk", "whole", "branch"))
+    train_here(config, trunk, "scheduler.name=constant", "train.steps=5")
+    train_here(config, whole, *decay)
+    train_here(config, branch, *decay, f"checkpoint.resume={trunk / 'checkpoints' / 'step_00000004'}")
+    rates = [row["lr"] for row in read_rows(whole / "metrics.jsonl").values()]
+    assert rates[3] == rates[5] > rates[6] > rates[7]
+    wanted = losses(whole / "metrics.jsonl")
+    assert losses(branch / "metrics.jsonl") == {step: wanted[step] for step in (5, 6, 7, 8)}
+    found, wanted = (weights(each / "checkpoints" / "step_00000008") for each in (branch, whole))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
