@@ -190,6 +190,11 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def parse_count(text: str) -> int | None:
+    """A number of something in decimal digits; None: anything else, or more than `int` may read."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def is_file_name(name: object) -> bool:
     """Whether it names a file of the directory that lists it, and nothing else."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.files import parse_count
+
 ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what is not part of a block
 
 
@@ -123,9 +125,9 @@ def memory_of(device: torch.device) -> int:
     """Bytes of memory that this rank may count on: of a CUDA device, or its part of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return whole // (int(ranks) if ranks.isdigit() and int(ranks) else 1)
+    return whole // ranks
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from trainer.files import (
     MOST_BYTES,
     is_file_name,
     open_plain,
+    parse_count,
     parse_json,
     read_bytes,
     read_json,
@@ -114,6 +115,12 @@ def test_links_and_trees_are_replaced_and_removed(tmp_path: Path) -> None:
 def test_names_of_files():
     assert all(map(is_file_name, ("a", ".a", "a b", "ä", "...", "a\nb")))
     assert not any(map(is_file_name, ("", ".", "..", "a/b", "/a", "a\0", None, 7, ["a"])))
+
+
+def test_a_count_is_a_few_digits_and_nothing_else():
+    assert [*map(parse_count, ("0", "007", "9" * 18))] == [0, 7, 10**18 - 1]
+    for text in ("\u00b2", "\u0663", "9" * 5000, "-1", " 1", "1_0", ""):
+        assert parse_count(text) is None
 
 
 def make_link(path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.errors import UserError
+from trainer.files import parse_count
 
 # Text with every byte that UTF-8 may have, in the form that nearly all text has.
 _CHARACTERS = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x1000)])
@@ -201,8 +202,9 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
     """The ids to continue: that which begins a document, then the prompt's (words with `ids`)."""
     if tokenizer.name == "ids":
         words = prompt.split()
-        if all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
-            return [tokenizer.bos_id, *map(int, words)]
+        ids = [id for id in map(parse_count, words) if id is not None and id < tokenizer.bos_id]
+        if len(ids) == len(words):
+            return [tokenizer.bos_id, *ids]
         problem = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}'
         fix = 'write "17 4 99"'
     else:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
+from trainer.files import parse_count
 
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ def rank_info() -> RankInfo:
 
 def num_nodes(info: RankInfo) -> int:
     """How many machines the ranks are on, by what torchrun says; 1 where it says nothing."""
-    return max(info.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", info.world_size)), 1)
+    local = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or info.world_size
+    return max(info.world_size // local, 1)
 
 
 def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:

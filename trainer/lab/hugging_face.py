@@ -29,6 +29,8 @@ from trainer.model.encoder import NORM_EPS
 from trainer.model.protocol import ModelOutput
 
 Weights = dict[str, Tensor]
+# Without it `transformers` asks on the terminal whether to run code that lies in a directory.
+NO_CODE = {"local_files_only": True, "trust_remote_code": False}
 
 
 class HuggingFace(nn.Module):
@@ -89,16 +91,19 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
     return HuggingFace(model)
 
 
-def read_pretrained(folder: str, key: str) -> Any:
-    """The causal model of a directory of `save_pretrained`. Raises UserError of `key`: none."""
+def read_pretrained(folder: str, key: str, *, trust_code: bool = False) -> Any:
+    """The causal model of a directory of `save_pretrained`; with its own code if that is trusted.
+    Raises UserError of `key`: there is none."""
     read = package().AutoModelForCausalLM.from_pretrained
     try:
         if not (Path(folder) / "config.json").is_file():
             raise ValueError("it has no config.json")
-        return read(folder, local_files_only=True, dtype=torch.float32)
+        return read(folder, **NO_CODE | {"trust_remote_code": trust_code}, dtype=torch.float32)
     except Exception as error:  # of a damaged directory anything
-        problem = f"{folder} cannot be read: {format_error(error)}"
-        raise UserError(key, problem, "name a directory of save_pretrained with a causal model") from error
+        problem, fix = format_error(error), "name a directory of save_pretrained with a causal model"
+        if "trust_remote_code" in problem:
+            problem, fix = "it needs the code in it", "train doctor runs that with --trust-code"
+        raise UserError(key, f"{folder} cannot be read: {problem}", fix) from error
 
 
 def without_attention(cache: Any) -> Any:

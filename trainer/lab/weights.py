@@ -35,12 +35,23 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             names: list[str] = list(opened.keys())
             tensors = {name: opened.get_tensor(name) for name in names}
             metadata: dict[str, str] = opened.metadata() or {}
-        for name, owner in parse_json(metadata.get(SHARED_KEY, "{}")).items():
-            tensors[name] = tensors[owner]
-    except (OSError, safetensors.SafetensorError, ValueError, KeyError, AttributeError) as error:
+        share(tensors, parse_json(metadata.get(SHARED_KEY, "{}")))
+    except (OSError, safetensors.SafetensorError, ValueError) as error:
         fix = "check the path, or write or download it again"
         raise UserError(str(file), f"is not a readable safetensors file ({error})", fix) from None
     return tensors, metadata
+
+
+def share(tensors: dict[str, Tensor], shared: object) -> None:
+    """Add tensors that are stored under another name: `shared`, names by name. Raises ValueError:
+    it is anything else."""
+    if not isinstance(shared, dict):
+        raise ValueError("shared tensors are not named by others")
+    stored = dict(tensors)
+    for name, owner in shared.items():
+        if name in stored or not isinstance(owner, str) or owner not in stored:
+            raise ValueError(f"{name} is no other name of a stored tensor")
+        tensors[name] = stored[owner]
 
 
 def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
@@ -63,6 +74,8 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path
         elif tensors[name].shape != tensor.shape:
             found = list(tensors[name].shape)
             problems.append(f"{name}: shape {found}, the model has {list(tensor.shape)}")
+        elif tensors[name].dtype.is_floating_point != tensor.dtype.is_floating_point:
+            problems.append(f"{name}: {tensors[name].dtype}, the model has {tensor.dtype}")
     problems += missing
     problems += [f"{name}: the model has no such tensor" for name in tensors if name not in own]
     if not problems:  # only then does the file have every tied tensor

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from trainer.errors import UserError
-from trainer.files import is_count, open_descriptor, open_plain, parse_json, read_json
+from trainer.files import is_count, open_descriptor, open_plain, parse_count, parse_json, read_json
 from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     own: dict[str, Any] = {"loop": OWN_LOOP}
-    world_size = os.environ.get("WORLD_SIZE", "")  # torchrun's, which the diagnosis needs
-    if world_size.isdecimal():
-        own["world_size"] = int(world_size)
+    world_size = parse_count(os.environ.get("WORLD_SIZE", ""))  # torchrun's, which the diagnosis needs
+    if world_size is not None:
+        own["world_size"] = world_size
     with take_lock(path):
         step = last_step(path)
         if step is not None:

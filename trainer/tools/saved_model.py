@@ -21,8 +21,9 @@ from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
-from trainer.files import replacing_path, write_file
-from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
+from trainer.files import parse_count, replacing_path, write_file
+from trainer.import_path import users_code
+from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share
 from trainer.metrics.run_status import usable
 from trainer.model.families import DEFAULT
 from trainer.training.checkpointing import checkpoint
@@ -30,6 +31,7 @@ from trainer.training.checkpointing.tensor_files import CheckpointError, TensorF
 from trainer.training.checkpointing.train_state import open_model
 from trainer.training.plan import build_model, tokenizer_of
 from trainer.training.run_dir import RunDir
+from trainer.wording import short_repr
 
 CONFIG_FILE = "config.toml"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -99,7 +101,7 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     path, state = found
     try:
         weights = whole_weights(open_model(path, state))
-    except (CheckpointError, KeyError) as error:
+    except (CheckpointError, KeyError, ValueError) as error:
         problem = f"cannot be used: {error}"
         raise UserError(str(path), problem, "name another one with --step") from None
     return SavedCheckpoint(path, int(state["step"]), state, config_of(state, path), weights)
@@ -151,8 +153,10 @@ def load_model(
     if (place / WEIGHTS_FILE).is_file():
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
-        if metadata.get("step", "").isdigit():
-            found = int(metadata["step"])
+        found = parse_count(metadata.get("step", ""))
+        if found is None and "step" in metadata:
+            problem = f"is after step {short_repr(metadata['step'])}, which is no number"
+            raise UserError(str(place / WEIGHTS_FILE), problem, "export it again")
         if (place / "tokenizer.json").is_file():
             tokenizer = str(place / "tokenizer.json")
     else:
@@ -170,7 +174,9 @@ def load_model(
 
 def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int, source: Path) -> nn.Module:
     """The model of a config with weights from `source`. Raises UserError: they do not fit."""
-    model = build_model(config.model, vocab_size, seq_len=config.data.seq_len, parts=PARTS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)  # as the run did: it may draw more than its state_dict holds
+        model = build_model(config.model, vocab_size, seq_len=config.data.seq_len, parts=PARTS)
     check_fit(model, weights, key=str(source), path="the file")
     model.load_state_dict(dict(weights))
     return model
@@ -217,7 +223,8 @@ def export_model(
         write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
             if as_hugging_face:
-                _save_tokenizer(Path(config.data.tokenizer), config.data.eod, staging)
+                with users_code("data.tokenizer", "transformers cannot read it", "use --format safetensors"):
+                    _save_tokenizer(Path(config.data.tokenizer), config.data.eod, staging)
             else:
                 shutil.copyfile(config.data.tokenizer, staging / "tokenizer.json")
         # The caller has made sure that only an export is replaced.
@@ -257,11 +264,11 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
 
 def _save_tokenizer(path: Path, eod: int | None, directory: Path) -> None:
     """Write the tokenizer for `AutoTokenizer`; without an end it gets the id that ends documents."""
-    from trainer.lab.hugging_face import package
+    from trainer.lab.hugging_face import NO_CODE, package
 
     transformers: Any = package()
     if path.name == "tokenizer.json" and path.with_name(TOKENIZER_CONFIG).is_file():
-        words = transformers.AutoTokenizer.from_pretrained(path.parent)
+        words = transformers.AutoTokenizer.from_pretrained(path.parent, **NO_CODE)
     else:  # that of the model's family would add special tokens
         words = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     end = None if eod is None else words.convert_ids_to_tokens(eod)
@@ -273,11 +280,10 @@ def _save_tokenizer(path: Path, eod: int | None, directory: Path) -> None:
 
 def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
     """The model's `state_dict()`, whole, on the CPU; tensors alone.
-    Raises CheckpointError: they cannot be read."""
+    Raises CheckpointError or ValueError: they cannot be read."""
     names = [name for name in tensors.shapes if name.startswith("model.")]
     found = {name.removeprefix("model."): tensors.read(name) for name in names}
-    for name, owner in tensors.values.get("shared", {}).items():
-        found[name] = found[owner]
+    share(found, tensors.values.get("shared", {}))
     return found
 
 

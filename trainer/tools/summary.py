@@ -16,6 +16,7 @@ from trainer.config.rules import reads_lanes, why_no_noise_scale
 from trainer.config.schema import RunConfig
 from trainer.distributed.strategy import layout_of, num_parameters
 from trainer.errors import UserError
+from trainer.files import parse_count
 from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint
@@ -77,7 +78,7 @@ def _next_command(run: Run, run_dir: RunDir, state: str, reason: str) -> list[st
     if reason == "data exhausted":  # more steps would find no data
         return []
     ranks = run.view.info.world_size
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
+    local = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or (ranks if ranks == 1 else 0)
     command = resume_command(run_dir, run.view.config, ranks, local_world_size=local)
     if state == FINISHED:
         length = f"--steps {2 * run.view.config.train.steps}"

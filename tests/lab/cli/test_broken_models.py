@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import textwrap
 
 import pytest
 
-from tests.support.in_process import program
+from tests.support.in_process import program, train_here
 from tests.support.models import pretrained
-from tests.support.runs import FULL_ROWS, overrides, train, write_tiny_config
+from tests.support.runs import FULL_ROWS, overrides, read_rows, train, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
+from trainer.errors import UserError
 from trainer.lab.contract_check import find_size
+from trainer.training.plan import build_model
 
 HEAD = """\
 import torch
@@ -188,6 +192,26 @@ def test_an_unchecked_model_is_recorded_and_judged_when_a_resume_asks_for_it(tmp
     assert "breaks carry" in train_broken(tmp_path, more=("--steps", 10, "--resume", "auto"), code=2)
 
 
+BUFFER = "self.register_buffer('scale', torch.randn(dim), persistent=False)"
+UNSAVED = model(GOOD.replace("embedding(tokens)", "embedding(tokens) * self.scale"))
+UNSAVED = UNSAVED.replace("self.state_width, self.dim = state_width, dim", f"self.state_width = dim; {BUFFER}")
+
+
+def test_what_no_state_dict_holds_is_refused_and_drawn_again_by_the_verbs(tmp_path, check, verb):
+    refused, judged = check(UNSAVED), verb(UNSAVED, "doctor", "--model", "broken_model:build")
+    assert (refused.returncode, judged.returncode) == (2, 3)
+    for said in (refused.stderr, judged.stdout):
+        assert "breaks purity" in said
+        assert "something that the state_dict does not hold (a buffer with persistent=False?)" in said
+    own = ("model.target=broken_model:build", "model.contract=false", "run.seed=5", "eval.holdout_fraction=0.3")
+    own += ("eval.every=6", "eval.batches=1000", "checkpoint.every=6", "data.max_group_cells=64", "metrics.stdout=off")
+    train_here(write_tiny_config(tmp_path), tmp_path / "run", *own)
+    sys.modules.pop("broken_model")
+    logged = read_rows(tmp_path / "run" / "metrics.jsonl")["eval", 6]["eval_loss"]
+    ended = verb(UNSAVED, "eval", tmp_path / "run", "--held-out", "--trust-code", "--json")
+    assert json.loads(ended.stdout)["metrics"]["eval_loss"] == pytest.approx(logged, rel=1e-6)
+
+
 def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(verb):
     ended = verb(DROPS, "doctor", "--model", "broken_model:build")
     assert ended.returncode == 3, ended.stderr
@@ -220,6 +244,26 @@ def test_the_doctor_takes_a_model_of_transformers_on_disk(verb, tmp_path):
         ended = verb("", "doctor", *arguments)
         assert ended.returncode == 2, ended.stdout
         assert ended.stderr.count("\n") == 1
+
+
+def test_code_in_a_directory_of_save_pretrained_runs_if_it_is_trusted_alone(verb, tmp_path, monkeypatch):
+    """`transformers` would ask, and take the answer from stdin."""
+    pytest.importorskip("transformers", reason="extra hf")
+    maps = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": maps}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('it ran')\n")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    ended = verb("", "doctor", "--hf", tmp_path)
+    assert (ended.returncode, ended.stderr.count("\n"), ended.stdout) == (2, 1, "")
+    assert "it needs the code in it; train doctor runs that with --trust-code" in ended.stderr
+    with pytest.raises(UserError, match="it needs the code in it"):
+        build_model(ModelTable(family="mamba2", args={"from": str(tmp_path)}), 40, parts=PARTS)
+    assert not (tmp_path / "ran").exists()
+    ended = verb("", "doctor", "--hf", tmp_path, "--trust-code")
+    assert ended.returncode == 2
+    assert "it ran" in ended.stderr
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, run, train, write_tiny_config
@@ -128,6 +128,34 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
     foreign = program(["export", folder / "run", "--out", out, "--force"], capsys)
     assert (foreign.returncode, "with other files than an export" in foreign.stderr) == (2, True)
     assert (out / "notes.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"shared": '{"a": []}'}, "(a is no other name of a stored tensor)"),
+        ({"shared": '{"head.weight": "norm.weight"}'}, "(head.weight is no other name of a stored tensor)"),
+        ({"shared": "[]"}, "(shared tensors are not named by others)"),
+        ({"shared": "[" * 100_000}, "(nested too deeply)"),
+        ({"step": "9" * 5000}, "is after step '999999999999...9999999999999', which is no number"),
+        ({"step": "\u00b2"}, "is after step '\u00b2', which is no number"),
+    ],
+)
+def test_an_export_with_hostile_metadata_is_refused_in_one_line(folder, tmp_path, capsys, metadata, said):
+    shutil.copy(folder / "exported" / "config.toml", tmp_path)
+    save_file(load_file(folder / "exported" / "model.safetensors"), tmp_path / "model.safetensors", metadata)
+    ended = program(["sample", tmp_path], capsys)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert said in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("temperature", "inf"), ("temperature", "nan"), ("seed", 10**30), ("tokens", 10**30)]
+)
+def test_numbers_beyond_all_measure_are_refused_in_one_line(folder, capsys, option, value):
+    ended = program(["sample", folder / "run", f"--{option}", value], capsys)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert f"Invalid value for '--{option}'" in ended.stderr
 
 
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):

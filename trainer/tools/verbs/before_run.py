@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.training.plan import Plan
     from trainer.training.sources import Source
 
-WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, help="World size to assume.")]
+WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, max=10**6, help="World size to assume.")]
 SCHEMA_NAME = "config.schema.json"
 
 

@@ -6,6 +6,8 @@ import inspect
 import itertools
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,10 +37,10 @@ HELD_OUT = "held-out documents"
 def sample(
     run_dir: ModelArgument,
     prompt: Annotated[str, Option(help="Text to continue; default: the start of a document.")] = "",
-    tokens: Annotated[int, Option(min=1, help="Tokens to generate.")] = 200,
-    temperature: Annotated[float, Option(min=0, help="Divides the logits; 0: greedy.")] = 1.0,
+    tokens: Annotated[int, Option(min=1, max=10**9, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, Option(min=0, max=1000, help="Divides the logits; 0: greedy.")] = 1.0,
     top_k: Annotated[int, Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
-    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Sampling seed.")] = 0,
     step: shared.StepOption = None,
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
@@ -172,11 +174,12 @@ def doctor(
         Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH"),
     ] = None,
     args: Annotated[str, Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
-    vocab_size: Annotated[int, Option(min=2, help="Number of token ids.")] = 257,
-    dim: Annotated[int, Option(min=1, help="As model.dim.")] = 64,
-    num_layers: Annotated[int, Option(min=1, help="As model.num_layers.")] = 2,
-    seq_len: Annotated[int, Option(min=1, help="As data.seq_len.")] = 64,
+    vocab_size: Annotated[int, Option(min=2, max=10**6, help="Number of token ids.")] = 257,
+    dim: Annotated[int, Option(min=1, max=10**6, help="As model.dim.")] = 64,
+    num_layers: Annotated[int, Option(min=1, max=2000, help="As model.num_layers.")] = 2,
+    seq_len: Annotated[int, Option(min=1, max=10**8, help="As data.seq_len.")] = 64,
     device: shared.DeviceOption = "cpu",
+    trust_code: Annotated[bool, Option("--trust-code", help="Run the code in --hf.")] = False,
     as_json: shared.JsonOption = False,
 ) -> None:
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does,
@@ -191,23 +194,27 @@ def doctor(
     if (model is None) == (hf is None):
         raise UserError("train doctor", "needs one model", "name it with --model or with --hf")
     on, name = pick_device(device), str(hf or model)
-    built: nn.Module
+    build: Callable[[], Any] = partial(_build, name, given, vocab_size, dim, num_layers, seq_len)
     if hf is not None:
-        from trainer.lab.hugging_face import HuggingFace, read_pretrained
-
-        read = read_pretrained(hf, "--hf")
-        vocab_size, name = read.config.get_text_config().vocab_size, f"{name} ({type(read).__name__})"
-        built = HuggingFace(read)
-    else:
-        built = _build(name, given, vocab_size, dim, num_layers, seq_len)
-    built = built.to(on)
-    report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
+        build = partial(_read, hf, trust_code=trust_code)
+    built = build().to(on)
+    if hf is not None:
+        vocab_size = built.model.config.get_text_config().vocab_size
+        name = f"{name} ({type(built.model).__name__})"
+    report = check_model(built, vocab_size=vocab_size, build=build, seq_len=seq_len)
     if as_json:
         print_json({"model": hf or model, "args": given, **report.to_json()})
     else:
         _print_report(name, report)
     if report.breaches or report.unchecked:
         raise typer.Exit(EXIT_BREACH)
+
+
+def _read(folder: str, *, trust_code: bool) -> nn.Module:
+    """The model of `--hf`."""
+    from trainer.lab.hugging_face import HuggingFace, read_pretrained
+
+    return HuggingFace(read_pretrained(folder, "--hf", trust_code=trust_code))
 
 
 def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
