@@ -23,6 +23,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tracked"))
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
+    if (options.out / "metrics.jsonl").exists():
+        parser.exit(1, f"{options.out} holds a record already: name another directory with --out\n")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)

@@ -47,6 +47,9 @@ def test_the_tracker_writes_one_record_three_ways(tmp_path):
     assert result.stdout == (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
     (offline,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert [row["global_step"] for row in read_history(offline)] == [1, 10, 20]
+    again = run_example("tracker_wandb.py", "--out", tmp_path, "--steps", 20)
+    assert (again.returncode, "holds a record already" in again.stderr) == (1, True)
+    assert result.stdout == (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
 
 
 def test_the_blend_follows_its_schedule():
