@@ -9,10 +9,11 @@ this module nor a verb imports anything slow (torch, numpy, pydantic) at the top
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -106,7 +107,7 @@ def main() -> None:
     try:
         code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
     except UserError as error:
-        refuse(error.message)
+        _refuse(error.message)
     except BrokenPipeError:
         # Whoever read our stdout is gone. Python flushes it once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -119,8 +120,15 @@ def main() -> None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "train")
         message = str(error.format_message())
-        refuse(f"{command}: {message} (see {command} --help)" if message else "")
+        _refuse(f"{command}: {message} (see {command} --help)" if message else "")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(message: str) -> NoReturn:
+    """See `refuse`; a program that has asked for JSON gets the message so, too."""
+    if "--json" in sys.argv:
+        echo(json.dumps({"error": message}))
+    refuse(message)
 
 
 def _with_settings(arguments: list[str]) -> list[str]:

@@ -91,7 +91,7 @@ class BackgroundSink:
             self.num_dropped += self._queue.qsize()
             abandon = getattr(self.sink, "abandon", None)  # if the sink could hold up the interpreter's exit
             if abandon is not None:
-                self._guard.run(abandon)
+                self._end(abandon)
         if self.num_dropped:
             text = "%s: %d rows were dropped, because they were not taken in time"
             logger.warning(text, self.name, self.num_dropped)
@@ -108,7 +108,14 @@ class BackgroundSink:
     def _run(self) -> None:
         for call in iter(self._queue.get, None):
             self._guard.run(call)
-        self._guard.run(self.sink.close)
+        self._end(self.sink.close)
+
+    def _end(self, call: Callable[[], object]) -> None:
+        # A sink that has failed is closed, too: it might hold up the interpreter's exit.
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - as any of its calls
+            self._guard.fail(error)
 
 
 SAMPLE: Final = "sample"
@@ -192,14 +199,14 @@ class JsonlSink(LineFile):
         """Events go to events.jsonl."""
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """The value with NaN and infinities as words, for strict JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
+        return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return value
 
 
@@ -215,7 +222,7 @@ class EventWriter(LineFile):
         """
         if not event.get("event"):
             raise ValueError(f"an event needs its name under 'event', got {sorted(event)}")
-        line = {"time": round(time.time(), 3), **_strict(event)}
+        line = {"time": round(time.time(), 3), **strict(event)}
         self.append(json.dumps(line, allow_nan=False, separators=(",", ":"), default=str))
 
 

@@ -81,8 +81,16 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
     assert ruling["fix"].startswith("try ledger.stale_threshold = 10 (now 5)")
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    assert "else: cannot be read: No such file or directory; pass a run" in diagnosed(tmp_path / "else").stderr
+@pytest.mark.parametrize("verb", ["diagnose", "ls", "compare", "eval", "data at", "check --config"])
+def test_json_that_is_asked_for_is_printed_also_where_there_is_no_run(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = program([*verb.split(), tmp_path, "--json"], capsys)
+    assert done.returncode == 2
+    assert json.loads(done.stdout) == {"error": done.stderr.rstrip()}
+    (tmp_path / "metrics.jsonl").touch()  # a run without rows
+    done = program([*verb.split(), tmp_path, "--json"], capsys)
+    assert json.loads(done.stdout, parse_constant=pytest.fail)
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
@@ -97,11 +105,22 @@ def test_what_has_no_rows_exits_with_2_and_one_message_and_a_failed_run_with_3_a
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     done = diagnosed(tmp_path, "--json")
     assert (done.returncode, json.loads(done.stdout)["verdict"]) == (2, None)
+    assert "has no training rows to diagnose; wait for" in done.stderr
     (tmp_path / "status.json").write_text('{"state": "failed", "reason": "KeyError: 1", "last_step": 0}')
     assert "error ending: the run failed: KeyError: 1" in diagnosed(tmp_path).stdout
     done = diagnosed(tmp_path, "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["verdict"], found["findings"], found["steps"]) == (3, "findings", ["ending"], None)
+    assert (found["state"], found["reason"]) == ("failed", "KeyError: 1")
+
+
+def test_a_finished_run_that_lacks_its_rows_is_not_waited_for(tmp_path: Path, diagnosed: Diagnosed) -> None:
+    (tmp_path / "status.json").write_text('{"state": "done", "reason": "all steps are done", "last_step": 20}')
+    missing = "metrics.jsonl is missing or has no training row, though the run reached step 20"
+    done = diagnosed(tmp_path)
+    assert done.stderr.endswith(f": has no training rows to diagnose: the run is done; {missing}\n")
+    found = json.loads(diagnosed(tmp_path, "--json").stdout)
+    assert (found["verdict"], found["state"], found["notes"]) == (None, "done", [missing])
 
 
 def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path, diagnosed: Diagnosed) -> None:

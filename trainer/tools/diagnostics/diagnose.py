@@ -135,6 +135,8 @@ class Diagnosis:
         return {
             "diagnosis_version": DIAGNOSIS_VERSION,
             "run": str(self.run.path),
+            "state": self.run.status.get("state"),
+            "reason": self.run.status.get("reason") or None,
             "verdict": self.verdict,
             "steps": [steps[0], steps[-1]] if steps else None,
             "num_rows": len(steps),

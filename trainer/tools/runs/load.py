@@ -218,6 +218,9 @@ def load_run(path: Path | str) -> RunRecord:
     notes, others = list(reader.notes()), dict[str, Any]()
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         others = _read_others(metrics.parent, notes)
+        reached = others["status"].get("last_step")
+        if reached and not reader.train.steps:
+            notes.append(f"{METRICS_NAME} is missing or has no training row, though the run reached step {reached:,}")
     restarts = list(filter(None, map(_restart_of, others.get("events", [])))) or reader.restarts
     changes = [(each.global_step, each.details["changed"]) for each in restarts if each.details.get("changed")]
     notes += [f"settings changed after step {step:,}: {_changes(changed)}" for step, changed in changes]

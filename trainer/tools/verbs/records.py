@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from typer import Argument, Option
 
-from trainer.cli.terminal import echo
+from trainer.cli.terminal import echo, refuse
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.tools.verbs import shared
@@ -159,7 +159,12 @@ def diagnose(
     elif diagnosis.verdict is not None:
         _print_diagnosis(diagnosis)
     if diagnosis.verdict is None:
-        raise UserError(run_dir, "has no training rows to diagnose", "wait for the first logged step")
+        state, problem = diagnosis.run.status.get("state", "running"), "has no training rows to diagnose"
+        if state != "running":
+            problem += f": the run is {state}"
+        problem = "; ".join([problem, *diagnosis.run.notes])
+        message = UserError(run_dir, problem, "wait for the first logged step" * (state == "running")).message
+        refuse(message)
     if diagnosis.findings:
         raise typer.Exit(EXIT_FINDINGS)
 

@@ -83,8 +83,10 @@ def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -
 
 
 def print_json(content: Any) -> None:
-    """Print JSON; what it has no type for (a date of a config) as text."""
-    echo(json.dumps(content, indent=2, default=str))
+    """Print strict JSON; what it has no type for (a date of a config, a NaN) as text."""
+    from trainer.metrics.sinks import strict
+
+    echo(json.dumps(strict(content), indent=2, default=str, allow_nan=False))
 
 
 @contextmanager
