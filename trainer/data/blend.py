@@ -83,7 +83,7 @@ class BlendDataset:
 
     A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict`; for metrics,
     `drain_step_metrics` and `metric_keys`, all that it can return (those not in the catalog are
-    gauges). If they fail, they are absent from then on, with one warning.
+    gauges). If they fail, they are absent from then on; `guards` makes what says so, by its name.
 
     `seed` is of the choices; `micro_batches` are those of a step. `per_source`: also report
     `blend/share/<name>`, `blend/weight/<name>` and times by source; `times`: `time/<stage>/all`,
@@ -99,6 +99,7 @@ class BlendDataset:
         micro_batches: MicroBatches = ONE,
         per_source: bool = False,
         times: bool = False,
+        guards: Callable[[str], BestEffort] = BestEffort,
     ) -> None:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
@@ -125,7 +126,7 @@ class BlendDataset:
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
         self._time_names: list[str] = []  # of each source, in `time/<stage>/<name>`
-        self._has_shares = per_source
+        self._has_shares, self._guards = per_source, guards
         if times:
             self._time_names = names if per_source else ["all"] * len(names)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
@@ -150,7 +151,7 @@ class BlendDataset:
         # Of the sources that report metrics: all of them as unknown.
         self._reporters: dict[int, tuple[Drained, BestEffort]] = {}
         for index, source in enumerate(self.sources):
-            guard = BestEffort(f"metrics of the source {source.name}")
+            guard = self._guards(f"metrics of the source {source.name}")
             own_keys = guard.run(_keys_of, source.dataset, frozenset(own), guard)
             if own_keys is not None:
                 self._reporters[index] = (dict.fromkeys(own_keys), guard)

@@ -118,14 +118,11 @@ class BestEffort:
 
 
 class Diagnostics:
-    """All guards of a run, one for each name.
-
-    Attributes:
-        on_event: called when a diagnostic fails; None until the file of events is open.
-    """
+    """All guards of a run, one for each name."""
 
     def __init__(self) -> None:
-        self.on_event: EventCallback | None = None
+        self._write: EventCallback | None = None
+        self._unwritten: list[dict[str, Any]] = []  # failed before the file of events was open
         self._guards: dict[str, BestEffort] = {}
 
     def best_effort(self, name: str) -> BestEffort:
@@ -134,9 +131,17 @@ class Diagnostics:
             self._guards[name] = BestEffort(name, on_event=self._record)
         return self._guards[name]
 
+    def write_with(self, write: EventCallback) -> None:
+        """Record failures with `write`: those to come, and those so far."""
+        self._write = write
+        while self._unwritten:
+            self._record(self._unwritten.pop(0))
+
     def _record(self, event: dict[str, Any]) -> None:
-        if self.on_event is not None:
-            self.on_event(event)
+        if self._write is None:
+            self._unwritten.append(event)
+        else:
+            self._write(event)
 
     @property
     def disabled(self) -> list[str]:

@@ -2,9 +2,9 @@
 
 wandb drops a second `log` of a committed step with only a warning, so the training and evaluation
 payloads of a step are held back until the step is over and sent as one row. It also drops steps
-below the run's own counter, so after a rewind (resume from an older checkpoint) rows get the next
-number of that counter, and the x-axis is the logged `global_step`. The counter is kept here because
-wandb's own is 0 after a resume until the first row is sent.
+that are not above its own counter, so after a rewind (resume from an older checkpoint) rows get the
+next numbers that no attempt has used, and the x-axis is the logged `global_step`. The counter is
+kept here: wandb's own is 0 after a resume until the first row is sent, and always when offline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import importlib.util
 import logging
 import netrc
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from trainer.ending import within
-from trainer.metrics.best_effort import BestEffort, EventCallback
+from trainer.files import read_lines
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import all_values
 from trainer.metrics.sinks import SAMPLE, display_key
@@ -58,6 +60,23 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
     return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
 
 
+def unused_step(files: Iterable[Path]) -> int:
+    """A number above all that wandb's own counter has had, by the metrics.jsonl and events.jsonl of
+    a run's earlier attempts.
+
+    A row's number is its step, or after a restart the next unused one, if that is more.
+    """
+    reached, num_after_restart = -1, 0
+    for path in files:
+        is_restarted = False
+        for line in read_lines(path) if path.is_file() else ():
+            if found := re.search(rb'"global_step":\s*(\d{1,18})\b', line):
+                reached = max(reached, int(found[1]))
+                is_restarted = is_restarted or b'"restart"' in line
+                num_after_restart += is_restarted
+    return reached + num_after_restart + 1
+
+
 class WandbSink:
     """Sends payloads to a wandb run.
 
@@ -72,8 +91,9 @@ class WandbSink:
         project: str,
         run_dir: Path,
         run_id: str | None = None,
+        first_step: int = 0,
         config: Mapping[str, Any] | None = None,
-        on_event: EventCallback | None = None,
+        guard: BestEffort | None = None,
     ) -> None:
         """Open the run.
 
@@ -81,13 +101,15 @@ class WandbSink:
             mode: explicit, because wandb would prompt on the terminal.
             run_dir: holds wandb's files, and names the run; WANDB_DIR and WANDB_NAME win.
             run_id: continue this run; None starts a new one.
+            first_step: least of wandb's own counter, see `unused_step`.
+            guard: of everything here; without it, failures are only warned of.
         """
         self.run_id: str | None = None
-        self._guard = BestEffort("wandb", on_event=on_event)
+        self._guard = guard or BestEffort("wandb")
         self._run: Any = None
         self._is_online = False
         self._row: dict[str, Any] = {}
-        self._row_step = self._next_own_step = 0
+        self._row_step, self._next_own_step = 0, first_step
         # silent: wandb's own lines repeat every metric, partly on stdout.
         settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": TIMEOUT_SEC}
         settings |= {"login_timeout": TIMEOUT_SEC, "finish_timeout": TIMEOUT_SEC}
@@ -116,7 +138,7 @@ class WandbSink:
             text = "wandb: cannot begin online, and goes on offline (%s: %s)"
             logger.warning(text, type(error).__name__, " ".join(str(error).split()))
         self.run_id = self._run.id
-        self._next_own_step = self._run.starting_step
+        self._next_own_step = max(self._next_own_step, self._run.starting_step)
         # Otherwise the x-axis would be wandb's own counter.
         self._run.define_metric(STEP_KEY, hidden=True)
         self._run.define_metric("*", step_metric=STEP_KEY, step_sync=True)

@@ -23,6 +23,7 @@ from trainer.distributed.strategy import Layout, Strategy, layout_for, shard_uni
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import DEFAULT, FAMILIES, Family
@@ -324,18 +325,19 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     (strategy or Strategy()).shard(model, partial(prepared_units, model, config))
     model = model.to(device)
     flops = getattr(model, "flops_per_token", None)  # for MFU; a custom model need not say
+    tracker = MetricsTracker(
+        config.metrics,
+        num_devices=info.world_size,
+        device=device,
+        flops_per_token=0.0 if flops is None else flops(config.data.seq_len),
+        rank=info.rank,
+    )
     return TrainState(
         model=model,
-        shards=make_shards(plan, info, model, device),
+        shards=make_shards(plan, info, model, device, tracker.diagnostics.best_effort),
         optimizer=build_optimizer(model, config.optimizer, plan.parts),
         scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
-        tracker=MetricsTracker(
-            config.metrics,
-            num_devices=info.world_size,
-            device=device,
-            flops_per_token=0.0 if flops is None else flops(config.data.seq_len),
-            rank=info.rank,
-        ),
+        tracker=tracker,
     )
 
 
@@ -348,7 +350,9 @@ def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
     return model
 
 
-def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> list[DataShard]:
+def make_shards(
+    plan: Plan, info: RankInfo, model: nn.Module, device: torch.device, guards: Callable[[str], BestEffort]
+) -> list[DataShard]:
     """This rank's data shards, each with its own ledger: a reader keeps its documents."""
     shards, width = info.data_shards(plan.facts.data_shards), width_of(model)
     lanes, options = plan_lanes(plan, width, device), plan.config.ledger
@@ -362,7 +366,7 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     if width:
         ledgers = [Ledger(options, state_width=width, device=device) for _ in shards]
     pairs = zip(shards, ledgers, strict=True)
-    return [DataShard(shard.rank, make_blend(plan, shard, model, lanes), ledger) for shard, ledger in pairs]
+    return [DataShard(shard.rank, make_blend(plan, shard, model, lanes, guards), ledger) for shard, ledger in pairs]
 
 
 def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:

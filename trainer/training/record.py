@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
-from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode
+from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode, unused_step
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
@@ -128,11 +128,10 @@ def open_record(
         if info.is_main:
             events = EventWriter(run_dir.events)
             stack.callback(diagnostics.best_effort("end of events.jsonl").run, events.close)
-            diagnostics.on_event = events.write
+            diagnostics.write_with(events.write)
             # Without a checkpoint too: the record of an earlier attempt continues.
             is_restart = run_dir.metrics.exists() or found is not None
-            saved_id = None if found is None else found[1].get("wandb_run_id")
-            sinks, run_dir.wandb_run_id = make_sinks(plan, run_dir, stdout or sys.stdout, saved_id, diagnostics)
+            sinks, run_dir.wandb_run_id = make_sinks(plan, run_dir, found, stdout or sys.stdout, diagnostics)
             state.tracker.init_backends(sinks)
             if is_restart:
                 previous = _previous(run_dir, position.step)
@@ -169,7 +168,7 @@ def _changed(plan: Plan, info: RankInfo, found: Found) -> dict[str, Any]:
 
 
 def make_sinks(
-    plan: Plan, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
+    plan: Plan, run_dir: RunDir, found: Found | None, stdout: Output, diagnostics: Diagnostics
 ) -> tuple[list[Sink], str | None]:
     """The sinks of a run, and its id in wandb. All but the record and a terminal's have a thread."""
 
@@ -188,18 +187,27 @@ def make_sinks(
         # Payloads go to a program, and a terminal is open: human-readable lines go to stderr.
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
-    wandb_mode = table.mode
+    wandb_mode, wandb_run_id, first_step = table.mode, None, 0
+    if found is not None:
+        wandb_run_id = found[1].get("wandb_run_id")
     if wandb_mode == "auto":
         wandb_mode, why = resolve_mode()
         logger.info("wandb: %s, since %s", wandb_mode, why)
     if wandb_mode != "disabled":
+        guard = diagnostics.best_effort("wandb")
+        if found is not None:
+            # The run's earlier attempts may stand elsewhere: beside a checkpoint that was named.
+            records = {run_dir.path.resolve(), found[0].resolve().parent.parent}
+            files = [file for path in records for file in (RunDir(path).metrics, RunDir(path).events)]
+            first_step = guard.run(unused_step, files) or 0
         wandb = WandbSink(
             mode=wandb_mode,
             project=table.project,
             run_dir=run_dir.path,
             run_id=wandb_run_id,
+            first_step=first_step,
             config=config.model_dump(mode="json"),
-            on_event=diagnostics.on_event,
+            guard=guard,
         )
         wandb_run_id = wandb.run_id
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import allow_open_files, is_url
 from trainer.import_path import resolve_target
+from trainer.metrics.best_effort import BestEffort
 from trainer.on_device import memory_of
 from trainer.wording import counted
 
@@ -294,6 +295,7 @@ def make_blend(
     info: RankInfo,
     model: nn.Module | None = None,
     lanes: Lanes = Lanes({}),  # noqa: B008 - immutable
+    guards: Callable[[str], BestEffort] = BestEffort,
 ) -> BlendDataset:
     """All sources, mixed by their weights. `model`: see `runs_on`."""
     blended, num_lanes = [], lanes.num(plan.config.data.mixing.batch_size)
@@ -312,6 +314,7 @@ def make_blend(
         "micro_batches": config.micro_batches,
         "per_source": config.metrics.per_source,
         "times": True,
+        "guards": guards,
     }
     if not reads_lanes(config):
         return BlendDataset(blended, **options)

@@ -25,7 +25,7 @@ z_loss = 1e-4
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sinks")
-    config = write_tiny_config(directory, EXTRA + evaluating(3))
+    config = write_tiny_config(directory, EXTRA + evaluating(3, saves=4))
     result = run("--config", config, "--run-dir", directory / "run", "--steps", "8", nproc=2, is_alone=True)
     assert result.returncode == 0, result.stderr
     return directory / "run", result
@@ -69,13 +69,14 @@ def test_tensorboard_holds_the_same_losses_and_the_settings(finished):
     }
 
 
-def test_a_resumed_run_goes_on_under_the_same_id_in_wandb(finished):
+def test_a_run_resumed_from_an_earlier_step_goes_on_under_the_same_id_in_wandb_above_its_own_counter(finished):
     run_dir, _ = finished
     first = find_wandb_file(run_dir)
-    line = ("--config", run_dir / "config.toml", "--run-dir", run_dir, "--steps", "10", "--resume", "auto")
-    again = run(*line, nproc=2, is_alone=True)
+    line = ("--config", run_dir / "config.toml", "--run-dir", run_dir, "--steps", "10")
+    again = run(*line, "--resume", run_dir / "checkpoints" / "step_00000004", nproc=2, is_alone=True)
     assert again.returncode == 0, again.stderr
     (second,) = set(run_dir.glob("wandb/*run-*/*.wandb")) - {first}
     ids = {record.run.run_id for file in (first, second) for record in read_records(file) if record.HasField("run")}
     assert ids == {json.loads((run_dir / "status.json").read_text())["wandb_run_id"]}
-    assert [row["global_step"] for row in read_history(second)] == [9, 10]
+    rows = [(row["_step"], row["global_step"]) for file in (first, second) for row in read_history(file)]
+    assert rows == [*zip(range(1, 9), range(1, 9), strict=True), *zip(range(9, 15), range(5, 11), strict=True)]

@@ -87,6 +87,10 @@ def test_names_are_agreed_on_and_those_that_are_none_or_the_trainer_s_cost_one_w
         assert said.count(f"metric '{key}' is left out: the trainer reports a metric of this name itself") == 2  # ranks
     assert said.count("the name of a metric must be a text that is not empty") == 2 * 4
     assert said.count("metrics of the source nonames failed and is off from now on: KeyError: 'no keys'") == 2
+    assert said.count("metrics of the source nonames failed during the run; what it reports is missing") == 2
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (event,) = (event for event in events if event["event"] == "diagnostic_disabled")  # before the file was open
+    assert (event["name"], event["error"]) == ("metrics of the source nonames", "KeyError: 'no keys'")
 
 
 def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_lies(tmp_path):

@@ -14,8 +14,10 @@ import pytest
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.config.schema import WandbTable
 from trainer.lab.tensorboard import TensorboardSink
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.payload_contract import build_payload
-from trainer.metrics.services import WandbSink, resolve_mode
+from trainer.metrics.services import WandbSink, resolve_mode, unused_step
+from trainer.metrics.sinks import SAMPLE, EventWriter, JsonlSink
 
 
 def train(step: int, loss: float = 1.0) -> dict[str, Any]:
@@ -54,15 +56,30 @@ def test_wandbs_own_variables_hold_where_the_config_says_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_keeps_rows_after_a_rewind(tmp_path: Path) -> None:
-    sink = WandbSink(mode="offline", project="p", run_dir=tmp_path)
-    for step in (10, 20, 11, 12, 30):
-        sink.log(train(step, float(step)))
-    sink.close()
-    rows = read_history(find_wandb_file(tmp_path))
-    assert [row["train/loss"] for row in rows] == [10.0, 20.0, 11.0, 12.0, 30.0]
-    own = [row["_step"] for row in rows]
-    assert own == sorted(set(own)), "wandb drops rows whose own step does not grow"
+def test_wandb_s_own_counter_grows_over_all_attempts_of_a_run(tmp_path: Path) -> None:
+    record, events = JsonlSink(tmp_path / "metrics.jsonl"), EventWriter(tmp_path / "events.jsonl")
+    own, expected = [], []
+    for number, steps in enumerate([(1, 10, 20), (11, 20, 30), (11, 12, 25, 40), (11, 12)]):
+        here, restart = tmp_path / str(number), None
+        first = unused_step([record.path, events.path, tmp_path / "none"])
+        sink = WandbSink(mode="offline", project="p", run_dir=here, run_id="one", first_step=first)
+        if number:
+            restart = {"from_step": steps[0] - 1}
+            events.write({"event": "restart", "global_step": steps[0] - 1})
+        for step in steps:
+            payload = build_payload("train", step, {"loss": float(step)}, restart=restart)
+            sample = {"event": SAMPLE, "global_step": step + 3, "prompt": "", "text": "x"}
+            for to_file, to_wandb, what in ((record.log, sink.log, payload), (events.write, sink.event, sample)):
+                to_file(what)
+                to_wandb(what)
+            restart = None
+            expected += [step, step + 3]
+        sink.close()
+        own += [(row["_step"], row["global_step"]) for row in read_history(find_wandb_file(here))]
+    assert [step for _, step in own] == expected
+    numbers = [number for number, _ in own]
+    assert numbers == sorted(set(numbers)), "wandb drops rows whose own step does not grow"
+    assert numbers[:8] == [1, 4, 10, 13, 20, 23, 24, 25], "as long as it can, the counter is the step"
 
 
 def test_wandb_that_cannot_begin_online_costs_one_warning_and_writes_offline(
@@ -74,7 +91,7 @@ def test_wandb_that_cannot_begin_online_costs_one_warning_and_writes_offline(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     events: list[dict[str, Any]] = []
-    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, on_event=events.append)
+    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, guard=BestEffort("wandb", on_event=events.append))
     sink.log(train(1))
     sink.log(train(2))
     sink.close()
