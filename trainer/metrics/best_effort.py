@@ -143,14 +143,12 @@ class Diagnostics:
         else:
             self._write(event)
 
-    @property
-    def disabled(self) -> list[str]:
-        return [name for name, guard in self._guards.items() if not guard.enabled]
-
     def summary(self) -> list[str]:
         """Missing measurements, one line per diagnostic that failed or skipped a batch."""
-        lines = [f"{name} failed during the run; what it reports is missing since then" for name in self.disabled]
+        lines = []
         for name, guard in self._guards.items():
+            if not guard.enabled:
+                lines.append(f"{name} failed during the run; what it reports is missing since then")
             if guard.num_skipped:
                 count, why = guard.num_skipped, guard.last_skip
                 lines.append(f"{name} skipped {count} batch(es), the last one because: {why}")

@@ -1,15 +1,4 @@
-"""MetricsTracker: the per-step centre of all metrics.
-
-tracker = MetricsTracker(TrackerOptions(log_interval=10), num_devices=1, device=device)
-tracker.init_backends([StdoutSink("json"), JsonlSink(run_dir / "metrics.jsonl")])  # rank 0 only
-for step in range(1, steps + 1):
-    tracker.start_step()
-    with tracker.section("data"):
-        batch = next(batches)
-    ...
-    tracker.end_step(step, loss=loss, grad_norm=grad_norm, lr=lr, tokens_in_step=tokens)
-tracker.close()
-"""
+"""MetricsTracker: the per-step centre of all metrics; examples/tracker_wandb.py is a loop with it."""
 
 from __future__ import annotations
 

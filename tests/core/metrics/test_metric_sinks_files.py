@@ -239,3 +239,9 @@ def test_closing_waits_for_a_slow_sink_and_not_for_one_that_hangs() -> None:
     sink.close()
     hanging.may_take.set()
     assert sink.num_dropped == 5
+    failed = Recorder()
+    failed.log = lambda payload: 1 / 0  # type: ignore[method-assign, assignment]
+    sink = in_background(failed)
+    sink.log({})
+    sink.close()
+    assert failed.num_closed == 1, "it may hold something"
