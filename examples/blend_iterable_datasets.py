@@ -53,8 +53,9 @@ def main() -> None:
         counts = Counter(batch["dataset_labels"][0] for batch in batches)
         print(f"batches from {first}: easy {counts['easy']}, hard {counts['hard']}")
     # By how many batches a source is off; a run logs the largest share as blend/max_share_error.
-    error, total = blend.drain_step_metrics()["blend/share_error/hard"]
-    print(f"share error: {abs(error) / total:.3f}")
+    batches_off = blend.drain_step_metrics()["blend/share_error/hard"]
+    assert isinstance(batches_off, tuple)  # of so many batches: ranks add up both
+    print(f"share error: {abs(batches_off[0]) / batches_off[1]:.3f}")
 
 
 if __name__ == "__main__":
