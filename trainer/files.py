@@ -13,6 +13,7 @@ import json
 import os
 import re
 import resource
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,6 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """As `replacing`, for a writer that opens the file itself: the path to write to."""
     temporary = _temporary(path)
     try:
-        temporary.unlink(missing_ok=True)  # of an earlier process of this number, or planted
         temporary.touch(exist_ok=False)  # which follows no link
         mode = temporary.stat().st_mode
         yield temporary
@@ -73,6 +73,12 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: b
         file.write(content)
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that only one process can make, on whatever host; a FileExistsError in others."""
+    with open(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(content)
+
+
 def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write a JSON object. See `replacing`."""
     write_file(path, json.dumps(value, indent=1) + "\n", sync=sync)
@@ -81,7 +87,6 @@ def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = True) -> No
 def replace_link(path: Path, target: str) -> None:
     """Make `path` a symbolic link to `target`, in place of what it is."""
     temporary = _temporary(path)
-    temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     temporary.replace(path)
 
@@ -97,7 +102,6 @@ def discard(path: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Delete a directory atomically; what a crash leaves is for `remove_leftovers`."""
     doomed = _temporary(path)
-    shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -121,7 +125,8 @@ def sync_directory(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not by the process id, which another host or container may have, too.
+    return path.with_name(f".{path.name}.{secrets.randbelow(10**12)}.tmp")
 
 
 MOST_BYTES: Final = 1 << 28  # of a file that is read as a whole; none of ours comes near

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import tomli_w
 
 from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.metrics.run_status import Owner
 from trainer.tools.runs.load import RowTable, RunRecord
 
 Rows = dict[int, dict[str, float]]
@@ -50,3 +54,12 @@ def write_record(
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return directory
+
+
+def write_lock(
+    directory: Path, owner: Mapping[str, Any] | None = MappingProxyType({}), silent_sec: float = 0.0
+) -> None:
+    """The lock of a process that last showed itself so long ago, by default of another host; None: it says nothing."""
+    path, known = directory / ".lock", Owner("word", "elsewhere", 1, "elsewhere boot pid:[1]", "5")._asdict()
+    path.write_text("" if owner is None else json.dumps({**known, **owner}), encoding="utf-8")
+    os.utime(path, times=(time.time() - silent_sec,) * 2)

@@ -64,15 +64,12 @@ def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float) -> str | N
     waiting = [rank for rank, beat in heard.items() if beat.collectives == most]
     missing = [rank for rank in range(len(beats)) if rank not in waiting]
 
-    def described(ranks: Sequence[int]) -> str:
-        return "; ".join(_describe(rank, beats[rank], most) for rank in ranks)
-
     # A rank that waits for a missing one cannot make progress: only the missing ones can.
     stuck = [rank for rank in missing or waiting if rank in heard and heard[rank].idle_sec > limit_sec]
     if any(heard[rank].stayed_sec > limit_sec for rank in waiting):
         # A processor's use is not enough of one that others wait for: it may loop for ever.
         stuck += [rank for rank in missing if rank not in heard or heard[rank].stayed_sec > limit_sec]
-    return described(sorted({*stuck})) if stuck else None
+    return "; ".join(_describe(rank, beats[rank], most) for rank in sorted({*stuck})) or None
 
 
 def _describe(rank: int, beat: Heartbeat | None, most: int) -> str:

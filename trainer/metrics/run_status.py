@@ -6,19 +6,31 @@ with run_status(directory, rank=rank):
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import logging
 import os
+import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final, NamedTuple
 
 from trainer.errors import UserError
-from trainer.files import is_count, open_descriptor, open_plain, parse_count, parse_json, read_json
+from trainer.files import (
+    is_count,
+    open_descriptor,
+    open_plain,
+    parse_count,
+    parse_json,
+    read_bytes,
+    read_json,
+    write_json,
+    write_new,
+)
 from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
@@ -43,7 +55,7 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
     code other than 0 is `failed`. A killed process leaves `running`, which readers take for `died`,
-    since the directory's lock is free. A UserError if another process writes its run there.
+    since it shows itself no more. A UserError if another process writes its run there.
 
     Args:
         directory: of the run; it is made.
@@ -58,7 +70,7 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
     world_size = parse_count(os.environ.get("WORLD_SIZE", ""))  # torchrun's, which the diagnosis needs
     if world_size is not None:
         own["world_size"] = world_size
-    with take_lock(path):
+    with take_lock(path) as lock:
         step = last_step(path)
         if step is not None:
             text = "%s has rows through step %d already, and those of this run follow them: "
@@ -73,26 +85,164 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
             raise
         finally:
             # Before the lock is free: without a process, `running` would mean that it died.
+            lock.check()
             write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), **own)
 
 
-def take_lock(directory: Path) -> BinaryIO:
-    """The lock of a run's directory, held until the file is closed or the process ends.
+TIMEOUT_SEC: Final = 600.0  # of a run that does not say another
 
-    A UserError if another process holds it: two runs would spoil one record.
+
+class Owner(NamedTuple):
+    """The process whose run a directory holds, as its lock says; the defaults: unknown."""
+
+    word: str = ""  # random
+    host: str = "an unknown host"
+    pid: int = 0
+    place: str = ""  # where only this process has the number, see `_place`
+    started: str = ""  # when it began, by its system: numbers are used again
+    timeout_sec: float = TIMEOUT_SEC  # it shows itself more often
+    is_over: bool = False  # it has given the directory back
+
+    def lives(self, last_sign: float, limit_sec: float) -> bool:
+        """Whether it does; by its last sign, if it cannot be looked up from here."""
+        if self.is_over:
+            return False
+        if self.is_here:
+            return _started(self.pid) == self.started
+        return time.time() - last_sign <= limit_sec
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be looked up from here."""
+        return self.place != "" and self.place == _place()
+
+
+class RunLock(AbstractContextManager["RunLock"]):
+    """A run's directory that belongs to this process until `close`: a file says so by a random word.
+
+    Every host sees it, unlike `flock`. A thread renews its time. A process that does not, such as
+    one that is suspended, may lose the run to another one, which writes its own word. The file
+    stays when the run is over: such a process must not take its absence for its own.
     """
-    file = open_plain(directory / LOCK_NAME, "ab")
+
+    def __init__(self, directory: Path, timeout_sec: float) -> None:
+        pid = os.getpid()
+        self.directory = directory
+        self.owner = Owner(secrets.token_hex(8), socket.gethostname(), pid, _place(), _started(pid), timeout_sec)
+        self._every_sec = min(2.0, timeout_sec / 20)
+        self._is_over = threading.Event()
+        self.thread = threading.Thread(target=self._renew, name="run lock", daemon=True)
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(self._every_sec):
+            with suppress(OSError):
+                self.check()
+                os.utime(self.directory / LOCK_NAME)
+
+    def check(self) -> None:
+        """An OSError if another process has taken over the run: nothing more may be written."""
+        refuse_taken_over(self.directory, self.owner.word.encode())
+
+    def close(self) -> None:
+        """Give the directory back, if it is still this process's."""
+        self._is_over.set()
+        self.thread.join(1.0)
+        with suppress(OSError):
+            self.check()
+            write_json(self.directory / LOCK_NAME, self.owner._replace(is_over=True)._asdict(), sync=False)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
+    """Make a run's directory this process's. A UserError if another one's run is there.
+
+    A process of another host or container cannot be looked up: this waits until it shows itself,
+    and is refused, or until it has not for `timeout_sec`.
+    """
+    lock, first_sign = RunLock(directory, timeout_sec), 0.0
+    limit_sec = 0.8 * timeout_sec  # the other ranks may wait for this one in a collective
+    while True:
+        with suppress(FileExistsError):
+            write_new(directory / LOCK_NAME, json.dumps(lock.owner._asdict()).encode())
+            break
+        owner, sign = read_owner(directory), _last_sign(directory)
+        if owner is None:  # just removed
+            continue
+        if not owner.lives(sign, limit_sec):
+            write_json(directory / LOCK_NAME, lock.owner._asdict(), sync=False)
+            break
+        who = f"process {owner.pid} on {owner.host}"
+        if owner.is_here or 0 < first_sign < sign:
+            problem = f"is in use by another run ({who})"
+            raise UserError(str(directory), problem, "wait for it, stop it, or name another directory")
+        if not first_sign:
+            first_sign = sign
+            text = "%s: %s had it last, and cannot be looked up from here; waiting up to %.0f s for a sign of it"
+            logger.warning(text, directory, who, limit_sec)
+        time.sleep(1.0)
+    lock.thread.start()
+    return lock
+
+
+def refuse_taken_over(directory: Path, word: bytes) -> None:
+    """An OSError if the run now belongs to another process than the one that wrote this word."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        problem = f"is in use by another run ({_process_of(read_status(directory / STATUS_NAME))})"
-        raise UserError(str(directory), problem, "wait for it, stop it, or name another directory") from None
-    except OSError as error:
-        # Some network file systems have no locks; training there must be possible.
-        text = "%s: its file system cannot lock it (%s); make sure that no other run uses it"
-        logger.warning(text, directory, error.strerror)
-    return file
+        found = read_bytes(directory / LOCK_NAME)
+    except (OSError, ValueError):  # somebody removed it: no other process has it
+        return
+    if found and word not in found:
+        owner = read_owner(directory) or Owner()
+        problem = f"process {owner.pid} on {owner.host} has taken over this run, which ends here without writing"
+        raise OSError(errno.ESTALE, problem, str(directory))
+
+
+def read_owner(directory: Path) -> Owner | None:
+    """Whose run it is; None: nobody's."""
+    try:
+        found = read_json(directory / LOCK_NAME)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):  # being written, or another program's: its time decides
+        return Owner()
+    defaults = Owner()._asdict()
+    return Owner(**{key: found[key] for key in defaults if type(found.get(key)) is type(defaults[key])})
+
+
+def _last_sign(directory: Path) -> float:
+    """When the run's process last renewed the lock, or wrote its status."""
+    times = [0.0]
+    for name in (LOCK_NAME, STATUS_NAME):
+        # Opened, since a network file system answers `stat` from its cache.
+        with suppress(OSError), open_plain(directory / name) as file:
+            times.append(os.fstat(file.fileno()).st_mtime)
+    return max(times)
+
+
+def _place() -> str:
+    """Host, boot and namespace, within which a process id names one process; empty: unknown.
+
+    Containers often share a host's name, and all have a process 1.
+    """
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # the /proc of another namespace
+            return ""
+        boot = read_bytes(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When a process began, in its system's ticks; empty if it is gone or only waited for."""
+    try:
+        fields = read_bytes(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    if fields[0] in (b"Z", b"X"):
+        return ""
+    return fields[19].decode()
 
 
 def read_status(file: Path) -> dict[str, Any]:
@@ -139,7 +289,7 @@ def run_state(directory: Path) -> dict[str, Any]:
 
 
 def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The status of a run; `running` becomes `died`, with the reason, if nobody holds its lock."""
+    """The status of a run; `running` becomes `died`, with the reason, if its process is gone."""
     if status.get("state") == "running" and not is_held(directory):
         status = read_status(directory / STATUS_NAME)  # it may have ended properly between the two looks
         if status.get("state") == "running":
@@ -161,17 +311,9 @@ def _process_of(status: dict[str, Any]) -> str:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a process holds the run's lock; true where it cannot be seen."""
-    try:
-        file = open_plain(directory / LOCK_NAME)
-    except OSError:
-        return False
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:  # held, or a file system without locks: the status decides
-            return True
-    return False
+    """Whether the run's process lives, or was heard of recently where it cannot be looked up."""
+    owner = read_owner(directory)
+    return owner is not None and owner.lives(_last_sign(directory), owner.timeout_sec)
 
 
 def last_step(directory: Path) -> int | None:

@@ -196,9 +196,6 @@ def end_step(run: Run, taken: InFlight, outcome: StepOutcome, *, is_logged: bool
         extra=extra,
         force_log=is_logged,
     )
-    view = run.view
-    if is_logged and view.info.is_main:
-        view.diagnostics.best_effort("status.json").run(view.run_dir.keep_status, number)
 
 
 def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True) -> dict[str, float]:

@@ -49,7 +49,7 @@ from trainer.training.plan import (
 )
 from trainer.training.record import Found, begin_record, open_record, place_run
 from trainer.training.restore import check_data, restore
-from trainer.training.run_dir import FINISHED, RunDir, environment
+from trainer.training.run_dir import FINISHED, RunDir, environment, refuse_unlike
 from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.sources import LANE_SETS, recorded_sets
@@ -146,6 +146,7 @@ def open_run(
 
 def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Placed:
     """Find the directory and the checkpoint, and compare what it was trained on."""
+    refuse_unlike(plan.config, info)
     run_dir, found, store = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
     # Sizes that the config leaves to the model family are those of the checkpoint.
@@ -183,7 +184,8 @@ def open_files(
 ) -> Opened:
     """Begin to write: the directory, the record, and on rank 0 the uploads."""
     plan, state, position, found = placed.plan, built.state, built.position, placed.found
-    run_dir = begin_record(info, placed.run_dir, stack, position.step)
+    run_dir = placed.run_dir
+    begin_record(plan, info, run_dir, stack, position.step)
     stack.push(partial(_leave_reason, run_dir, info, position))
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
@@ -322,7 +324,7 @@ def _start_watchdog(view: RunView, position: Position, reading: Reading, train_s
         timeout_sec=view.config.distributed.timeout_sec,
         log=run_dir.log_file(info.rank),
         # Called from another thread when this one hangs: nothing here may wait for it.
-        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
+        on_end=lambda reason: run_dir.abandon(info, reason, step=position.step),
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
         signs=lambda: train_step.ready_at,
         groups=view.strategy.groups,
@@ -334,6 +336,7 @@ def _make_saver(placed: Placed, view: RunView, extensions: Extensions, retain: C
     table = view.config.checkpoint
     return Saver(
         directory=view.run_dir.checkpoints,
+        check_owner=view.run_dir.check_owner,
         every_minutes=table.every_minutes,
         info=view.info,
         state=view.state,

@@ -14,9 +14,10 @@ from trainer.config.load import flatten
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
+from trainer.files import discard
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
-from trainer.metrics.run_status import dead
+from trainer.metrics.run_status import dead, last_step
 from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode, unused_step
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
@@ -28,6 +29,7 @@ from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.wording import printable
 
 logger = get_logger(__name__)
+MARK_SEC = 60.0  # network file systems may remember for so long what a directory had
 Found = tuple[Path, dict[str, Any]]
 """A checkpoint and its state.json."""
 
@@ -56,15 +58,15 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
     run_dir = choose_run_dir(config, given, resume)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
-        stack.enter_context(run_dir.lock())
+        stack.enter_context(run_dir.lock(config.distributed.timeout_sec))
     if config.checkpoint.remote is not None:
         find = plan.parts.need("checkpoints in a store", "checkpoint.remote")
-        found, store = find(config, run_dir, resume, partial(_make_ready, run_dir, stack))
+        found, store = find(config, run_dir, resume, partial(_make_ready, run_dir, plan, stack))
     else:
         found = checkpoint.find(run_dir.checkpoints, resume)
     if found is None and resume == "auto":
-        reached = run_dir.status().get("last_step")
-        if isinstance(reached, int) and reached > 0:
+        reached = last_step(run_dir.path)
+        if reached:
             text = "--resume auto: %s was at step %d and has no checkpoint; starting at step 0"
             logger.warning(text, run_dir.path, reached)
         else:
@@ -76,11 +78,11 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
     return run_dir, found, store
 
 
-def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
+def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
     """Make and lock the run's directory."""
-    if not run_dir.is_locked:
+    if run_dir.owned is None:
         run_dir.claim()
-        stack.enter_context(run_dir.lock())
+        stack.enter_context(run_dir.lock(plan.config.distributed.timeout_sec))
 
 
 def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -92,20 +94,29 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
     return "auto"
 
 
-def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
+def begin_record(plan: Plan, info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> None:
     """Lock the directory (`claim` may rename it), set aside work beyond `step`, open the log."""
+    mark = ""
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
-            _make_ready(run_dir, stack)
+            _make_ready(run_dir, plan, stack)
             run_dir.create()
             checkpoint.discard_staging(run_dir.checkpoints)
             for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
                 logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
-    run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
+            mark = run_dir.mark()
+    run_dir.move_to(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
+    name = from_main_rank(mark, world_size=info.world_size)
+    try:
+        with raise_on_all_ranks(world_size=info.world_size):
+            # Not longer than the others wait for this rank.
+            run_dir.refuse_unshared(name, min(MARK_SEC, plan.config.distributed.timeout_sec / 2))
+    finally:
+        if info.is_main:
+            discard(run_dir.checkpoints / name)
     # After rank 0 has made the directory.
     handler = add_log_file(run_dir.log_file(info.rank))
     stack.callback(remove_log_file, handler)
-    return run_dir
 
 
 def open_record(

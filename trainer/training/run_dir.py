@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from threading import Timer
+from typing import Any
 
 import torch
 
-from trainer.config.load import to_toml
+from trainer.config.load import flatten, to_toml
 from trainer.config.schema import RunConfig
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.errors import UserError
-from trainer.files import read_bytes, refuse_special, remove_leftovers, write_file, write_json
+from trainer.files import read_bytes, refuse_special, remove_leftovers, write_file, write_json, write_new
 from trainer.metrics.logger import get_logger
-from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, run_state, take_lock, write_status
+from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, RunLock, run_state, take_lock, write_status
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 
 logger = get_logger(__name__)
+every_rank_logger = get_logger(f"{__name__}.host", rank_zero_only=False)
 METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
@@ -37,12 +41,12 @@ class RunDir:
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
-        self.is_locked = False
+        self.owned: RunLock | None = None  # by this process, see `lock`
         self.wandb_run_id: str | None = None  # for status.json
-        self._status_at = 0.0
-        self._set(path)
+        self.move_to(path)
 
-    def _set(self, path: Path) -> None:
+    def move_to(self, path: Path) -> None:
+        """Be the run in another directory."""
         self.path = path
         self.metrics = path / METRICS
         self.events = path / EVENTS
@@ -63,7 +67,7 @@ class RunDir:
                     return
                 except FileExistsError:
                     count += 1
-                    self._set(stem.with_name(f"{stem.name}-{count}"))
+                    self.move_to(stem.with_name(f"{stem.name}-{count}"))
             self.path.mkdir(exist_ok=True)
 
     def has_saved(self) -> bool:
@@ -73,9 +77,35 @@ class RunDir:
     def create(self) -> None:
         """Make the subdirectories, and remove files of killed processes (rank 0, locked)."""
         with self._writing():
+            self.check_owner()
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             remove_leftovers(self.path)  # temporary files of atomic writes
+
+    def mark(self) -> str:
+        """Write a file for `refuse_unshared`; returns its name, which nobody has looked for yet."""
+        name = f".tmp_step_{secrets.token_hex(8)}"  # as a save that is left over, which it would be
+        with self._writing():
+            write_new(self.checkpoints / name, b"")
+        return name
+
+    def refuse_unshared(self, name: str, patience_sec: float) -> None:
+        """Refuse a directory in which this host does not see rank 0's mark, or may not write."""
+        began, problem = time.monotonic(), ""
+        text = "waiting for rank 0's file %s in %s, up to %.0f s"
+        say = Timer(3.0, every_rank_logger.warning, [text, name, self.checkpoints.absolute(), patience_sec])
+        say.start()
+        # Listed, not looked up: opening the directory makes a network file system ask anew.
+        while not problem and not any(each.name == name for each in self.checkpoints.glob(".tmp_step_*")):
+            time.sleep(0.05)
+            if time.monotonic() - began > patience_sec:
+                problem = f"is not the directory of rank 0, whose file {name} was not seen for {patience_sec:.0f} s,"
+        say.cancel()
+        if not problem and not os.access(self.checkpoints, os.W_OK):
+            problem = "cannot be written"
+        if problem:
+            place, fix = str(self.checkpoints.absolute()), "put --run-dir on a volume that all nodes share"
+            raise unlike_here(place, problem, fix)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -101,8 +131,8 @@ class RunDir:
             write_file(self.resolved_config, to_toml(config))
             write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
 
-    def lock(self) -> BinaryIO:
-        """Lock the directory until the file is closed or the process ends in any way (rank 0).
+    def lock(self, timeout_sec: float) -> RunLock:
+        """Make the directory this process's until `close` (rank 0), see `take_lock`.
 
         A UserError if another process holds it, or if one of its files is a link or a pipe.
         """
@@ -112,9 +142,13 @@ class RunDir:
                 refuse_special(path)
             if not (self.checkpoints / LATEST).is_symlink():  # as we make it
                 refuse_special(self.checkpoints / LATEST)
-            file = take_lock(self.path)
-        self.is_locked = True
-        return file
+            self.owned = take_lock(self.path, timeout_sec)
+        return self.owned
+
+    def check_owner(self) -> None:
+        """An OSError if another process has taken over the run."""
+        if self.owned is not None:
+            self.owned.check()
 
     def status(self) -> dict[str, Any]:
         """The state of the run, see `run_state`; for a run of this process, as in status.json."""
@@ -122,13 +156,8 @@ class RunDir:
 
     def write_status(self, state: str, *, reason: str, step: int) -> None:
         """Write the state and why: `running`, `done`, `stopped`, `failed`."""
-        self._status_at = time.monotonic()
+        self.check_owner()
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=self.wandb_run_id)
-
-    def keep_status(self, step: int) -> None:
-        """Write a finished step, at most once a second."""
-        if time.monotonic() - self._status_at >= 1.0:
-            self.write_status("running", reason="", step=step)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state in which the run ends (only rank 0). A failure is logged."""
@@ -140,6 +169,12 @@ class RunDir:
         except OSError as error:
             # Not raised: the error that ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
+
+    def abandon(self, info: RankInfo, reason: str, *, step: int) -> None:
+        """Write that the run failed, and unlock it: the process ends at once."""
+        self.leave_status(info, "failed", reason=reason, step=step)
+        if self.owned is not None:
+            self.owned.close()
 
     def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
         """Write that the run failed, unless its end is recorded already (only rank 0)."""
@@ -153,6 +188,23 @@ class RunDir:
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank_{rank:03d}.log"
+
+
+def unlike_here(subject: str, problem: str, fix: str) -> UserError:
+    """The error of a rank whose host is not as rank 0's."""
+    return UserError(subject, f"{problem} on {socket.gethostname()}", fix)
+
+
+def refuse_unlike(config: RunConfig, info: RankInfo) -> None:
+    """Refuse other settings or versions of packages than rank 0 has. Collective."""
+    packages = {f"package {name}": _version(name) for name in ("torch", "numpy", "trainer")}
+    own = {**flatten(config.model_dump(mode="json")), **packages}
+    first = from_main_rank(own, world_size=info.world_size)
+    with raise_on_all_ranks(world_size=info.world_size):
+        for key in {**first, **own}:
+            if first.get(key) != own.get(key):
+                problem = f"is {own.get(key)!r}, and {first.get(key)!r} on rank 0: the ranks differ,"
+                raise unlike_here(key, problem, "give all ranks one config and one installation")
 
 
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Saver:
     """Writes the checkpoints of a run."""
 
     directory: Path
+    check_owner: Callable[[], None]
+    """Raises an OSError if another process has taken over the run."""
     every_minutes: float
     info: RankInfo
     state: TrainState
@@ -119,12 +122,14 @@ class Saver:
     def _make_staging(self, staging: Path) -> None:
         if not self.info.is_main:
             return
+        self.check_owner()
         discard(staging)
         staging.mkdir(parents=True)
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         if not self.info.is_main:
             return
+        self.check_owner()
         path = files.finish(self.directory, step, shared)
         logger.info("saved %s", path)
         self.retain(path)
@@ -142,5 +147,7 @@ class Saver:
         problems = list(filter(None, gather_from_ranks(problem, world_size=self.info.world_size)))
         if problems:
             if self.info.is_main:
-                files.discard_staging(self.directory)  # or the disk stays full
+                with suppress(OSError):
+                    self.check_owner()
+                    files.discard_staging(self.directory)  # or the disk stays full
             raise SaveError(f"the checkpoint could not be written: {problems[0]}")

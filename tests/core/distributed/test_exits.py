@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import sys
 from contextlib import ExitStack, suppress
 
@@ -14,9 +15,11 @@ import pytest
 
 from tests.support.fault_runs import keep
 from tests.support.ranks import Launched, Ranks, last_logged, status
+from tests.support.records import write_lock
 from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, rank_environment, run, write_tiny_config
 from trainer.distributed.env import rank_info
 from trainer.errors import UserError
+from trainer.metrics.run_status import read_owner
 from trainer.tools.verbs.records import entry_of
 
 pytestmark = pytest.mark.distributed
@@ -144,10 +147,38 @@ def test_the_others_end_in_time_and_say_why_in_one_line(tmp_path):
             assert len(lines) == 1, (moment, said)
 
 
+UNMOUNTED = """
+from pathlib import Path
+from trainer.training.run_dir import RunDir
+RunDir.move_to = lambda self, path, own=RunDir.move_to: own(self, Path(str(path).replace("/first/", "/second/")))
+"""
+UNLIKE = {
+    UNMOUNTED: "second/run/checkpoints: is not the directory of rank 0, whose file .tmp_step_",
+    "sys.argv += ['--set', 'optimizer.lr=0.02']": "optimizer.lr: is 0.02, and 0.01 on rank 0: the ranks differ, on ",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", UNLIKE, ids=["another directory", "another config"])
+def test_a_rank_whose_host_is_not_as_that_of_rank_0_is_refused_by_name(tmp_path, does):
+    run_dir, code = tmp_path / "first" / "run", f"if os.environ['RANK'] == '1':\n    exec({does!r})\nmain()"
+    arguments = ("--config", write_tiny_config(tmp_path), "--run-dir", run_dir, "--set", "optimizer.lr=0.01")
+    arguments += ("--set", "distributed.timeout_sec=10")
+    code = f"import os, sys\nfrom trainer.cli.main import main\n{code}"
+    with Ranks(arguments, logs=tmp_path / "logs", program=code) as ranks:
+        assert ranks.wait() == [2, 2], ranks.said()
+    said = ranks.said(1)
+    assert UNLIKE[does] in said
+    assert f" on {socket.gethostname()}; " in said
+    if does == UNMOUNTED:
+        assert "waiting for rank 0's file .tmp_step_" in said
+        assert list((run_dir / "checkpoints").iterdir()) == [], "the file is gone again"
+
+
 STEPS = 100_000
 
 
-def test_a_second_run_in_a_busy_directory_is_told_so_and_touches_nothing(tmp_path):
+def test_a_second_run_in_a_busy_directory_is_told_so_and_the_first_ends_if_another_host_s_takes_over(tmp_path):
     config, run_dir = write_tiny_config(tmp_path, "[checkpoint]\nevery = 1\n"), tmp_path / "run"
     arguments = ("--config", config, "--run-dir", run_dir)
     with Ranks((*arguments, "--steps", STEPS), logs=tmp_path / "logs", world_size=1) as ranks:
@@ -157,8 +188,13 @@ def test_a_second_run_in_a_busy_directory_is_told_so_and_touches_nothing(tmp_pat
         assert "is in use by another run" in second.stderr
         assert "damaged" not in second.stderr
         assert "falling back" not in second.stderr
-        ranks.signal(signal.SIGTERM)
-        assert ranks.wait() == [0], ranks.said()
+        write_lock(run_dir)
+        (run_dir / "status.json").write_text("{}")
+        last = last_logged(run_dir / "metrics.jsonl")
+        assert ranks.wait() == [1], ranks.said()
+        assert "process 1 on elsewhere has taken over this run, which ends here without writing" in ranks.said()
+    assert last_logged(run_dir / "metrics.jsonl") <= last + 1  # one may just have been written
+    assert (status(run_dir), read_owner(run_dir).host) == ({}, "elsewhere")
     assert not (run_dir / "checkpoints" / "abandoned").exists()
     keep(7, "a second run in a directory in use")
 

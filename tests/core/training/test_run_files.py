@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
 
 from tests.support.checkpoints import file_content, write_content
+from tests.support.records import write_lock
 from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.metrics.sinks import EventWriter, JsonlSink
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
 from trainer.training.record import effective_resume
@@ -214,17 +216,32 @@ def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
     assert {number: signal.getsignal(number) for number in previous} == previous
 
 
-def test_without_locks_a_run_is_warned_of_and_its_status_decides(config, tmp_path, monkeypatch, caplog):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path, is_over):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    with run.lock(600.0):
+        sink, events = JsonlSink(run.metrics), EventWriter(run.events)
+        run.write_status("running", reason="", step=1)
+        sink.append("{}")
+        write_lock(run.path, {"is_over": is_over})
+        before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+        for write in (
+            partial(sink.append, "{}"),
+            partial(events.write, {"event": "x"}),
+            partial(run.write_status, "done", reason="", step=2),
+            run.create,
+        ):
+            with pytest.raises((OSError, UserError), match="process 1 on elsewhere has taken over this run"):
+                write()
+    assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
 
+
+def test_torchrun_s_restart_goes_on_in_a_directory_that_is_refused_otherwise(config, tmp_path):
     run = RunDir(tmp_path / "run")
     run.create()
     run.write_status("running", reason="", step=0)
-    monkeypatch.setattr("fcntl.flock", flock)
-    run.lock().close()
-    assert "cannot lock it (No locks available); make sure that no other run uses it" in caplog.text
-    assert run.status()["state"] == "running"
+    write_lock(run.path)
     with pytest.raises(UserError, match="holds a run already; add --resume auto"):
         choose_run_dir(config, str(run.path), "off")
     by_torchrun = effective_resume("off", {"TORCHELASTIC_RESTART_COUNT": "1"})

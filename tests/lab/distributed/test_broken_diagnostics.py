@@ -40,7 +40,6 @@ CASES = {
     "trainer.lab.samples:Samples.at_boundary": ("sample", ()),
     "trainer.lab.extensions:LossSpikes.update": ("spikes", ("loss_spike",)),
     "trainer.lab.tensorboard:TensorboardSink.log": ("tensorboard", ()),
-    "trainer.training.run_dir:RunDir.keep_status": ("status.json", ()),
     "trainer.tools.summary:summarize": ("summary", ()),
 }
 NEEDED = ("trainer.ledger.ledger:Ledger.lookup", "trainer.metrics.sinks:JsonlSink.log")

@@ -6,14 +6,16 @@ import json
 import os
 import signal
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.records import write_record
+from tests.support.records import write_lock, write_record
 from trainer.errors import UserError
-from trainer.metrics.run_status import is_held, last_step, run_status
+from trainer.metrics.run_status import _place, _started, is_held, last_step, run_status, take_lock
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 from trainer.tools.verbs.records import entry_of
@@ -87,6 +89,54 @@ def test_only_rank_0_writes_and_two_runs_in_one_directory_are_refused(tmp_path: 
     with run_status(tmp_path), pytest.raises(UserError, match="is in use by another run"), run_status(tmp_path):
         pass
     assert status(tmp_path)["state"] == "done"
+
+
+HERE = {"place": _place(), "pid": os.getpid(), "started": _started(os.getpid())}
+ABSENT = {**HERE, "pid": 2**22 + 1}
+OTHERS = {
+    "a process of this host": (HERE, 1e6, True),
+    "another one of its number": ({**HERE, "started": "1"}, 0.0, False),
+    "none of its number": (ABSENT, 0.0, False),
+    "one in another container of this host": ({**ABSENT, "place": f"{HERE['place']}1"}, 60.0, True),
+    "one of another host": ({}, 60.0, True),
+    "one of another host, long ago": ({}, 1000.0, False),
+    "one that says that it may be silent for longer": ({"timeout_sec": 2000.0}, 1000.0, True),
+    "one of another host that has given it back": ({"is_over": True}, 0.0, False),
+    "nobody knows": (None, 60.0, True),
+    "nobody knows, long ago": (None, 1000.0, False),
+}
+
+
+@pytest.mark.skipif(not HERE["place"], reason="without /proc no process can be looked up")
+@pytest.mark.parametrize(("owner", "silent_sec", "lives"), OTHERS.values(), ids=OTHERS)
+def test_whose_run_it_is(tmp_path: Path, owner: dict[str, Any] | None, silent_sec: float, lives: bool) -> None:
+    write_lock(tmp_path, owner, silent_sec)
+    assert is_held(tmp_path) == lives
+    if owner is HERE:
+        with pytest.raises(UserError, match=f"process {os.getpid()} on elsewhere"):
+            take_lock(tmp_path)
+    if not lives:
+        with take_lock(tmp_path, 600.0):
+            assert is_held(tmp_path)
+        assert not is_held(tmp_path)
+
+
+@pytest.mark.parametrize("shows_itself", [False, True])
+def test_a_process_of_another_host_is_waited_for(tmp_path: Path, caplog: Any, shows_itself: bool) -> None:
+    write_lock(tmp_path)
+    later = threading.Timer(0.5, os.utime, [tmp_path / ".lock"])
+    began = time.monotonic()
+    if shows_itself:
+        later.start()
+        with pytest.raises(UserError, match="process 1 on elsewhere"):
+            take_lock(tmp_path, 60.0)
+    else:
+        with take_lock(tmp_path, 2.0) as lock:
+            lock.check()
+            time.sleep(0.5)
+            assert time.time() - (tmp_path / ".lock").stat().st_mtime < 0.4, "it shows itself"
+    assert 1.0 < time.monotonic() - began < 20
+    assert "process 1 on elsewhere had it last, and cannot be looked up from here; waiting up to" in caplog.text
 
 
 @pytest.fixture(scope="module")
