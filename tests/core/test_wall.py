@@ -1,11 +1,9 @@
 """The wall: one table of the core names `trainer.lab` and `trainer.tools`, and a run needs neither."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
-from tests.support.runs import ROOT, environment, write_tiny_config
+from tests.support.runs import ROOT, fresh, overrides, write_tiny_config
 
 PACKAGE = ROOT / "trainer"
 TABLE = PACKAGE / "cli" / "parts.py"
@@ -26,11 +24,6 @@ class Listed(Extension):
 """
 
 
-def launched(directory: Path, *arguments: str, package: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command, made = [sys.executable, *arguments], environment({"PYTHONPATH": str(package)})
-    return subprocess.run(command, env=made, cwd=directory, capture_output=True, text=True, check=False)
-
-
 def test_no_file_of_the_core_but_one_names_what_is_around_it():
     core = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("lab", "tools")]
     assert [path for path in core if NAMED.search(path.read_text(encoding="utf-8"))] == [TABLE]
@@ -42,7 +35,7 @@ def test_the_smoke_run_imports_nothing_of_the_lab_on_any_rank(tmp_path):
     sources = ", ".join(f'{{name="{each}",root="corpus",modalities=["{each}"]}}' for each in "ab")
     words = (*EVALUATED, f"data.source=[{sources}]", "data.seq_len=16", 'extension=[{target="listed:Listed"}]')
     command = f"-m trainer --nproc 2 --config {ROOT}/train_configs/smoke.toml --run-dir run --stdout off".split()
-    done = launched(tmp_path, *command, *(word for each in words for word in ("--set", each)))
+    done = fresh([sys.executable, *command, *overrides(*words)], cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     for rank in "01":
         imported = re.findall(r"^trainer\.(?:lab|tools).*", (tmp_path / f"modules.{rank}").read_text(), re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def write_content(file: Path, value: Any) -> None:
     """Write a file of that content."""
     values, tensors = pack(value)
     write_part(file, TensorPart({name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values))
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something is in nested values, inner ones included."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield (*above, key)
+        yield from places(each, (*above, key))
 
 
 def sign(path: Path) -> None:

@@ -1,17 +1,16 @@
-"""Short real runs of the trainer, drawn by a seed or named, with nothing wrong that diagnosis could find."""
+"""Short real runs of the trainer, drawn by a seed, with nothing wrong that diagnosis could find."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from tests.support.runs import make_corpus, run, write_tiny_config
+from tests.support.runs import make_corpus, run
 
 WORLD_SIZES = (1, 2, 4)
 SECONDS_PER_RUN = 60  # on a busy machine
@@ -79,27 +78,3 @@ def make_healthy_runs(directory: Path, world_size: int, seeds: Sequence[int]) ->
             raise RuntimeError(done.stderr[-2000:])
         found.append(run_dir)
     return found
-
-
-def start(directory: Path, *, overrides: tuple[str, ...], nproc: int | None = None) -> Path:
-    """Train for 120 steps; gives the run's directory. A RuntimeError if the run failed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    options = [part for override in ("train.steps=120", *overrides) for part in ("--set", override)]
-    run_dir = directory / "run"
-    done = run("--config", write_tiny_config(directory), *options, "--run-dir", run_dir, "--stdout", "off", nproc=nproc)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return run_dir
-
-
-REAL_RUNS: Mapping[str, Callable[[Path], Path]] = {
-    "two sources": partial(start, overrides=()),
-    "two ranks": partial(start, overrides=("run.seed=1",), nproc=2),
-    "own pools": partial(start, overrides=("run.seed=2", 'data.mixing.batching_mode="device_per_stream"'), nproc=2),
-    "stale, safe threshold": partial(
-        start, overrides=("run.seed=3", 'ledger.wipe_mode="periodic_stale"', "ledger.stale_threshold=200")
-    ),
-    "skipping, 4 readers": partial(
-        start, overrides=("run.seed=4", "data.mixing.num_streams_mixed=4", 'train.on_non_finite="skip"')
-    ),
-}

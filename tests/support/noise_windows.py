@@ -85,13 +85,9 @@ def window_of(ranks: Sequence[Sequence[Micro]], tokens: float = 0.0) -> Window:
     return window
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
-
-
 def assert_mean_is(values: Sequence[float], expected: float) -> None:
-    mean, error = mean_and_error(values)
+    mean = math.fsum(values) / len(values)
+    error = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
     assert abs(mean - expected) < 5.0 * error, f"{mean} +- {error}, expected {expected}"
     assert error < 0.1 * abs(expected), "the test has no power"
 

@@ -40,9 +40,7 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
             f"- healthy, {what}, on {sizes} ranks: a false alarm in {names('false_alarms', part)} of {runs} runs, wrong "
             f"advice in {names('false_advice', part)}, a finding about speed (not judged) in {names('about_speed', part)}"
         )
-    real, faults = calibration["real"]["runs"], calibration["faults"]
-    alarms = sum(bool(each["false_alarms"]) for each in real)
-    lines.append(f"- healthy, real, 120 steps of each family: a false alarm in {alarms} of {len(real)} runs")
+    faults = calibration["faults"]
     found, runs = (sum(fault[key] for fault in faults) for key in ("found", "runs"))
     lines.append(f"- {len(faults)} injected faults, one or more for each rule: found in {found} of {runs} runs")
     return "\n".join(lines) + "\n"

@@ -185,6 +185,12 @@ def run(
         return subprocess.CompletedProcess(line, status, *texts)
 
 
+def fresh(line: Sequence[object], *, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process, to its end: where its start itself matters, or what it has imported. `extra`: environment variables."""
+    options: Any = {"env": environment(extra), "cwd": cwd, "timeout": TIMEOUT_SEC, "check": False}
+    return subprocess.run([*map(str, line)], capture_output=True, text=True, **options)
+
+
 def overrides(*sets: str) -> list[str]:
     """`--set` for each."""
     return [word for each in sets for word in ("--set", each)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import ROOT, TIMEOUT_SEC, environment, train, write_tiny_config
+from tests.support.runs import ROOT, fresh, train, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.tools.saved_model import read_checkpoint, refuse_code
@@ -106,14 +105,7 @@ def test_a_stray_file_is_not_taken_for_a_package_and_ones_own_module_is_found(tr
         (clone / f"{name}.py").write_text(f"raise SystemExit('PLANTED {name}.py was imported')\n")
     # torchrun itself begins to search where it stands: that is torch's, and its packages are none of these.
     arguments = ["--config", str(directory / "tiny.toml"), "--run-dir", str(tmp_path / "run"), "--steps", "1"]
-    done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], *arguments],
-        cwd=clone,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SEC,
-    )
+    done = fresh([sys.executable, *LAUNCHERS[launcher], *arguments], cwd=clone)
     assert done.returncode == 0, done.stderr
     assert "PLANTED" not in done.stderr
     assert (clone / "imported").exists()

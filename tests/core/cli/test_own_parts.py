@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.ranks import status
-from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, train, write_tiny_config
+from tests.support.runs import command, fresh, read_rows, train, write_tiny_config
 
 MODULE = """
 import itertools
@@ -231,10 +230,7 @@ def test_a_failure_is_told_once_with_its_place_and_recorded(tmp_path):
     config = write_tiny_config(tmp_path, '\nwandb = { mode = "offline" }\n')
     arguments = ["--config", config, "--run-dir", tmp_path / "run", "--set", "model.target=own_parts:broken"]
     arguments += ["--set", "model.contract=false"]  # or the run would not begin
-    env = environment({"PYTHONPATH": str(tmp_path)})
-    result = subprocess.run(
-        command(arguments), env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
-    )
+    result = fresh(command(arguments), PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     assert result.stderr.count("Traceback (most recent call last)") == 1
     assert "cli/main.py" not in result.stderr

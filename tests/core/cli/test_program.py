@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import ROOT, environment, losses, overrides, run, write_tiny_config
+from tests.support.runs import ROOT, fresh, losses, overrides, run, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 
@@ -80,12 +79,6 @@ def launches(config: Path, run_dir: Path) -> dict[str, tuple[list[str], Path, in
     }
 
 
-def call(line: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A process of its own, to its end."""
-    own = environment({"MASTER_PORT": "0"})  # any that is free
-    return subprocess.run(line, env=own, cwd=cwd, capture_output=True, text=True, check=False)
-
-
 # `--nproc` starts `-m trainer`.
 REPEATS = ("torchrun -m trainer", "python -m trainer", "torchrun --no-python")
 
@@ -96,7 +89,7 @@ REPEATS = ("torchrun -m trainer", "python -m trainer", "torchrun --no-python")
 )
 def test_every_way_to_launch_trains(way, tmp_path):
     line, cwd, world_size = launches(write_tiny_config(tmp_path), tmp_path / "run")[way]
-    result = call(line, cwd)
+    result = fresh(line, cwd=cwd, MASTER_PORT="0")  # any that is free
     assert result.returncode == 0, result.stderr
     assert not list(validate_stream(result.stdout.splitlines()))
     assert len(result.stdout.splitlines()) == 3
@@ -113,9 +106,7 @@ def test_the_launcher_ends_with_the_code_of_the_first_rank_that_failed_and_ends_
         f"time.sleep(600) if rank == 0 else {f'os.kill(os.getpid(), {-code})' if code < 0 else f'sys.exit({code})'}"
     )
     (tmp_path / "ranks.py").write_text(program)
-    found = subprocess.run(
-        [sys.executable, "-c", LAUNCH.format(tmp_path / "ranks.py")], env=environment(), capture_output=True, text=True
-    )
+    found = fresh([sys.executable, "-c", LAUNCH.format(tmp_path / "ranks.py")])
     assert found.returncode == (1 if code < 0 else code), found.stderr
     assert ("rank 1 was ended by SIGKILL" in found.stderr) == (code < 0)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.runs import environment, run, write_tiny_config
+from tests.support.runs import fresh, run, write_tiny_config
 from tests.support.terminal import Terminal
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
@@ -78,9 +77,8 @@ def test_what_looks_at_files_or_refuses_a_path_needs_no_torch(tmp_path: Path) ->
     rows = [build_payload("train", step, {"loss": 2.0}) for step in range(1, 9)]
     (run / "metrics.jsonl").write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
     lines = [line.format(data=data, run=run, near=near, new=tmp_path / f"new{i}") for i, line in enumerate(LOADS)]
-    ended = subprocess.run(
-        [sys.executable, "-c", LOADED, *lines], env=environment(), capture_output=True, text=True, check=True
-    )
+    ended = fresh([sys.executable, "-c", LOADED, *lines])
+    assert ended.returncode == 0, ended.stderr
     said = [line for line in ended.stderr.splitlines() if re.fullmatch(r"\d( \w+)*", line)]
     for line, found, loaded in zip(lines, said, LOADS.values(), strict=True):
         code, *modules = found.split()

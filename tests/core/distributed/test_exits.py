@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from tests.support.fault_runs import keep
+from tests.support.fault_runs import LOST, keep, make_config
 from tests.support.ranks import Launched, Ranks, last_logged, status
 from tests.support.records import write_lock
 from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, rank_environment, run, write_tiny_config
@@ -111,6 +111,25 @@ def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(tmp_path)
     ended = status(run_dir)
     assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGINT")
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", ["`train --nproc`", "torchrun"])
+@pytest.mark.parametrize(("what", "rank"), [("sys.exit", 0), ("sys.exit", None), ("exit of C", 1)])
+def test_code_that_ends_ranks_with_0_fails_the_run(tmp_path, what, rank, launcher):
+    run_dir, own = tmp_path / "run", ("--set", "distributed.timeout_sec=12")
+    fault = {"what": what, "rank": rank, "step": 7}
+    with Launched(make_config(tmp_path), run_dir, *own, is_torchrun=launcher == "torchrun", fault=fault) as launched:
+        _, said = launched.process.communicate(timeout=72)
+    assert launched.process.returncode == 1, said
+    found = status(run_dir)
+    assert found["state"] == "failed", (found, said)
+    if what != "exit of C":
+        assert f"{what}(0) was called after step 6" in found["reason"]
+    where, code = "both ranks" if rank is None else f"rank {rank} of two", f"`{what}(0)`"
+    code = "C's `_exit(0)`" if what == "exit of C" else code
+    keep(10, f"{code} at step 7 on {where} under {launcher}", lost=LOST)
 
 
 START_TIMEOUT_SEC = 5

@@ -1,14 +1,10 @@
-"""The noise scale in training loops on two ranks: closed forms, consistency, and when it is absent.
-
-The linear problem is the design's: |G|^2 = 7.5, tr(Sigma) = 60, so B = 8, seen with b = 2, 2 ranks and 4 micro-batches.
-"""
+"""The noise scale in training loops on two ranks: consistency, and when it is absent."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,14 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
-from tests.support.noise_windows import mean_and_error
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 
 WORLD, MICROS, ROWS, DIM, STEPS = 2, 4, 2, 30, 200
-TR_SIGMA, GRAD_SQ = 60.0, 7.5
 KAPPAS = [0.1, 0.2, 0.3, 0.4], [0.5, 0.4, 0.1, 0.2]  # of each rank, where they are not equal
 
 
@@ -37,15 +31,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.theta
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What 200 steps say."""
-
-    tr_sigma: list[float]
-    grad_sq: list[float]
-    metrics: dict[str, float]
 
 
 def accumulate(
@@ -79,33 +64,16 @@ def drawn(rank: int) -> list[tuple[Tensor]]:
     return [(torch.randn(ROWS, DIM, generator=rng),) for _ in range(MICROS)]
 
 
-def measure(rank: int, *, seed_of_rank: int | None = None, skew: float = 0.0) -> Measured:
-    """200 steps at the same theta; `skew` moves the rank's data along the mean, up on rank 0 and down on rank 1."""
+def measure(rank: int, *, seed_of_rank: int | None = None, skew: float = 0.0) -> dict[str, float]:
+    """The metrics of 200 steps at the same theta; `skew` moves the rank's data along the mean: up on rank 0, down on rank 1."""
     ddp = DistributedDataParallel(Linear())
     gns = GradientNoiseScale(ddp, ema=0.999)
     rng = torch.Generator().manual_seed(100 + (rank if seed_of_rank is None else seed_of_rank))
     mean = 0.5 + skew * (1 - 2 * rank)
-    result = Measured([], [], {})
     for _ in range(STEPS):
         accumulate(gns, ddp, [(mean + math.sqrt(2.0) * torch.randn(ROWS, DIM, generator=rng),) for _ in range(MICROS)])
-        window = finished(gns)
-        assert isinstance(window, Window)
-        result.tr_sigma.append(window.tr_sigma)
-        result.grad_sq.append(window.grad_sq)
-    result.metrics.update(gns.metrics())
-    return result
-
-
-def assert_closed_form(measured: Measured, tr_sigma: float, grad_sq: float) -> None:
-    """S, G2 and B within 5 standard errors of the truth, and the errors small enough to mean something."""
-    pairs = {
-        "tr_sigma": (*mean_and_error(measured.tr_sigma), tr_sigma),
-        "grad_sq": (*mean_and_error(measured.grad_sq), grad_sq),
-        "b_simple": (measured.metrics["gns/b_simple"], measured.metrics["gns/b_simple_se"], tr_sigma / grad_sq),
-    }
-    for name, (value, error, truth) in pairs.items():
-        assert abs(value - truth) < 5.0 * error, f"{name}: {value} +- {error}, expected {truth}"
-        assert error < 0.1 * truth, f"{name}: the test has no power"
+        assert isinstance(finished(gns), Window)
+    return gns.metrics()
 
 
 def metrics_around_a_nan(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, float], str | None]:
@@ -135,7 +103,6 @@ def everything(rank: int, world_size: int) -> dict[str, object]:
     """In one start of the processes, which costs more than all of it."""
     x = drawn(rank)
     return {
-        "linear": measure(rank),
         "same seed": measure(rank, seed_of_rank=0),
         "skewed": measure(rank, skew=0.5),
         "nan": metrics_around_a_nan(rank),
@@ -151,24 +118,13 @@ def results() -> list[dict[str, object]]:
     return run_on_ranks(everything, WORLD)
 
 
-def test_a_linear_loss_is_measured_within_its_error(results: list[dict[str, Measured]]) -> None:
-    assert_closed_form(results[0]["linear"], TR_SIGMA, GRAD_SQ)
-    assert results[0]["linear"] == results[1]["linear"], "ranks agree on every number"
+def test_the_same_seed_on_all_ranks_has_consistency_zero(results: list[dict[str, dict[str, float]]]) -> None:
+    assert results[0]["same seed"]["gns/consistency"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_sound_data_have_consistency_one_within_its_error(results: list[dict[str, Measured]]) -> None:
-    metrics = results[0]["linear"].metrics
-    assert abs(metrics["gns/consistency"] - 1.0) < 4.0 * metrics["gns/consistency_se"]
-    assert metrics["gns/consistency_se"] < 0.15
-
-
-def test_the_same_seed_on_all_ranks_has_consistency_zero(results: list[dict[str, Measured]]) -> None:
-    assert results[0]["same seed"].metrics["gns/consistency"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_skewed_shards_are_told_by_consistency(results: list[dict[str, Measured]]) -> None:
+def test_skewed_shards_are_told_by_consistency(results: list[dict[str, dict[str, float]]]) -> None:
     """Ranks whose means differ look noisy between each other: 1 + 2 * rows * shift^2 / sigma^2 = 1 + 2 * 8 * 0.25 / 2."""
-    metrics = results[0]["skewed"].metrics
+    metrics = results[0]["skewed"]
     assert abs(metrics["gns/consistency"] - 3.0) < 4.0 * metrics["gns/consistency_se"]
     assert metrics["gns/consistency"] - 1.0 > 5.0 * metrics["gns/consistency_se"]
 

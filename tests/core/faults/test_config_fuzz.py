@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from tests.support.config_fuzz import schema_keys
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
+
+
+def schema_keys(
+    schema: Mapping[str, Any], node: Mapping[str, Any] | None = None, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
+    """The path and the node of every table, key, list element (0) and entry of a free table ("some")."""
+    node = schema if node is None else node
+    if "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    if path:
+        yield path, node
+    for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        if option.keys() != {"required"}:
+            yield from schema_keys(schema, option, path)
+    for name, child in node.get("properties", {}).items():
+        yield from schema_keys(schema, child, (*path, name))
+    if "items" in node:
+        yield from schema_keys(schema, node["items"], (*path, 0))
+    if isinstance(node.get("additionalProperties"), Mapping):
+        yield from schema_keys(schema, node["additionalProperties"], (*path, "some"))
+
 
 # TOML values. The first make no sense for any key but the text of a prompt.
 LONG = f"1{'0' * 39}", "1" * 6000, f"0x{'f' * 6000}", f'"{"x" * 5000}"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import random
@@ -16,8 +17,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from tests.support.checkpoints import sign
-from tests.support.config_fuzz import NUMBERS, WORDS, places
+from tests.support.checkpoints import places, sign
 from tests.support.fault_runs import ARGUMENTS, keep, make_config, whole_run
 from tests.support.in_process import program
 from tests.support.ranks import Ranks
@@ -30,6 +30,10 @@ from trainer.training.open_run import Launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 CASES, CPU_SEC, SEED = 300, 40.0, 56
+INTEGERS = [0, -1, 1, 2, 7, 2**31, 2**63 - 1, -(2**63), 10**30]
+NUMBERS = [*INTEGERS, 0.0, -0.0, 1e-320, 1e308, math.inf, -math.inf, math.nan, 0.5]
+KEYWORDS = ["auto", "off", "1e5", "true", "null", "os:system"]
+WORDS = [*KEYWORDS, "", " ", "../../x", "/", "\0", "a" * 5000, "\u00e9\u202e\U0001f600", "[x]", "*", "**/*"]
 WRONG: tuple[Any, ...] = (*NUMBERS, *WORDS, 2**62, 10**400, None, True, [], {}, [[1]], {"a": {"b": [None]}})
 MANY = {f"key{number}": number for number in range(100_000)}
 VERBS = """ls {0}/..

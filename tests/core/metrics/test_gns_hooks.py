@@ -14,11 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.gns_cases import loss_sum, micro, norms_by_definition, norms_of_cuda, rows, window
+from tests.support.gns_cases import loss_sum, make_model, micro, norms_by_definition, norms_of_cuda, rows, window
 from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return make_model()
+
+
+@pytest.fixture
+def gns(model: nn.Module) -> Iterator[GradientNoiseScale]:
+    gns = GradientNoiseScale(model)
+    yield gns
+    gns.close()
 
 
 def known(metrics: dict[str, float | None]) -> dict[str, float]:

@@ -110,29 +110,6 @@ def check_outputs(case: Case, model: nn.Module, tolerance: float, dtype: torch.d
     assert metrics["ledger/cold_starts"] == metrics["ledger/evictions/lru"] == metrics["ledger/live_groups"] == 0
 
 
-def cell_gradients(model: nn.Module, logits: Tensor, state: Tensor) -> list[Tensor]:
-    """Gradients of a fixed weighing of the logits with respect to the state and every parameter."""
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(WEIGHT_SEED), dtype=torch.float64)
-    loss = (logits * weights.to(logits.dtype)).sum()
-    return list(torch.autograd.grad(loss, [state, *model.parameters()], allow_unused=True))
-
-
-def check_gradients(case: Case, model: nn.Module, tolerance: float) -> None:
-    """Gradients within a cell are those of the uncut run in which the state before the cell was made a leaf."""
-    for cells, state, output in run_through_ledger(case, model, new_ledger(model, case, torch.float64)):
-        rows, start, stop = [cell.group for cell in cells], cells[0].start, cells[0].stop
-        before = torch.zeros(len(rows), model.state_width, dtype=torch.float64)
-        if start:
-            before = run(model, case, rows, slice(start), None).state
-        leaf = before.detach().requires_grad_()
-        # The uncut rest of the row, of which only this cell's logits are weighed.
-        rest = run(model, case, rows, slice(start, None), leaf)
-        expected = cell_gradients(model, rest.logits[:, : stop - start], leaf)
-        torch.testing.assert_close(
-            cell_gradients(model, output.logits, state), expected, rtol=tolerance, atol=tolerance
-        )
-
-
 CASES = {
     "seed": st.integers(0, 10_000),
     "num_groups": st.integers(1, 5),
@@ -151,11 +128,3 @@ def test_outputs_and_states_through_the_ledger_equal_the_uncut_run(
     torch.manual_seed(seed)
     model = builder(VOCAB, 8, num_layers).to(dtype)
     check_outputs(make_case(seed, **kinds), model, tolerance, dtype)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(**CASES)
-def test_gradients_within_a_cell_equal_those_of_the_uncut_run(seed: int, **kinds: object) -> None:
-    torch.manual_seed(seed)
-    model = build(VOCAB, 8, 2).double()
-    check_gradients(make_case(seed, **kinds), model, 1e-10)

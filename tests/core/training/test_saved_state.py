@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoints import file_content, sign, write_content
+from tests.support.checkpoints import file_content, places, sign, write_content
 from tests.support.in_process import train_here
 from tests.support.runs import write_tiny_config
 from trainer.cli.parts import PARTS
@@ -49,15 +48,6 @@ def write(path: Path, state: dict[str, Any], parts: dict[str, Any]) -> None:
         write_content(path / name, value)
     (path / files.STATE_FILE).write_text(json.dumps(state))
     sign(path)
-
-
-def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something is in nested values."""
-    if above:
-        yield above
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield from places(each, (*above, key))
 
 
 def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:

@@ -134,26 +134,6 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
         assert [any(key.startswith(start) for key in keys) for start in starts] == [rows is chunked[0]] * 3
 
 
-def test_the_weight_decides_how_much_of_a_loss_is_trained_on(config):
-    fast = ("optimizer.lr=1e-2", "objective.losses.norm=0")
-    final = [
-        trained(config, *fast, f"objective.losses.energy={weight}")[0]["train", 6]["objective/energy"] / max(weight, 1)
-        for weight in (1, 1000)
-    ]
-    assert final[1] < 0.95 * final[0]
-
-
-@pytest.mark.distributed
-def test_ranks_that_shard_the_model_report_the_same_numbers(config):
-    found = [trained(config, f"distributed.strategy={strategy}", nproc=2)[0] for strategy in ("ddp", "fsdp")]
-    for at, row in found[0].items():
-        prefix = "eval_" if at[0] == "eval" else ""
-        assert adds_up(row, LOSSES, prefix=prefix)
-        keys = [key for key in row if "objective/" in key or "my/" in key or key in ("loss", "gns/tr_sigma")]
-        assert {key: found[1][at][key] for key in keys} == pytest.approx({key: row[key] for key in keys}, rel=1e-6)
-    assert found[0]["train", 6]["my/calls"] == 4
-
-
 @pytest.mark.parametrize(
     ("sets", "message"),
     [

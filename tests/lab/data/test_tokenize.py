@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.ranks import children, wait_for_end
-from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, train, write_tiny_config
+from tests.support.runs import ROOT, command, fresh, losses, train, write_tiny_config
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import ReadOptions, load_documents
 from trainer.data.documents import HEADER, MAGIC
@@ -241,22 +241,16 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def fresh(config: Path, name: str, *more: str, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
-    """A run in processes of its own, which may have others for the tokenizing."""
-    line = command(("--config", config, "--run-dir", config.parent / name, "--steps", 3, *more), nproc=nproc)
-    env = environment({"XDG_CACHE_HOME": str(config.parent / "cache")})
-    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path, nproc: int | None) -> None:
-    first = fresh(config, "first", nproc=nproc)
+    cached = {"XDG_CACHE_HOME": str(config.parent / "cache")}
+    line = ("--config", config, "--run-dir", config.parent / "first", "--steps", 3)
+    first = fresh(command(line, nproc=nproc), **cached)
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("INFO tokenizing source first (") == 1, first.stderr
     assert "tokenizing source second" not in first.stderr  # little text
     # A process of the tests' server may have no others: it reads what is there, or tokenizes what it reads.
-    cached = {"XDG_CACHE_HOME": str(config.parent / "cache")}
     assert "tokenizing" not in train(config, config.parent / "again", "train.steps=3", nproc=nproc, extra=cached)
     train(config, config.parent / "whole", "train.steps=3", nproc=nproc)
     first, again, whole = (losses(config.parent / name / "metrics.jsonl") for name in ("first", "again", "whole"))

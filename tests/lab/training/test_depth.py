@@ -1,4 +1,4 @@
-"""Loss against depth: that of uncut documents, and of cells from zero by brute force, in float64; on two ranks as on one."""
+"""Loss against depth: that of uncut documents, and of cells from zero by brute force, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.core.training.test_evaluation import evaluate, from_zero
-from tests.support.gloo import run_on_ranks
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
@@ -37,11 +36,9 @@ SETTINGS = (
 )
 
 
-def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
-    config = directory / "tiny.toml"
-    if not config.exists():  # several ranks read it
-        write_tiny_config(directory)
-    return make_plan(load_config(config, [*SETTINGS, *overrides]), config, ranks, parts=PARTS)
+def plan_of(directory: Path, *overrides: str) -> Plan:
+    config = write_tiny_config(directory)
+    return make_plan(load_config(config, [*SETTINGS, *overrides]), config, 1, parts=PARTS)
 
 
 def model_of(plan: Plan) -> torch.nn.Module:
@@ -49,12 +46,12 @@ def model_of(plan: Plan) -> torch.nn.Module:
     return make_model(plan).double().eval()
 
 
-def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), sets=(), **parts):  # noqa: B008
-    return evaluate(plan, model, sets or eval_sets(plan, info, CPU), info, **parts)
+def evaluated(plan: Plan, model: torch.nn.Module, sets=(), **parts):
+    return evaluate(plan, model, sets or eval_sets(plan, RankInfo(), CPU), **parts)
 
 
-def by_depth(found: dict[str, float], prefix: str = "eval/depth/") -> dict[str, float]:
-    return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+def by_depth(found: dict[str, float]) -> dict[str, float]:
+    return {key.removeprefix("eval/depth/"): value for key, value in found.items() if key.startswith("eval/depth/")}
 
 
 def token_losses(plan: Plan, model: torch.nn.Module, text: bytes, size: int) -> np.ndarray:
@@ -146,23 +143,6 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
     wide = by_depth(evaluated(plan, model_of(plan), sets=[drawn]))
     assert "beyond_cell/carry_gain_se" not in wide
     assert wide["beyond_cell/carry_gain"] == pytest.approx(one["beyond_cell/carry_gain"], abs=1e-9)
-
-
-def on_rank(rank: int, world: int, directory: str, overrides: tuple[str, ...]) -> dict[str, float]:
-    plan = plan_of(Path(directory), *overrides, ranks=world)
-    return by_depth(evaluated(plan, model_of(plan), RankInfo(rank, rank, world)), "eval/")
-
-
-@pytest.mark.distributed
-def test_two_ranks_report_what_one_does(tmp_path):
-    source = f'eval.source=[{{name="books",paths=["{tmp_path}/corpus/a/*.jsonl"]}}]'
-    sets = (source, "data.max_group_cells=6")
-    plan = plan_of(tmp_path, *sets)
-    alone = by_depth(evaluated(plan, model_of(plan)), "eval/")
-    first, second = run_on_ranks(on_rank, 2, str(tmp_path), sets)
-    assert first == second
-    assert first == pytest.approx(alone, abs=1e-9)
-    assert alone["books/depth/beyond_cell/carry_gain"] != pytest.approx(alone["depth/beyond_cell/carry_gain"], abs=1e-6)
 
 
 def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.in_process import program
-from tests.support.runs import losses, read_rows, run, train, write_tiny_config
+from tests.support.runs import losses, run, train, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
 from trainer.tools.saved_model import load_model
@@ -50,21 +50,6 @@ def test_samples_go_to_the_events_and_to_wandb(folder):
     assert [*sent] == [2, 4, 6]
     pages = [(folder / "run" / "wandb" / "latest-run" / "files" / path) for path in sent.values()]
     assert all("the \u2502" in page.read_text(encoding="utf-8") for page in pages)
-
-
-def test_samples_do_not_change_training(tmp_path):
-    config = write_tiny_config(tmp_path, SAMPLES)
-    own = ("model.target=tests.support.models:dropout", "eval.every=3", "eval.holdout_fraction=0.2")
-    for name, every in (("with", 1), ("without", 0)):
-        train(config, tmp_path / name, *own, f"sample.every={every}")
-    assert len(samples_of(tmp_path / "with")) == 6
-    assert not samples_of(tmp_path / "without")
-    rows = [read_rows(tmp_path / name / "metrics.jsonl") for name in ("with", "without")]
-    assert [*rows[0]] == [*rows[1]]
-    for key, row in rows[0].items():
-        own_keys = [k for k in row if k.endswith(("loss", "grad_norm")) or k.startswith(("gns/", "ledger/"))]
-        assert own_keys
-        assert {k: row[k] for k in own_keys} == {k: rows[1][key][k] for k in own_keys}, key
 
 
 def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
