@@ -1,4 +1,4 @@
-"""Resolves import paths: of a config's custom parts, and of the parts that a run is given."""
+"""Resolves import paths: of a config's custom parts, and of what a run is given by name."""
 
 from __future__ import annotations
 
@@ -46,35 +46,6 @@ def resolve_target(target: str, key: str) -> Any:
         problem = f"{module_name} ({module.__file__}) has no function {name}"
         raise UserError(key, problem, "name a function of the module")
     return found
-
-
-class Parts:
-    """Parts of a run that the core knows by name alone, loaded when asked for.
-
-    `paths`: name -> `module:attribute`, or a module.
-    """
-
-    problem = "the run was given no such part"
-
-    def __init__(self, paths: Mapping[str, str] | None = None) -> None:
-        self._paths = paths or {}
-
-    def find(self, name: str) -> Any:
-        """The part; None if it is missing."""
-        if name not in self._paths:
-            return None
-        module, _, attribute = self._paths[name].partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
-
-    def need(self, name: str, key: str) -> Any:
-        """The part that a key of the config asks for. A UserError if it is missing."""
-        if name not in self._paths:
-            raise UserError(key, f'needs "{name}": {self.problem}', "do without this setting, or give the run its part")
-        return self.find(name)
-
-
-NO_PARTS = Parts()
 
 
 def place_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, ove
 from torch import Tensor, nn
 
 from trainer.lab import transformer
-from trainer.lab.pieces import ChunkedObjective, Headless
+from trainer.lab.models import ChunkedObjective, Headless
 from trainer.objective import Objective, ObjectiveOptions
 from trainer.objective.loss import Loss
 

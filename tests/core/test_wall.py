@@ -3,7 +3,12 @@
 import re
 import sys
 
+import pytest
+
+from tests.support.in_process import train_here
 from tests.support.runs import ROOT, fresh, overrides, write_tiny_config
+from trainer.errors import UserError
+from trainer.training import NO_PARTS
 
 PACKAGE = ROOT / "trainer"
 TABLE = PACKAGE / "cli" / "parts.py"
@@ -40,3 +45,17 @@ def test_the_smoke_run_imports_nothing_of_the_lab_on_any_rank(tmp_path):
     for rank in "01":
         imported = re.findall(r"^trainer\.(?:lab|tools).*", (tmp_path / f"modules.{rank}").read_text(), re.MULTILINE)
         assert not [name for name in imported if not OF_THE_PROGRAM.fullmatch(name) and name not in GIVEN]
+
+
+NEEDS_A_PART = """
+    metrics.per_layer=true metrics.profile=1 metrics.tensorboard=true train.spike_sigma=6 sample.every=2 optimizer.name=muon
+    model.family=transformer objective.chunk_tokens=8 train.activation_checkpointing=block checkpoint.remote=memory://runs
+""".split()  # noqa: SIM905 - as on a command line
+
+
+def test_a_run_without_parts_trains_and_a_setting_that_needs_one_is_refused_by_its_key(tmp_path):
+    config = write_tiny_config(tmp_path)
+    train_here(config, tmp_path / "run", parts=NO_PARTS)
+    for setting in NEEDS_A_PART:
+        with pytest.raises(UserError, match=rf"^{setting.partition('=')[0]}: the run was given no such part; do with"):
+            train_here(config, tmp_path / "refused", setting, parts=NO_PARTS)

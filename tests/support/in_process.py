@@ -16,6 +16,7 @@ from trainer.cli.main import main
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.ending import STOP_SIGNALS
+from trainer.training import Parts
 from trainer.training.main import train
 from trainer.training.open_run import Launch
 
@@ -50,13 +51,11 @@ def exit_code(arguments: Sequence[object]) -> int:
     return code
 
 
-def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0) -> None:
+def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0, parts: Parts = PARTS) -> None:
     """A run of one rank, with an exit code."""
     with own_signal_handlers():
-        assert (
-            train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(run_dir), parts=PARTS))
-            == code
-        )
+        launch = Launch(config_path=config, run_dir=str(run_dir), parts=parts)
+        assert train(load_config(config, list(sets)), launch) == code
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+from importlib import import_module
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,7 +21,6 @@ import typer
 from trainer.cli.parts import VERBS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, refuse, require_config
 from trainer.errors import UserError
-from trainer.import_path import Parts
 
 app = typer.Typer(
     name="train",
@@ -45,9 +45,9 @@ STRATEGY_HELP = "How ranks share the model (distributed.strategy)."
 STDOUT_HELP = "Format of stdout: json, line or off (metrics.stdout)."
 PROFILE_HELP = "Record N steps from the 11th on with torch's profiler (metrics.profile)."
 
-_verbs = Parts(VERBS)
-for _name in VERBS:
-    _verb = _verbs.find(_name)
+for _name, _path in VERBS.items():
+    _module, _, _function = _path.partition(":")
+    _verb = getattr(import_module(_module), _function)
     if isinstance(_verb, typer.Typer):
         app.add_typer(_verb, name=_name)
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from trainer.import_path import Parts
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-LAB = "trainer.lab"
+from trainer.training import Parts
 
 VERBS = {
     "init": "trainer.tools.verbs.before_run:init",
@@ -24,45 +25,43 @@ VERBS = {
 }
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 
-_TOOLS = {
-    "doubts": "trainer.tools.doubts:doubts",
-    "rate change": "trainer.tools.doubts:warn_of_rate_change",
-    "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
-    "first messages": "trainer.tools.summary:announce",
-    "lines by depth": "trainer.tools.runs.readings:lines_of",
-    "summary": "trainer.tools.summary:summarize",
-}
-_LAB = {
-    # Extensions: checkpoints have their states under these names.
-    "per_layer": f"{LAB}.extensions:LayerNumbers",
-    "spikes": f"{LAB}.extensions:LossSpikes",
-    "sample": f"{LAB}.samples:Samples",
-    "profile": f"{LAB}.extensions:StepProfile",
-    # Families of models.
-    "gated_delta": f"{LAB}.gated_delta:build",
-    "transformer": f"{LAB}.transformer:build",
-    "torch_rnn": f"{LAB}.nested_state:TorchRnn",
-    "hugging_face": f"{LAB}.hugging_face:build",
-    # Other parts of a run.
-    "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
-    "contract check": f"{LAB}.contract_check:check_before_run",
-    "cuda graphs": f"{LAB}.cuda_graph:make",
-    "initial weights": f"{LAB}.weights:load_weights",
-    "loss in chunks": f"{LAB}.pieces:in_chunks",
-    "losses by depth": f"{LAB}.depth:Depth",
-    "losses of the output": f"{LAB}.auxiliary:make_auxiliary",
-    "muon": f"{LAB}.optimizers:build_muon",
-    "nested states": f"{LAB}.nested_state:carry_flat",
-    "out of memory": f"{LAB}.extensions:explain",
-    "own batches": f"{LAB}.own_batches:make",
-    "own evaluation": f"{LAB}.own_batches:OwnTask",
-    "own optimizer": f"{LAB}.optimizers:build_custom",
-    "recomputed blocks": f"{LAB}.pieces:recompute_blocks",
-    "tensorboard": f"{LAB}.tensorboard:TensorboardSink",
-    "tokenized text": f"{LAB}.tokenized",
-    "uploads": f"{LAB}.remote:Uploads",
-}
+if TYPE_CHECKING:  # so that the modules are checked against the signatures of `Parts`
+    from trainer.lab import models, own_batches, remote, tensorboard
+    from trainer.tools import evaluation_sample, summary
+else:
+
+    class _Later:
+        """A module that is imported when something of it is asked for."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(import_module(self._name), attribute)
+
+    models, own_batches = _Later("trainer.lab.models"), _Later("trainer.lab.own_batches")
+    remote, tensorboard = _Later("trainer.lab.remote"), _Later("trainer.lab.tensorboard")
+    evaluation_sample, summary = _Later("trainer.tools.evaluation_sample"), _Later("trainer.tools.summary")
 
 
-PARTS = Parts(_TOOLS | _LAB)
+PARTS = Parts(
+    extensions={  # checkpoints have their states under these names
+        "per_layer": "trainer.lab.extensions:LayerNumbers",
+        "spikes": "trainer.lab.extensions:LossSpikes",
+        "sample": "trainer.lab.samples:Samples",
+        "profile": "trainer.lab.extensions:StepProfile",
+    },
+    families={
+        "gated_delta": "trainer.lab.gated_delta:build",
+        "transformer": "trainer.lab.transformer:build",
+        "torch_rnn": "trainer.lab.nested_state:TorchRnn",
+        "hugging_face": "trainer.lab.hugging_face:build",
+    },
+    messages=summary,
+    store=remote,
+    evaluations=evaluation_sample,
+    models=models,
+    data=own_batches,
+    sinks=tensorboard,
+)
 """The parts that a run is given."""

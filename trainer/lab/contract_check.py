@@ -9,7 +9,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,12 +18,15 @@ from trainer.arrays import IGNORED
 from trainer.config.schema import ModelTable
 from trainer.data.loader import accepted_inputs, check_inputs
 from trainer.errors import UserError
-from trainer.import_path import NO_PARTS, Parts, users_code
-from trainer.lab.contracts import Report, check_model
+from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating, run_few_tokens
+from trainer.training import NO_PARTS, Parts
 from trainer.training.plan import AUTOCAST, Plan, make_model, model_and_loss, resolve_builder, weightless
 from trainer.training.sources import evaluated_rows, runs_on
+
+if TYPE_CHECKING:
+    from trainer.lab.contracts import Report
 
 logger = get_logger(__name__)
 
@@ -67,6 +70,8 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     table, tokens = plan.config.model, plan.config.data.seq_len
     if not table.contract:
         return OFF
+    from trainer.lab.contracts import check_model  # takes a while, and few runs need it
+
     size = find_size(table, plan.vocab_size, tokens, plan.parts)
     if isinstance(size, str):
         return size

@@ -28,7 +28,6 @@ from trainer.wording import error_text
 
 if TYPE_CHECKING:
     from trainer.data.loader import MicroBatch
-    from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
     from trainer.objective.loss import Auxiliary, ObjectiveOutput
     from trainer.training.plan import Plan
@@ -39,15 +38,13 @@ logger = get_logger(__name__)
 STEPS_WITHOUT, STEPS_WITHOUT_OF_DDP = 1, 11  # DDP measures itself in its first ten
 
 
-def make(
-    plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary
-) -> MicroGraphs | None:
+def make_graphs(plan: Plan, device: torch.device, strategy: Strategy, auxiliary: Auxiliary) -> MicroGraphs | None:
     """The graphs of a run on CUDA, or None. Raises UserError: asked for and impossible."""
     config, is_asked, stream = plan.config, plan.config.train.cuda_graph is True, strategy.stream
     # What their Python does is not known.
     if not is_asked and (not plan.has_built_in_model or config.objective.target is not None):
         return None
-    has_ranks = info.world_size > 1
+    has_ranks = plan.facts.world_size > 1
     reasons = {
         "FSDP gathers parameters within the backward": has_ranks and stream is None,
         "several devices were not tried; train.cuda_graph = true tries them": has_ranks and not is_asked,
@@ -88,7 +85,7 @@ class MicroGraphs:
         self._kappa = torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(
-        self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, *, is_first: bool, is_last: bool
+        self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, is_first: bool, is_last: bool
     ) -> tuple[Tensor | None, ObjectiveOutput]:
         """As `TrainStep.run_micro`. Raises UserError: it is asked for and cannot be captured."""
         self._num_steps += is_first  # steps, not micro-batches

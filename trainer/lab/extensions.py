@@ -1,4 +1,4 @@
-"""Extensions of a run: loss spikes, numbers by layer, a profile, and memory that runs out.
+"""Extensions of a run: loss spikes, numbers by layer, and a profile.
 
 The sums by layer of a step are kept for each parameter until they have been added up over ranks.
 Layers are sums of those: the squares of their norms add up to that of the whole gradient. torch's
@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
-from torch.utils._pytree import tree_leaves
 
 from trainer.config.schema import FIRST_PROFILED
 from trainer.distributed.strategy import own_part, own_range
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension, RunView
 from trainer.training.outcome import Step
-from trainer.training.plan import width_of
-from trainer.training.sources import state_bytes
 from trainer.wording import counted
 
 if TYPE_CHECKING:
-    from trainer.training.open_run import Run
+    pass
 
 logger = get_logger(__name__)
 
@@ -201,8 +198,6 @@ def places_of(parameter: nn.Parameter, limit: int) -> Tensor | None:
     return (drawn[(drawn >= first) & (drawn < stop)] - first).to(own_part(parameter).device)
 
 
-every_rank_logger = get_logger(f"{__name__}.memory", rank_zero_only=False)
-
 FOLDER: Final = "profile"  # of the run directory
 TRACE: Final = "trace.json.gz"
 WARM_UP = 2  # steps with the profiler on that are not recorded
@@ -250,24 +245,3 @@ class StepProfile(Extension):
         self._is_done = True
         steps = counted(self._num_steps, "step")
         logger.info("profile of %s from step %d on: %s, for https://ui.perfetto.dev", steps, self._first_step, path)
-
-
-def explain(run: Run) -> None:
-    """Log what this rank's memory holds, by part."""
-    parameters, ledger = list(run.view.model.parameters()), run.view.config.ledger
-    sizes = {
-        "weights": _bytes(parameters),
-        "gradients": _bytes([parameter.grad for parameter in parameters]),
-        "optimizer": _bytes(tree_leaves([*run.view.state.optimizer.state.values()])),
-        "ledger": len(run.view.state.ledgers) * ledger.slots * state_bytes(ledger, width_of(run.view.model)),
-    }
-    if run.view.device.type == "cuda":
-        sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.view.device)
-    found = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
-    text = "out of memory at step %d, rank %d: %s; docs/memory.md lists what takes less"
-    every_rank_logger.error(text, run.position.step + 1, run.view.info.rank, found)
-
-
-def _bytes(held: Iterable[object]) -> int:
-    """What this rank holds of the tensors among them."""
-    return sum(own_part(each).nbytes for each in held if isinstance(each, Tensor))

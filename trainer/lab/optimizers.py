@@ -7,7 +7,6 @@ It could go if torch's Muon skipped a step on the device, and took shards.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,10 @@ from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, Skippi
 from trainer.wording import counted, few
 
 
-def build_muon(model: nn.Module, groups: Sequence[ParameterGroup], **settings: Any) -> torch.optim.Optimizer:
-    """Muon and AdamW over these groups; `settings` of `MuonWithAdamW`."""
+def build_optimizer(model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+    """Muon and AdamW over these groups, or the custom optimizer."""
+    if table.target is not None:
+        return build_custom(model, groups, table)
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {weight.shape[0] for weight in tables}
     # Embeddings and outputs have a row for each token id.
@@ -36,7 +37,7 @@ def build_muon(model: nn.Module, groups: Sequence[ParameterGroup], **settings: A
         rest = [parameter for parameter in group["params"] if id(parameter) not in hidden]
         if rest:
             others.append({**group, "params": rest})
-    return MuonWithAdamW(matrices, others, **settings)
+    return MuonWithAdamW(matrices, others, table)
 
 
 class SkippingMuon(Skipping, torch.optim.Muon):
@@ -71,24 +72,20 @@ class MuonWithAdamW(CombinedOptimizer):
 
     Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025, arXiv
     2502.16982), so that one learning rate and weight decay fit both.
-
-    Args:
-        momentum: of Muon.
-        adamw: further settings of AdamW.
     """
 
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
-    def __init__(
-        self, matrices: list[ParameterGroup], others: list[ParameterGroup], *, lr: float, momentum: float, adamw: Any
-    ) -> None:
-        super().__init__([*matrices, *others], {"lr": lr})
+    def __init__(self, matrices: list[ParameterGroup], others: list[ParameterGroup], table: OptimizerTable) -> None:
+        super().__init__([*matrices, *others], {"lr": table.lr})
         self.parts = {}
         if matrices:
-            self.parts["muon"] = SkippingMuon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+            settings: Any = {"momentum": table.momentum, "adjust_lr_fn": "match_rms_adamw"}
+            self.parts["muon"] = SkippingMuon(matrices, lr=table.lr, **settings)
         if others:
-            self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, **adamw, fused=True)
+            settings = {"betas": tuple(table.betas), "eps": table.eps, "fused": True}
+            self.parts["adamw"] = torch.optim.AdamW(others, lr=table.lr, **settings)
         self._link_groups()
 
     def _link_groups(self) -> None:
@@ -146,5 +143,4 @@ def build_custom(model: nn.Module, groups: list[ParameterGroup], table: Optimize
         parameters = counted(len(left), "parameter")
         problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
-    made: torch.optim.Optimizer = optimizer
-    return made
+    return optimizer

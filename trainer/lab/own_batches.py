@@ -1,5 +1,5 @@
 """Checks and copies the batches of a user's data set (`data.source.target`), and makes evaluation
-tasks (`eval.target`).
+tasks (`eval.target`): `trainer.training.Data`.
 
 It could go if data sets were trusted to give new objects and valid ids.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.data.loader import CARRY_KEYS
-from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
 from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
+from trainer.lab.tokenized import tokenize_once as tokenize_once
 from trainer.metrics.best_effort import BestEffort, as_number, checked
 from trainer.on_device import forked_rng
 from trainer.training.evaluator import Evaluator
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 IDS = ("tokens", "targets")
 
 
-def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
+def own_batches(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
     """The custom data set of a source on this data shard. A UserError if it fails, or cannot be iterated."""
     key, path = f"source {source.name}: target", source.table.target
     assert path is not None
@@ -175,7 +174,6 @@ def _widened(values: Any) -> Any:
     return copy.deepcopy(values)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class OwnTask:
     """Calls the user's function on every rank; rank 0's result is logged.
 
@@ -184,33 +182,32 @@ class OwnTask:
     on any rank, it is switched off on all, with one warning; the run continues.
     """
 
-    function: Callable[..., Any]
-    args: Mapping[str, Any]
-    model: nn.Module
-    tokenizer: Tokenizer
-    guard: BestEffort
-    is_off: bool = False  # the same on all ranks
+    def __init__(self, plan: Plan, model: nn.Module, guard: BestEffort) -> None:
+        table = plan.config.eval
+        self._function = resolve_target(table.target or "", "eval.target")
+        self._given = {"model": model, "tokenizer": plan.tokenizer, **table.args}
+        self.guard, self._is_off = guard, False  # off: the same on all ranks
 
-    def run(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
+    def __call__(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
         """The task's numbers as `eval/<name>`, the same on every rank, without `taken` names;
         empty once it has failed.
 
         The model is in evaluation mode, without gradients; torch's random state is restored
         afterwards.
         """
-        if self.is_off:
+        if self._is_off:
             return {}
         with forked_rng(evaluator.device):
             found = self.guard.run(self._call, evaluator, step, taken)
         by_rank = gather_from_ranks((found, self.guard.enabled), world_size=evaluator.info.world_size)
-        self.is_off = not all(works for _, works in by_rank)
-        return {} if self.is_off else by_rank[0][0] or {}
+        self._is_off = not all(works for _, works in by_rank)
+        return {} if self._is_off else by_rank[0][0] or {}
 
     def _call(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
         info = evaluator.info
         with torch.no_grad(), evaluator.autocast():
-            given = {"device": evaluator.device, "rank": info.rank, "world_size": info.world_size, **self.args}
-            found = self.function(model=self.model, tokenizer=self.tokenizer, step=step, **given)
+            where = {"device": evaluator.device, "rank": info.rank, "world_size": info.world_size}
+            found = self._function(step=step, **where, **self._given)
         if not info.is_main:
             return {}
         if not isinstance(found, Mapping):

@@ -24,6 +24,7 @@ from trainer.files import discard, read_bytes, remove_tree, sync_directory
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
+from trainer.training import Found
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
 from trainer.training.checkpointing.tensor_files import CheckpointError
@@ -37,7 +38,6 @@ ABANDONED = "ABANDONED"  # the marker's name in a checkpoint of a branch that th
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
 CLOSE_SEC = 1800.0  # that the end of a run waits for the last upload
 
-Found = tuple[Path, dict[str, Any]]
 logger = get_logger(__name__)
 
 
@@ -189,27 +189,28 @@ def _reason_of(error: Exception) -> str:
 
 def find_checkpoint(
     config: RunConfig, run_dir: RunDir, resume: str, prepare: Callable[[], None]
-) -> tuple[Found | None, Store]:
-    """The checkpoint to continue from, made a local one, and the run's store (rank 0).
+) -> tuple[Found | None, Uploads]:
+    """The checkpoint to continue from, made a local one, and the uploads (rank 0).
 
     `prepare` makes and locks the run directory, before something is downloaded into it. Raises
     UserError: the store is unusable, or holds another run's checkpoints; or as `checkpoint.find`.
     """
     assert config.checkpoint.remote is not None
     store = Store(config.checkpoint.remote)
+    uploads = Uploads(store, config.checkpoint)
     try:
         is_own = Path(resume).absolute().parent == run_dir.checkpoints.absolute()
         store.claim(config.run.name, resumes=resume == "auto" or is_own)
         if resume == "auto":
-            return _newest(store, run_dir, prepare), store
+            return _newest(store, run_dir, prepare), uploads
     except (StoreError, CheckpointError) as error:
         # During an outage the directory's own checkpoints do.
         found = checkpoint.find(run_dir.checkpoints, resume)
         if found is None:
             raise UserError(KEY, f"cannot be used: {error}", "check the URL, endpoint and credentials") from None
         logger.warning("%s; resuming without the store, and each save tries it again", error)
-        return found, store
-    return checkpoint.find(run_dir.checkpoints, resume), store
+        return found, uploads
+    return checkpoint.find(run_dir.checkpoints, resume), uploads
 
 
 def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
@@ -235,15 +236,16 @@ class Uploads:
     checkpoint of the store, never the run.
     """
 
-    def __init__(
-        self, store: Store, run_dir: RunDir, table: CheckpointTable, step: int, diagnostics: Diagnostics
-    ) -> None:
-        """`step`: that the run continues from; later ones in the store are of another branch."""
-        self._store, self._checkpoints, self._step = store, run_dir.checkpoints, step
+    def __init__(self, store: Store, table: CheckpointTable) -> None:
+        self._store = store
         self._retention = {"keep_last": table.keep_last, "keep_every": table.keep_every}
         self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()  # None: the run ends
         self._newest, self._busy, self._uploaded = Path(), Path(), Path()
         self._is_tidy = self._has_warned = False
+
+    def begin(self, run_dir: RunDir, step: int, diagnostics: Diagnostics) -> None:
+        """`step`: that the run continues from; later ones in the store are of another branch."""
+        self._checkpoints, self._step = run_dir.checkpoints, step
         # Of its own, and never closed: the thread may write an event until the process ends.
         self._events = EventWriter(run_dir.events)
         self._guard = diagnostics.best_effort("events of checkpoint.remote")

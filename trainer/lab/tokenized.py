@@ -217,8 +217,8 @@ class Stopped(Exception):
     """Somebody asked for a stop meanwhile."""
 
 
-def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan:
-    """The plan, with the tokens of its text in mapped files. Raises as `tokenize_source`."""
+def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None:
+    """The plan, with the tokens of its text in mapped files; None: stopped. Else as `tokenize_source`."""
     if multiprocessing.current_process().daemon:  # which may start no processes
         return plan  # it reads the text itself
 
@@ -226,7 +226,10 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
         found = tokenize_source(plan, source, info, is_stopped)
         return replace(source, streams=[replace(each, tokens=found.get(each.path, "")) for each in source.streams])
 
-    sources, eval_sources = ([with_tokens(each) for each in own] for own in (plan.sources, plan.eval_sources))
+    try:
+        sources, eval_sources = ([with_tokens(each) for each in own] for own in (plan.sources, plan.eval_sources))
+    except Stopped:
+        return None
     return replace(plan, sources=sources, eval_sources=eval_sources)
 
 

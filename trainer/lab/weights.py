@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from trainer.distributed.strategy import as_shard, own_rows
 from trainer.errors import UserError
 from trainer.files import open_plain, parse_json
+from trainer.metrics.logger import get_logger
 from trainer.model.protocol import tied_names
+
+logger = get_logger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"
@@ -54,14 +57,18 @@ def share(tensors: dict[str, Tensor], shared: object) -> None:
         tensors[name] = stored[owner]
 
 
-def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
-    """Load a file's weights into `model`, all or none, and return its metadata; see `check_fit`."""
+def load_weights(model: nn.Module, path: str | Path, tokenizer: str) -> None:
+    """Load a file's weights into `model`, all or none; see `check_fit`. `tokenizer`: the run's."""
     tensors, metadata = read_weights(path)
     check_fit(model, tensors, key="model.weights", path=path)
     own = model.state_dict()
     rows = {name: as_shard(own_rows(tensor, own[name]), own[name]) for name, tensor in tensors.items()}
     model.load_state_dict(rows)
-    return metadata
+    logger.info("beginning with the weights of %s", path)
+    trained_with = metadata.get("tokenizer", tokenizer)  # files of other programs do not say
+    if trained_with != tokenizer:
+        text = "%s was trained with the tokenizer %s, not %s: its ids may mean other tokens"
+        logger.warning(text, path, trained_with, tokenizer)
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:

@@ -30,13 +30,15 @@ Doubt = tuple[str, str, str]
 """Key, problem and fix."""
 
 
-def doubts(config: RunConfig, sources: Sequence[Source], eval_sources: Sequence[Source]) -> list[UserError]:
-    """Settings of a run that work, but hardly as meant: warned about, not refused."""
-    found = [*trained_on(sources, eval_sources), *_doubted_settings(config, eval_sources)]
+def planned(plan: Plan) -> None:
+    """Warn of settings of a run that work, but hardly as meant."""
+    sources, eval_sources = plan.sources, plan.eval_sources
+    found = [*trained_on(sources, eval_sources), *_doubted_settings(plan.config, eval_sources)]
     found += _unread(sources, eval_sources)
-    if config.eval.holdout_fraction > 0:
+    if plan.config.eval.holdout_fraction > 0:
         found += _leaks(sources)
-    return [UserError(*each) for each in found]
+    for doubt in found:
+        logger.warning("%s", UserError(*doubt).message)
 
 
 def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iterator[Doubt]:

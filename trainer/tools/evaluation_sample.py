@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.arrays import IGNORED, Ints
+from trainer.arrays import IGNORED, Ints, keyed_generator
 from trainer.data.documents import TokenArray, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
@@ -30,10 +30,14 @@ from trainer.metrics.aggregate import Moments
 from trainer.objective.loss import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator
 from trainer.training.plan import Plan
-from trainer.training.sources import Source, make_held_out
+from trainer.training.sources import Source, evaluated_rows, make_held_out
 from trainer.wording import counted
 
 COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted at the start
+SHARE = 0.15
+"""Cells that an evaluation may run by default, over those that a rank trains on between two.
+
+A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 LEAST = 8  # documents, or files, that are drawn: the error needs as many
 
 
@@ -57,7 +61,7 @@ class SampledLosses(EvalRider):
     """The error of the loss of a sample: of its cross-entropy, or of what replaces that."""
 
     def __init__(self, sample: Sample) -> None:
-        self.sample = sample
+        self.sample: Sample = sample
 
     def begin(self, evaluator: Evaluator) -> None:
         """Forget the last evaluation."""
@@ -93,33 +97,33 @@ class SampledLosses(EvalRider):
 
 
 def draw_sample(
-    plan: Plan,
-    sources: Sequence[Source],
-    datasets: Sequence[ShardSource],
-    budget: int,
-    runs: int,
-    info: RankInfo,
-    generator: np.random.Generator,
-) -> tuple[str, tuple[list[ShardSource], SampledLosses] | None]:
-    """How much of a set is read, in words, and the drawn documents; None: all. Equal on all ranks
-    and at every resume.
+    plan: Plan, name: str, read: Mapping[ShardSource, Source], info: RankInfo, num_batches: int, runs: int
+) -> tuple[str, list[ShardSource], SampledLosses | None]:
+    """How much of a set is read, in words, the data sets of that, and what measures it; None: all is
+    read. Equal on all ranks and at every resume.
 
     Args:
-        datasets: of the sources.
-        budget: cells that an evaluation may run, in expectation.
-        runs: of each cell but a document's first.
+        read: the data sets of whole sources.
+        num_batches: that an evaluation may run, in expectation; 0: as many as cost little.
+        runs: of each cell but a document's first, by default.
     """
-    seq_len, objective = plan.config.data.seq_len, plan.config.objective
-    files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
+    seq_len, objective, rows = plan.config.data.seq_len, plan.config.objective, evaluated_rows(plan)
+    # Cells; at least so many: batches that grow later only make the share smaller.
+    steps = min(plan.config.eval.every, plan.facts.steps)
+    budget = int(SHARE * steps * plan.config.micro_batches.least * rows)
+    if num_batches:
+        budget, runs = num_batches * rows * plan.facts.data_shards, 1
+    generator = keyed_generator("evaluation", name, plan.config.run.seed)
+    files = [(dataset, stream) for dataset in read for stream in dataset.streams]
     size = sum(file_bytes(stream) for _, stream in files)
     # Counting opens the files, which takes long for a large set: only the first of a keyed order.
     num_files = min(max(LEAST, len(files) * COUNTED_BYTES // max(size, 1)), len(files))
     files = [files[at] for at in np.sort(generator.permutation(len(files))[:num_files])]
-    owners, documents, tokens = _count(datasets, files)
-    is_counted = num_files == sum(len(dataset.streams) for dataset in datasets)
+    owners, documents, tokens = _count(files)
+    is_counted = num_files == sum(len(dataset.streams) for dataset in read)
     cells = -(-tokens // seq_len)
     if not len(tokens) or (is_counted and (1 + runs * (cells - 1)).sum() <= budget):
-        return f"all {counted(len(tokens), 'document')}, {counted(int(tokens.sum()), 'token')}", None
+        return f"all {counted(len(tokens), 'document')}, {counted(int(tokens.sum()), 'token')}", [*read], None
     fewest = min(LEAST, len(tokens))
     # So that the fewest documents keep to the budget; but two cells show what the second gains.
     depth = max((budget // fewest - 1) // runs + 1, runs)
@@ -127,27 +131,27 @@ def draw_sample(
     num = int(np.clip(budget / cost, fewest, len(tokens)))
     chosen = np.sort(generator.permutation(len(tokens))[:num])
     sizes = np.minimum(tokens[chosen], depth * seq_len)
-    read = f"{num:,} of {counted(len(tokens), 'document')}, {int(sizes.sum()):,} of {int(tokens.sum()):,} tokens"
+    words = f"{num:,} of {counted(len(tokens), 'document')}, {int(sizes.sum()):,} of {int(tokens.sum()):,} tokens"
     units, share = np.arange(num), num / len(tokens)
     if cells.max() > depth:
-        read += f", each to a depth of {depth * seq_len:,} tokens"
+        words += f", each to a depth of {depth * seq_len:,} tokens"
         share = 0.0  # what is behind was not read of any
     if not is_counted:
-        read += f", in {num_files:,} files"
+        words += f", in {num_files:,} files"
         units, share = np.unique(owners[chosen], return_inverse=True)[1], 0.0
     drawn = [(*files[owners[at]], int(documents[at])) for at in chosen]
-    copied, groups = _copied(plan, sources, info, datasets, drawn, depth)
+    copied, groups = _copied(plan, read, info, drawn, depth)
     weight = objective.token_ce if "token_ce" in objective.components else 1.0
     of_group = dict(zip(groups, units.tolist(), strict=True))
     sample = Sample(of_group, int(units.max()) + 1, share, weight)
-    return read, (copied, SampledLosses(sample))
+    return words, copied, SampledLosses(sample)
 
 
-def _count(datasets: Sequence[ShardSource], files: Sequence[tuple[int, Stream]]) -> tuple[Ints, Ints, Ints]:
+def _count(files: Sequence[tuple[ShardSource, Stream]]) -> tuple[Ints, Ints, Ints]:
     """All documents with a token: numbers of the file and in the file, and tokens; [n] each."""
     found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 3]
-    for at, (index, stream) in enumerate(files):
-        opened = datasets[index].open(stream)  # no evaluation cuts documents: a group is one
+    for at, (dataset, stream) in enumerate(files):
+        opened = dataset.open(stream)  # no evaluation cuts documents: a group is one
         found.append((np.full(opened.groups.num_groups, at), opened.groups.documents, opened.num_tokens()))
     owners, documents, tokens = map(np.concatenate, zip(*found, strict=True))
     return owners, documents, tokens
@@ -155,10 +159,9 @@ def _count(datasets: Sequence[ShardSource], files: Sequence[tuple[int, Stream]])
 
 def _copied(
     plan: Plan,
-    sources: Sequence[Source],
+    read: Mapping[ShardSource, Source],
     info: RankInfo,
-    datasets: Sequence[ShardSource],
-    drawn: Sequence[tuple[int, Stream, int]],
+    drawn: Sequence[tuple[ShardSource, Stream, int]],
     depth: int,
 ) -> tuple[list[ShardSource], list[int]]:
     """Data sets of copies of the documents (data set, stream, number), in that order, and their
@@ -169,12 +172,12 @@ def _copied(
     seq_len = plan.config.data.seq_len
     made: list[ShardSource] = []
     group_ids = np.zeros(len(drawn), np.int64)
-    for index, source in enumerate(sources):
+    for dataset, source in read.items():
         pieces: defaultdict[str, list[TokenArray]] = defaultdict(list)  # by modality
         places: defaultdict[str, list[int]] = defaultdict(list)
         for at, (owner, stream, document) in enumerate(drawn):
-            if owner == index:
-                documents = datasets[index].open(stream).documents
+            if owner is dataset:
+                documents = dataset.open(stream).documents
                 stop = min(int(documents.lengths[document]), depth * seq_len)
                 pieces[stream.modality].append(documents.read(document, 0, stop))
                 places[stream.modality].append(at)

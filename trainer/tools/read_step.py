@@ -26,7 +26,7 @@ from trainer.tools.runs.load import load_run
 from trainer.tools.saved_model import config_of, config_path_of, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import read_rank
-from trainer.training.plan import Plan, make_plan
+from trainer.training.plan import Plan, make_plan, width_of
 from trainer.training.restore import check_data
 from trainer.training.run_dir import RunDir
 from trainer.training.sources import make_blend, plan_lanes, recorded_sets
@@ -67,7 +67,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         state = checkpoint.named(str(path), checkpoint.read_state)
     environment = usable(environment)
     size = environment.get("world_size") or 1
-    plan = make_plan(config, config_path_of(environment, run_dir), size, parts=PARTS, logs_doubts=False)
+    plan = make_plan(config, config_path_of(environment, run_dir), size, parts=replace(PARTS, messages=None))
     # A run's beginning has no record of its data: its first checkpoint says what they were.
     witness = state or saved or None
     try:
@@ -76,7 +76,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         error.key, error.fix = str(run_dir), "put the data back"
         raise
     plan = replace(plan, lane_sets=recorded_sets(plan, witness))
-    lanes = plan_lanes(plan, plan.state_width(), torch.device("cpu"))
+    lanes = plan_lanes(plan, width_of(plan.weightless_model()), torch.device("cpu"))
     own = RankInfo().data_shards(data_shards(config, size))
     blends = [make_blend(plan, shard, lanes=lanes) for shard in own]
     if path is not None:

@@ -1,4 +1,4 @@
-"""The first and last messages of a run: what is trained, the outcome, and how to resume."""
+"""A run's `trainer.training.Messages`: what is trained, the outcome, and how to resume."""
 
 from __future__ import annotations
 
@@ -6,33 +6,38 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trainer.config.rules import reads_lanes, why_no_noise_scale
-from trainer.config.schema import RunConfig
-from trainer.distributed.strategy import layout_of, num_parameters
+from trainer.distributed.strategy import layout_of, num_parameters, own_part
 from trainer.errors import UserError
 from trainer.files import parse_count
 from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
+from trainer.tools.doubts import planned as planned
+from trainer.tools.doubts import warn_of_rate_change
+from trainer.training import Found
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.train_state import TrainState
-from trainer.training.plan import Plan
+from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.plan import Plan, width_of
 from trainer.training.run_dir import FINISHED, RunDir
-from trainer.training.sources import runs_on
+from trainer.training.sources import runs_on, state_bytes
 from trainer.wording import counted
 
 if TYPE_CHECKING:
+    from trainer.training.extension import RunView
     from trainer.training.open_run import Run
 
 logger = get_logger(__name__)
+every_rank_logger = get_logger(f"{__name__}.memory", rank_zero_only=False)
 
 
-def summarize(run: Run, state: str, reason: str) -> None:
+def ended(run: Run, state: str, reason: str) -> None:
     """Log the outcome, and the command that resumes the run or trains it further."""
     position, run_dir, of = run.position, run.view.run_dir, f" of {run.view.config.train.steps}"
     lines = [f"{state} at step {position.step}{of}: {reason}"]
@@ -41,7 +46,7 @@ def summarize(run: Run, state: str, reason: str) -> None:
         lines[0] = lines[0].removesuffix(reason) + "see the error below"
     lines.append(f"the run is in {run_dir.path}")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
-        lines += _next_command(run, run_dir, state, reason)
+        lines += _next_command(run, state, reason)
     elif state == "stopped":
         lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
     if any((run_dir.path / "wandb").glob("offline-run-*")):
@@ -58,7 +63,9 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
     """The losses of the last evaluation, with their errors, and how much of each set was read."""
     lines: list[str] = []
     if run.view.config.eval.depth:
-        lines += run.view.plan.parts.need("lines by depth", "eval.depth")(metrics, run.view.config)
+        from trainer.tools.runs.readings import lines_of
+
+        lines += lines_of(metrics, run.view.config)
     losses, more = [], ""
     for each in () if run.evaluator is None else run.evaluator.sets:
         if each.sample is not None:
@@ -74,12 +81,10 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
     return lines
 
 
-def _next_command(run: Run, run_dir: RunDir, state: str, reason: str) -> list[str]:
+def _next_command(run: Run, state: str, reason: str) -> list[str]:
     if reason == "data exhausted":  # more steps would find no data
         return []
-    ranks = run.view.info.world_size
-    local = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or (ranks if ranks == 1 else 0)
-    command = resume_command(run_dir, run.view.config, ranks, local_world_size=local)
+    command = resume_command(run.view)
     if state == FINISHED:
         length = f"--steps {2 * run.view.config.train.steps}"
         if run.length.is_in_tokens:
@@ -88,25 +93,29 @@ def _next_command(run: Run, run_dir: RunDir, state: str, reason: str) -> list[st
     return [f"resume with: {command}"]
 
 
-def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
+def resume_command(run: RunView) -> str:
     """The command line that resumes a run from the same working directory, with all its settings.
 
     Where it cannot be known, only the options to add: included files are relative to the first
     config, and each of several nodes has its own launcher.
     """
-    options = f"--resume auto --run-dir {shlex.quote(str(run_dir.path))}"
-    has_includes = any(source.include is not None for source in config.data.source)
-    if has_includes or world_size != local_world_size:
+    ranks, options = run.info.world_size, f"--resume auto --run-dir {shlex.quote(str(run.run_dir.path))}"
+    local = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or (ranks if ranks == 1 else 0)
+    has_includes = any(source.include is not None for source in run.config.data.source)
+    if has_includes or ranks != local:
         return f"the same command line and {options}"
-    config_path = shlex.quote(str(run_dir.resolved_config))
-    if world_size == 1:
+    config_path = shlex.quote(str(run.run_dir.resolved_config))
+    if ranks == 1:
         return f"train --config {config_path} {options}"
-    return f"train --nproc {world_size} --config {config_path} {options}"
+    return f"train --nproc {ranks} --config {config_path} {options}"
 
 
-def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
+def begun(plan: Plan, state: TrainState, run_dir: RunDir, at: Position, found: Found | None) -> None:
     """Log model, machine, precision and run directory, and how the ranks share the model."""
+    if found is not None:
+        warn_of_rate_change(found[1]["config"], plan, at.reached)
     facts, model = plan.facts, state.model
+    device = next(model.parameters()).device
     ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
     text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"
     if facts.tokens_per_step:
@@ -138,3 +147,24 @@ def alignment(plan: Plan, model: nn.Module | None) -> str:
     name = type(model or plan.weightless_model()).__name__
     why = f"since {name} does not declare resets_in_one_pass"
     return f"document: each begins a row, {why}; with stream no row would be padded"
+
+
+def out_of_memory(run: Run) -> None:
+    """Log what this rank's memory holds, by part."""
+    parameters, ledger = list(run.view.model.parameters()), run.view.config.ledger
+    sizes = {
+        "weights": _bytes(parameters),
+        "gradients": _bytes([parameter.grad for parameter in parameters]),
+        "optimizer": _bytes(tree_leaves([*run.view.state.optimizer.state.values()])),
+        "ledger": len(run.view.state.ledgers) * ledger.slots * state_bytes(ledger, width_of(run.view.model)),
+    }
+    if run.view.device.type == "cuda":
+        sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.view.device)
+    found = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
+    text = "out of memory at step %d, rank %d: %s; docs/memory.md lists what takes less"
+    every_rank_logger.error(text, run.position.step + 1, run.view.info.rank, found)
+
+
+def _bytes(held: Iterable[object]) -> int:
+    """What this rank holds of the tensors among them."""
+    return sum(own_part(each).nbytes for each in held if isinstance(each, Tensor))

@@ -1,0 +1,115 @@
+"""The run, and the signatures of what it is given from beyond the core (`cli.parts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from trainer.errors import UserError
+
+if TYPE_CHECKING:  # a run imports what it uses
+    from torch import Tensor, nn
+    from torch import device as Device
+    from torch.optim import Optimizer
+
+    from trainer.config.schema import ObjectiveTable, OptimizerTable, RunConfig
+    from trainer.data.loader import MicroBatch
+    from trainer.data.shard_source import ShardSource
+    from trainer.distributed.env import RankInfo
+    from trainer.distributed.strategy import Strategy
+    from trainer.metrics.best_effort import BestEffort, Diagnostics
+    from trainer.metrics.sinks import Sink
+    from trainer.objective.loss import Auxiliary, Loss, Objective, ObjectiveOutput
+    from trainer.training.checkpointing.train_state import Position, TrainState
+    from trainer.training.evaluator import EvalRider, Evaluator
+    from trainer.training.open_run import Run
+    from trainer.training.optimizer import ParameterGroup
+    from trainer.training.plan import Plan
+    from trainer.training.run_dir import RunDir
+    from trainer.training.signals import StopRequest
+    from trainer.training.sources import Source
+    from trainer.training.step import TrainStep
+
+T = TypeVar("T")
+Graphs = Callable[
+    ["TrainStep", "MicroBatch", "Tensor | None", float, bool, bool], "tuple[Tensor | None, ObjectiveOutput]"
+]
+"""As `TrainStep.run_micro`; of the first micro-batch of a step, of the last one."""
+Task = Callable[["Evaluator", int, Set[str]], dict[str, float]]
+"""The numbers of an evaluation after a step, without these names."""
+Found = tuple[Path, dict[str, Any]]
+"""A checkpoint and its state.json."""
+MISSING: Final = "the run was given no such part"
+
+
+class Messages(Protocol):  # what a run says of itself
+    def planned(self, plan: Plan) -> None: ...
+    def begun(self, plan: Plan, state: TrainState, run_dir: RunDir, at: Position, found: Found | None) -> None: ...
+    def out_of_memory(self, run: Run) -> None: ...
+    def ended(self, run: Run, state: str, reason: str) -> None: ...
+
+
+class Uploads(Protocol):  # to a store, from a step on
+    def begin(self, run_dir: RunDir, step: int, diagnostics: Diagnostics) -> None: ...
+    def publish(self, path: Path) -> None: ...
+    def wait(self, stop: StopRequest) -> None: ...
+
+
+class Store(Protocol):  # of checkpoints; on rank 0
+    def find_checkpoint(
+        self, config: RunConfig, run_dir: RunDir, resume: str, prepare: Callable[[], None]
+    ) -> tuple[Found | None, Uploads]: ...
+
+
+class Evaluations(Protocol):  # more of them
+    def draw_sample(
+        self, plan: Plan, name: str, read: Mapping[ShardSource, Source], info: RankInfo, num_batches: int, runs: int
+    ) -> tuple[str, list[ShardSource], EvalRider | None]: ...
+
+
+class Models(Protocol):  # what is made of a model, or for one
+    def Depth(self, sample: Any, guard: BestEffort) -> EvalRider: ...
+    def build_optimizer(self, model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> Optimizer: ...
+    def carry_flat(self, model: nn.Module, *, lengths: Sequence[int]) -> nn.Module: ...
+    def check_before_run(self, plan: Plan, model: nn.Module | None, device: Device, *, step: int) -> dict[str, Any]: ...
+    def in_chunks(self, plan: Plan, model: nn.Module, loss: Objective, device: Device) -> tuple[nn.Module, Loss]: ...
+    def load_weights(self, model: nn.Module, path: str, tokenizer: str) -> None: ...
+    def make_auxiliary(self, table: ObjectiveTable, model: nn.Module) -> Auxiliary: ...
+    def make_graphs(self, plan: Plan, device: Device, strategy: Strategy, auxiliary: Auxiliary) -> Graphs | None: ...
+    def recompute_blocks(self, model: nn.Module) -> None: ...
+
+
+class Data(Protocol):  # of the user's own; and text that is tokenized once (None: stopped)
+    def own_batches(self, plan: Plan, source: Source, info: RankInfo) -> Any: ...
+    def OwnTask(self, plan: Plan, model: nn.Module, guard: BestEffort) -> Task: ...
+    def tokenize_once(self, plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None: ...
+
+
+class Sinks(Protocol):  # more of them
+    def TensorboardSink(self, log_dir: Path, config: Mapping[str, Any]) -> Sink: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run has beyond the core, by kind: import paths by name, and modules."""
+
+    extensions: Mapping[str, str] = field(default_factory=dict)
+    families: Mapping[str, str] = field(default_factory=dict)
+    messages: Messages | None = None
+    store: Store | None = None
+    evaluations: Evaluations | None = None
+    models: Models | None = None
+    data: Data | None = None
+    sinks: Sinks | None = None
+
+
+NO_PARTS: Final = Parts()
+
+
+def need(part: T | None, key: str) -> T:
+    """A part that a key of the config asks for. A UserError if it is missing."""
+    if part is None:
+        raise UserError(key, MISSING, "do without this setting, or give the run its part")
+    return part

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.arrays import keyed_generator
 from trainer.data.blend import BlendSource
 from trainer.data.lanes import LaneBlend
 from trainer.data.loader import Loader, MicroBatch, accepted_inputs
@@ -18,7 +18,6 @@ from trainer.data.tokenizer import token_bytes
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy
-from trainer.import_path import resolve_target
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
@@ -26,8 +25,10 @@ from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
 from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
+from trainer.options import LedgerOptions
+from trainer.training import need
 from trainer.training.core_extensions import StepDetails
-from trainer.training.plan import Plan, autocast_context, make_eval_ledger
+from trainer.training.plan import Plan, autocast_context, width_of
 from trainer.training.sources import Source, evaluated_rows, make_held_out, runs_on
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
@@ -35,7 +36,9 @@ OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 
 
 class EvalRider:
-    """Measures more of a set in the pass of its evaluation; such extensions are loaded by name."""
+    """Measures more of a set in the pass of its evaluation."""
+
+    sample: Any = None  # the drawn documents that it is for, if any
 
     def begin(self, evaluator: Evaluator) -> None:
         """An evaluation of the set begins."""
@@ -89,22 +92,21 @@ class Evaluator:
         self.objective, self.auxiliary, self.strategy = loss, auxiliary, strategy
         self.info, self.device, self.is_off = info, device, False  # off: the same on all ranks
         self._token_ce = config.objective.token_ce
-        self.make_ledger = make_eval_ledger(plan, model, device)
+        width, rows = width_of(model), evaluated_rows(plan)
+        self.make_ledger = None
+        if width:  # the empty ledger of a set: a slot for each row, never swept
+            options = LedgerOptions(wipe_mode="none", capacity=rows, dtype=config.ledger.dtype)
+            self.make_ledger = partial(Ledger, options, state_width=width, device=device)
         self.autocast = autocast_context(config, device)
         # A failure on any rank ends the evaluations on all, but not the run.
         self.guard = diagnostics.best_effort("evaluation")
-        self._task: Any = None
+        self._task = None
         if table.target is not None:
-            self._task = plan.parts.need("own evaluation", "eval.target")(
-                function=resolve_target(table.target, "eval.target"),
-                args=table.args,
-                model=model,
-                tokenizer=plan.tokenizer,
-                guard=diagnostics.best_effort("eval.target"),
-            )
+            own = need(plan.parts.data, "eval.target")
+            self._task = own.OwnTask(plan, model, diagnostics.best_effort("eval.target"))
         components = config.objective.components
         if table.depth and {"own", "token_ce"} & {*components}:
-            make = plan.parts.need("losses by depth", "eval.depth")
+            make = need(plan.parts.models, "eval.depth").Depth
             guard = diagnostics.best_effort("eval.depth")
             sets = [each._replace(riders=[*each.riders, make(each.sample, guard)]) for each in sets]
         self.sets = sets
@@ -141,7 +143,7 @@ class Evaluator:
             if self._task is not None:
                 # Also those that this evaluation happens not to have.
                 taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
-                found |= self._task.run(self, step, taken)
+                found |= self._task(self, step, taken)
         return found
 
     @torch.no_grad()
@@ -220,10 +222,6 @@ def _named(name: str, reduced: dict[str, float], found: dict[str, float]) -> dic
 
 
 logger = get_logger(__name__)
-SHARE = 0.15
-"""Cells that an evaluation may run by default, over those that a rank trains on between two.
-
-A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 ALL = 2**62
 """More micro-batches than any set has."""
 
@@ -255,18 +253,12 @@ def _eval_set(
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
     for dataset in datasets:  # an evaluation of nothing would report nothing
         dataset.refuse_nothing()
-    read, riders, rows = "all documents", [], evaluated_rows(plan)
+    read, riders = "all documents", list[EvalRider]()
     if num_batches < ALL:
-        steps = min(plan.config.eval.every, plan.facts.steps)
-        # At least so many: batches that grow later only make the share smaller.
-        share = int(SHARE * steps * plan.config.micro_batches.least * rows)
-        budget = num_batches * rows * plan.facts.data_shards or share
-        runs = 1 if num_batches else runs
-        draw = plan.parts.need("evaluation on a sample", "eval.batches")
-        generator = keyed_generator("evaluation", name, plan.config.run.seed)
-        read, drawn = draw(plan, sources, datasets, budget, runs, info, generator)
-        if drawn is not None:
-            datasets, rider = drawn
+        more = need(plan.parts.evaluations, "eval.batches")
+        whole = dict(zip(datasets, sources, strict=True))
+        read, datasets, rider = more.draw_sample(plan, name, whole, info, num_batches, runs)
+        if rider is not None:
             riders.append(rider)
             shown = name or "held-out documents"
             logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
@@ -275,7 +267,7 @@ def _eval_set(
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],
         seed=plan.config.run.seed,
-        rows=rows,
+        rows=evaluated_rows(plan),
         row_tokens=plan.config.data.seq_len,
         runs_on=not is_aligned,
         tokenizer=plan.tokenizer,

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -26,6 +25,7 @@ from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
+from trainer.training import MISSING
 from trainer.training.loop import CorruptedError, NonFiniteError, run_loop
 from trainer.training.open_run import Launch, Run, open_run
 from trainer.training.plan import Plan, make_plan
@@ -94,15 +94,10 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
     """The plan, with tokenized copies of text if encoding is slow; None: stopped meanwhile."""
     if not isinstance(plan.tokenizer, HuggingFaceTokenizer):
         return plan
-    tokenized = plan.part("tokenized text")
-    if tokenized is None:
-        logger.info("text is tokenized again whenever it is read: %s", plan.parts.problem)
+    if plan.parts.data is None:
+        logger.info("text is tokenized again whenever it is read: %s", MISSING)
         return plan
-    try:
-        made: Plan = tokenized.tokenize_once(plan, info, lambda: launch.stop.requested)
-    except tokenized.Stopped:
-        return None
-    return made
+    return plan.parts.data.tokenize_once(plan, info, lambda: launch.stop.requested)
 
 
 @dataclass
@@ -116,7 +111,7 @@ class End:
 @contextmanager
 def recorded(run: Run) -> Iterator[End]:
     """Around the loop: records the outcome in status.json, and how it ends."""
-    view, end, state = run.view, End(), "failed"
+    view, end, state, messages = run.view, End(), "failed", run.view.plan.parts.messages
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
             yield end
@@ -150,8 +145,8 @@ def recorded(run: Run) -> Iterator[End]:
             # Before the sinks are closed, which may take time. The record is written at every step.
             view.run_dir.leave_status(view.info, state, reason=end.reason, step=step)
             run.tracker.close()  # flushes the sinks
-            summarize = partial(view.plan.call, "summary")
-            view.diagnostics.best_effort("summary").run(summarize, run, state, end.reason)
+            if messages is not None:
+                view.diagnostics.best_effort("summary").run(messages.ended, run, state, end.reason)
         for line in view.diagnostics.summary():
             every_rank_logger.warning("%s", line)
 
@@ -166,7 +161,7 @@ def _report_failure(run: Run, error: Exception) -> str:
         # Another rank is the cause: where this one stood goes to its own log only.
         every_rank_logger.error("%s", reason)
         run.watchdog.write(frames)
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own:
-        guard = run.view.diagnostics.best_effort("out of memory")
-        guard.run(run.view.plan.call, "out of memory", run)
+    messages = run.view.plan.parts.messages
+    if messages is not None and (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own):
+        run.view.diagnostics.best_effort("out of memory").run(messages.out_of_memory, run)
     return reason

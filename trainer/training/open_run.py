@@ -19,7 +19,7 @@ from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ra
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.errors import UserError
-from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
+from trainer.import_path import resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog import plain_names
 from trainer.metrics.catalog_rows import RankReduction
@@ -30,6 +30,7 @@ from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
 from trainer.objective.loss import Auxiliary, Loss
 from trainer.options import MicroBatches
+from trainer.training import MISSING, NO_PARTS, Found, Graphs, Parts, Uploads, need
 from trainer.training.checkpointing.checkpoint import loading, prune_after
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import Position, TrainState
@@ -40,14 +41,13 @@ from trainer.training.optimizer import Length, Schedule, make_schedule
 from trainer.training.plan import (
     Plan,
     autocast_context,
-    begin_from_weights,
     make_auxiliary,
     make_state,
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
 )
-from trainer.training.record import Found, begin_record, open_record, place_run
+from trainer.training.record import begin_record, open_record, place_run
 from trainer.training.restore import check_data, restore
 from trainer.training.run_dir import FINISHED, RunDir, environment, refuse_unlike
 from trainer.training.saver import Saver
@@ -77,7 +77,7 @@ class Placed:
     plan: Plan  # with the sizes and the lanes of the checkpoint
     run_dir: RunDir
     found: Found | None  # the checkpoint
-    store: Any  # a remote one, on rank 0
+    uploads: Uploads | None  # to a store, on rank 0
     fingerprint: Fingerprint  # of the data
 
 
@@ -136,8 +136,9 @@ def open_run(
         return None
     contract = _check_contract(placed.plan, built, info, device)
     opened = open_files(placed, built, launch, info, stack, after_group)
-    if info.is_main:
-        placed.plan.call("first messages", placed.plan, built.state, device, opened.run_dir)
+    messages = placed.plan.parts.messages
+    if info.is_main and messages is not None:
+        messages.begun(placed.plan, built.state, opened.run_dir, built.position, placed.found)
     run = assemble(placed, built, opened, launch, info, device, stack)
     if contract is not None:
         run.view.event(contract)
@@ -147,13 +148,13 @@ def open_run(
 def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Placed:
     """Find the directory and the checkpoint, and compare what it was trained on."""
     refuse_unlike(plan.config, info)
-    run_dir, found, store = place_run(plan, launch.run_dir, info, stack)
+    run_dir, found, uploads = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
     # Sizes that the config leaves to the model family are those of the checkpoint.
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
     # Before the model is built, which may take minutes.
     fingerprint = check_data(plan, saved, info)
-    return Placed(replace(plan, lane_sets=recorded_sets(plan, saved)), run_dir, found, store, fingerprint)
+    return Placed(replace(plan, lane_sets=recorded_sets(plan, saved)), run_dir, found, uploads, fingerprint)
 
 
 def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack) -> Built:
@@ -171,11 +172,12 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
         auxiliary = make_auxiliary(plan.config.objective, state.model, plan.parts)
         if found is None:
-            begin_from_weights(plan, state.model)
+            if plan.config.model.weights is not None:
+                models = need(plan.parts.models, "model.weights")
+                models.load_weights(state.model, plan.config.model.weights, plan.tokenizer.name)
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info)
-            plan.call("rate change", found[1]["config"], plan, position.reached)
     return Built(strategy, state, position, auxiliary, sets)
 
 
@@ -189,13 +191,11 @@ def open_files(
     stack.push(partial(_leave_reason, run_dir, info, position))
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    table = plan.config.checkpoint
-    retain: Callable[[Path], None] = partial(prune_after, table)
-    if placed.store is not None:
-        start = plan.parts.need("uploads", "checkpoint.remote")
-        uploads = start(placed.store, run_dir, table, position.step, state.tracker.diagnostics)
-        after_group.callback(uploads.wait, launch.stop)
-        retain = uploads.publish
+    retain: Callable[[Path], None] = partial(prune_after, plan.config.checkpoint)
+    if placed.uploads is not None:
+        placed.uploads.begin(run_dir, position.step, state.tracker.diagnostics)
+        after_group.callback(placed.uploads.wait, launch.stop)
+        retain = placed.uploads.publish
     events = open_record(plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout)
     return Opened(run_dir, events, retain)
 
@@ -387,16 +387,15 @@ def _make_train_step(
     )
 
 
-def _make_graphs(view: RunView, auxiliary: Auxiliary) -> Any:
+def _make_graphs(view: RunView, auxiliary: Auxiliary) -> Graphs | None:
     """Runs the forward and backward of a micro-batch as a CUDA graph; None: nothing does."""
-    plan = view.plan
-    if view.device.type != "cuda" or not plan.config.train.cuda_graph:
+    asked, models = view.config.train.cuda_graph, view.plan.parts.models
+    if view.device.type != "cuda" or not asked:
         return None
-    make = plan.part("cuda graphs", "train.cuda_graph")
-    if make is None:
-        logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
+    if models is None and asked == "auto":
+        logger.info("the step runs without CUDA graphs: %s", MISSING)
         return None
-    return make(plan, view.info, view.device, view.strategy, auxiliary)
+    return need(models, "train.cuda_graph").make_graphs(view.plan, view.device, view.strategy, auxiliary)
 
 
 def _load_extensions(run: RunView, auxiliary: Auxiliary) -> dict[str, Extension]:
@@ -415,9 +414,10 @@ def _load_extensions(run: RunView, auxiliary: Auxiliary) -> dict[str, Extension]
         found["replicas"] = Replicas(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, (is_on, key) in asked.items():
-            make = run.plan.parts.need(name, key) if is_on else None
-            if make is None:
+            if not is_on:
                 continue
+            path = need(run.plan.parts.extensions.get(name), key)
+            make: Callable[[RunView], Extension] = resolve_target(path, key)
             try:
                 found[name] = make(run)
             except UserError:
@@ -458,9 +458,8 @@ def _check_contract(plan: Plan, built: Built, info: RankInfo, device: torch.devi
     model = None if built.strategy.is_sharded else built.state.model
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:
-            check = plan.part("contract check")
-            if check is not None:
-                contract = check(plan, model, device, step=built.position.step)
+            if plan.parts.models is not None:
+                contract = plan.parts.models.check_before_run(plan, model, device, step=built.position.step)
             elif plan.config.model.contract:
-                logger.warning("the model was not checked against its contract: %s", plan.parts.problem)
+                logger.warning("the model was not checked against its contract: %s", MISSING)
     return contract

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from trainer.config.schema import OptimizerTable, RunConfig, SchedulerTable
 from trainer.distributed.strategy import layout_of, own_part
 from trainer.errors import UserError
-from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.options import ONE, MicroBatches
+from trainer.training import NO_PARTS, Parts, need
 
 TRIED = 1000  # steps at which a custom schedule is tried before the run
 LR_SCALE = "lr_scale"
@@ -129,21 +130,16 @@ def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_P
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
     Only matrices are decayed, not norms, biases and the decay rates of the recurrence. `parts`
-    contain Muon and custom optimizers. A UserError if a group matches no parameter, or the
+    make Muon and custom optimizers. A UserError if a group matches no parameter, or the
     optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table)
-    if table.target is not None:
-        custom = parts.need("own optimizer", "optimizer.target")
-        made: torch.optim.Optimizer = custom(model, groups, table)
-        return made
-    adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
-    if table.name == "muon":
-        muon = parts.need("muon", "optimizer.name")
-        made = muon(model, groups, lr=table.lr, momentum=table.momentum, adamw=adamw)
-        return made
+    if table.target is not None or table.name == "muon":
+        key = "optimizer.name" if table.target is None else "optimizer.target"
+        return need(parts.models, key).build_optimizer(model, groups, table)
     if table.name == "adamw":
-        return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
+        betas = table.betas[0], table.betas[1]
+        return torch.optim.AdamW(groups, lr=table.lr, betas=betas, eps=table.eps, fused=True)
     sgd: dict[str, Any] = {"lr": table.lr, "momentum": table.momentum, "nesterov": table.momentum > 0}
     optimizer: torch.optim.SGD
     if layout_of(parameter for group in groups for parameter in group["params"]) is None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, Strategy, layout_for, shard_units, strategy_for
 from trainer.errors import UserError
-from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
@@ -30,13 +30,13 @@ from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.protocol import ModelOutput, extras_of, output_layer
 from trainer.model.recurrence import HAS_TRITON
 from trainer.objective.loss import Auxiliary, Loss, Objective
-from trainer.options import DEFAULT_CAPACITY, LedgerOptions
+from trainer.options import DEFAULT_CAPACITY
+from trainer.training import NO_PARTS, Parts, need
 from trainer.training.checkpointing.train_state import DataShard, TrainState
 from trainer.training.optimizer import Length, build_optimizer, make_schedule
 from trainer.training.sources import (
     Source,
     check_reading,
-    evaluated_rows,
     leaf_tables,
     make_blend,
     plan_lanes,
@@ -61,22 +61,6 @@ class Plan:
     lane_sets: Mapping[int, int] = field(default_factory=dict)
     """Those of the checkpoint that is resumed; see `recorded_sets`."""
 
-    def part(self, name: str, key: str = "") -> Any:
-        """One of `parts`, or None. A UserError if it is missing and its `key` is set."""
-        if key:  # by its value, since a config.resolved.toml sets every key
-            table, _, field = key.partition(".")
-            settings = getattr(self.config, table)
-            if getattr(settings, field) != type(settings).model_fields[field].default:
-                return self.parts.need(name, key)
-        return self.parts.find(name)
-
-    def call(self, name: str, *args: Any) -> Any:
-        """The result of one of `parts` that a run can do without; None if it is missing."""
-        part = self.parts.find(name)
-        if part is None:
-            return None
-        return part(*args)
-
     @property
     def vocab_size(self) -> int:
         """Token ids of the model, the one that begins a document included."""
@@ -96,21 +80,6 @@ class Plan:
     def layout(self) -> Layout | None:
         """How the ranks share the model; None if each holds all of it."""
         return layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size))
-
-    def num_parameters(self) -> int:
-        """Trained parameters, counted without making them."""
-        return self._model_size[0]
-
-    def state_width(self) -> int:
-        """Numbers in a group's recurrent state; 0: none."""
-        return self._model_size[1]
-
-    @cached_property
-    def _model_size(self) -> tuple[int, int]:
-        """(trained parameters, state width), computed once: building many layers takes long."""
-        model = self.weightless_model()
-        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-        return sum(trained), width_of(model)
 
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""
@@ -136,10 +105,8 @@ def width_of(model: nn.Module) -> int:
     return width
 
 
-def make_plan(
-    config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
-) -> Plan:
-    """Check the config, and warn about settings that cannot be meant, if `logs_doubts`."""
+def make_plan(config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS) -> Plan:
+    """Check the config. `parts` have messages about settings that cannot be meant."""
     # First of all, so that every rank and every check sees the same settings.
     config = _for_this_device(config)
     num_shards = data_shards(config, world_size)
@@ -150,10 +117,6 @@ def make_plan(
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config)
     tokenizer = tokenizer_of(config.data)
-    doubted: list[UserError] = []
-    find_doubts = parts.find("doubts")
-    if find_doubts is not None:
-        doubted = find_doubts(config, sources, eval_sources)
     check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
@@ -162,10 +125,10 @@ def make_plan(
         resolve_target(config.eval.target, "eval.target")
     if config.objective.target is not None:
         own_loss(config.objective.target, config.objective.args, "objective.target")
-    if logs_doubts:
-        for doubt in doubted:
-            logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts, eval_sources, parts)
+    plan = Plan(config, sources, tokenizer, facts, eval_sources, parts)
+    if parts.messages is not None:
+        parts.messages.planned(plan)
+    return plan
 
 
 def tokenizer_of(data: DataTable, name: str = "") -> Tokenizer:
@@ -203,21 +166,6 @@ def _for_this_device(config: RunConfig) -> RunConfig:
         is_own = config.model.target is None and family_of(config.model).is_own
         update["compile"] = is_cuda and HAS_TRITON and is_own
     return config.model_copy(update={"train": config.train.model_copy(update=update)})
-
-
-def begin_from_weights(plan: Plan, model: nn.Module) -> None:
-    """Load `[model] weights`, if any, into a new model. A UserError if they do not fit."""
-    path = plan.config.model.weights
-    if path is None:
-        return
-    load_weights = plan.parts.need("initial weights", "model.weights")
-    metadata: dict[str, str] = load_weights(model, path)
-    logger.info("beginning with the weights of %s", path)
-    # Files of other programs do not say.
-    trained_with = metadata.get("tokenizer", plan.tokenizer.name)
-    if trained_with != plan.tokenizer.name:
-        text = "%s was trained with the tokenizer %s, not %s: its ids may mean other tokens"
-        logger.warning(text, path, trained_with, plan.tokenizer.name)
 
 
 def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
@@ -270,10 +218,10 @@ def build_model(
     if not hasattr(model, "state_width"):
         fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput (docs/models.md); "
         fix += "wrap a model of transformers (docs/models.md#models-of-transformers)"
-        carry_flat = parts.need("nested states", key)
+        models = need(parts.models, key)
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
             # Run once, to find the structure of its state.
-            carry_flat(model, lengths=() if seq_len is None else (seq_len,))
+            models.carry_flat(model, lengths=() if seq_len is None else (seq_len,))
     built: nn.Module = model
     return built
 
@@ -291,8 +239,7 @@ def make_auxiliary(table: ObjectiveTable, model: nn.Module, parts: Parts) -> Aux
     if table.components and not table.losses and not declares:
         return Auxiliary()
     key = "objective.losses" if table.losses else "model.target"
-    made: Auxiliary = parts.need("losses of the output", key)(table, model)
-    return made
+    return need(parts.models, key).make_auxiliary(table, model)
 
 
 def family_of(table: ModelTable) -> Family:
@@ -308,9 +255,9 @@ def resolve_builder(table: ModelTable, parts: Parts) -> tuple[str, str, Any, Map
     """The model's builder: config key, name in messages, function, and its own arguments."""
     if table.target is not None:
         return "model.target", table.target, resolve_target(table.target, "model.target"), {}
-    family, key = family_of(table), "model.family"
-    find = resolve_target if ":" in family.builder else parts.need
-    return key, table.family or DEFAULT, find(family.builder, key), family.args
+    family, key, builder = family_of(table), "model.family", family_of(table).builder
+    path = builder if ":" in builder else need(parts.families.get(builder), key)
+    return key, table.family or DEFAULT, resolve_target(path, key), family.args
 
 
 def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
@@ -346,7 +293,7 @@ def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
     config = plan.config
     model = build_model(table or config.model, plan.vocab_size, seq_len=config.data.seq_len, parts=plan.parts)
     if config.train.activation_checkpointing == "block":
-        plan.parts.need("recomputed blocks", "train.activation_checkpointing")(model)
+        need(plan.parts.models, "train.activation_checkpointing").recompute_blocks(model)
     return model
 
 
@@ -369,16 +316,6 @@ def make_shards(
     return [DataShard(shard.rank, make_blend(plan, shard, model, lanes, guards), ledger) for shard, ledger in pairs]
 
 
-def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:
-    """Makes the empty ledger of a set that is evaluated: a slot for each row, never swept."""
-    width = width_of(model)
-    if not width:
-        return None
-    rows, dtype = evaluated_rows(plan), plan.config.ledger.dtype
-    options = LedgerOptions(wipe_mode="none", capacity=rows, dtype=dtype)
-    return partial(Ledger, options, state_width=width, device=device)
-
-
 def model_and_loss(
     model: nn.Module, plan: Plan, device: torch.device, *, vocab_size: int = 0
 ) -> tuple[nn.Module, Loss]:
@@ -398,10 +335,7 @@ def model_and_loss(
     objective = Objective(table, own=own, vocab_size=vocab_size)
     if table.chunk_tokens == 0:  # all logits exist at once
         return model, objective
-    in_chunks = plan.parts.need("loss in chunks", "objective.chunk_tokens")
-    made: tuple[nn.Module, Loss]
-    made = in_chunks(model, objective, table.chunk_tokens, device=device, seq_len=plan.config.data.seq_len)
-    return made
+    return need(plan.parts.models, "objective.chunk_tokens").in_chunks(plan, model, objective, device)
 
 
 def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:

@@ -21,6 +21,7 @@ from trainer.metrics.run_status import dead, last_step
 from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode, unused_step
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
+from trainer.training import Found, Uploads, need
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.plan import Plan, width_of
@@ -30,13 +31,12 @@ from trainer.wording import printable
 
 logger = get_logger(__name__)
 MARK_SEC = 60.0  # network file systems may remember for so long what a directory had
-Found = tuple[Path, dict[str, Any]]
-"""A checkpoint and its state.json."""
+Placed = tuple[RunDir, Found | None, Uploads | None]
 
 
-def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    """The run's directory, the checkpoint to resume from, and on rank 0 its remote store."""
-    placed: tuple[RunDir, Found | None, Any] | None = None
+def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> Placed:
+    """The run's directory, the checkpoint to resume from, and rank 0's uploads."""
+    placed: Placed | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             try:  # on rank 0 alone: the ranks might see different directories
@@ -46,22 +46,22 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 problem = f"cannot be used: {error.strerror}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
     answer: Any = None
-    if placed is not None:  # without the store, which rank 0 alone holds
+    if placed is not None:  # without the uploads, which rank 0 alone holds
         answer = placed[0].path, placed[1]
     path, found = from_main_rank(answer, world_size=info.world_size)
     return placed or (RunDir(path), found, None)
 
 
-def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    config, store = plan.config, None
+def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Placed:
+    config, uploads = plan.config, None
     resume = effective_resume(config.checkpoint.resume)
     run_dir = choose_run_dir(config, given, resume)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
         stack.enter_context(run_dir.lock(config.distributed.timeout_sec))
     if config.checkpoint.remote is not None:
-        find = plan.parts.need("checkpoints in a store", "checkpoint.remote")
-        found, store = find(config, run_dir, resume, partial(_make_ready, run_dir, plan, stack))
+        store = need(plan.parts.store, "checkpoint.remote")
+        found, uploads = store.find_checkpoint(config, run_dir, resume, partial(_make_ready, run_dir, plan, stack))
     else:
         found = checkpoint.find(run_dir.checkpoints, resume)
     if found is None and resume == "auto":
@@ -75,7 +75,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[Run
         with checkpoint.loading(found[0], "config"):
             refuse_gone(found[1])
             check_config(found[1]["config"], with_sizes(config, found[1]["config"]))
-    return run_dir, found, store
+    return run_dir, found, uploads
 
 
 def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
@@ -223,7 +223,6 @@ def make_sinks(
         wandb_run_id = wandb.run_id
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:
-        make = plan.parts.need("tensorboard", "metrics.tensorboard")
-        sink = make(run_dir.path / "tensorboard", flatten(config.model_dump(mode="json")))
-        sinks.append(in_background(sink, "tensorboard"))
+        more, settings = need(plan.parts.sinks, "metrics.tensorboard"), flatten(config.model_dump(mode="json"))
+        sinks.append(in_background(more.TensorboardSink(run_dir.path / "tensorboard", settings), "tensorboard"))
     return sinks, wandb_run_id

@@ -39,6 +39,7 @@ from trainer.files import allow_open_files, is_url
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import BestEffort
 from trainer.on_device import memory_of
+from trainer.training import need
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -305,8 +306,7 @@ def make_blend(
         elif source.table.target is None:  # files, read by the core
             dataset = make_dataset(plan, source, info, num_lanes)
         else:
-            make = plan.parts.need("own batches", f"source {source.name}: target")
-            dataset = make(plan, source, info)
+            dataset = need(plan.parts.data, f"source {source.name}: target").own_batches(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
     config = plan.config
     options: dict[str, Any] = {

@@ -40,6 +40,7 @@ from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
 from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
+from trainer.training import Graphs
 from trainer.training.extension import Extensions, Measured
 from trainer.training.optimizer import set_lr
 from trainer.training.outcome import Flag, StepOutcome
@@ -96,7 +97,7 @@ class TrainStep:
     lane_sets: Mapping[int, int] = field(default_factory=dict)
     """Micro-batches of a shard in a step -> sets of lanes that take turns; empty: rows are not full."""
     has_targets: bool = False  # batches of a target take turns with those of lanes
-    graphs: Any = None  # CUDA graphs that replace `run_micro`, or None
+    graphs: Graphs | None = None  # CUDA graphs that replace `run_micro`
 
     def __post_init__(self) -> None:
         alone = Extensions(self.diagnostics, device=self.device, world_size=self.world_size)
@@ -154,8 +155,7 @@ class TrainStep:
                 if self.graphs is None:
                     end, result = self.run_micro(micro, state, self._kappa)
                 else:
-                    given = {"is_first": index == 0, "is_last": is_last}
-                    end, result = self.graphs(self, micro, state, self._kappa, **given)
+                    end, result = self.graphs(self, micro, state, self._kappa, index == 0, is_last)
             if ledger is not None and carry is not None and end is not None:
                 ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
                 ledger.store(carry.group_ids, carry.cell_index, carry.is_last, end, **ends)

@@ -16,7 +16,7 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.loader import MicroBatch
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import own_part
+from trainer.distributed.strategy import num_parameters, own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.training.optimizer import named_state
 from trainer.training.plan import Plan, autocast_context, make_plan, make_state, make_strategy
@@ -76,6 +76,6 @@ def test_parameters_gradients_and_moments_are_one_share_of_those_of_one_rank(tmp
     results = run_on_ranks(held_by_each, world_size, config, torch_keeps_group=True)
     for index, (sets, shards) in enumerate(CASES[world_size].items()):
         alone = held(0, 1, config, tuple(each for each in sets if each.startswith("optimizer.")))
-        assert alone[0] == alone[1] == 4 * plan_of(config, 1, ()).num_parameters()
+        assert alone[0] == alone[1] == 4 * num_parameters(plan_of(config, 1, ()).weightless_model())
         for found in (each[index] for each in results):
             assert found == pytest.approx([size / shards for size in alone], rel=0.1)

@@ -40,7 +40,7 @@ CASES = {
     "trainer.lab.samples:Samples.at_boundary": ("sample", ()),
     "trainer.lab.extensions:LossSpikes.update": ("spikes", ("loss_spike",)),
     "trainer.lab.tensorboard:TensorboardSink.log": ("tensorboard", ()),
-    "trainer.tools.summary:summarize": ("summary", ()),
+    "trainer.tools.summary:ended": ("summary", ()),
 }
 NEEDED = ("trainer.ledger.ledger:Ledger.lookup", "trainer.metrics.sinks:JsonlSink.log")
 

@@ -22,7 +22,8 @@ def make(seed: int, *, vocab_size: int = 40, tie_embeddings: bool = False):
 def test_a_round_trip_keeps_every_bit(tied, tmp_path):
     model, other = make(0, tie_embeddings=tied), make(1, tie_embeddings=tied)
     save_weights(model.state_dict(), tmp_path / "model.safetensors", {"step": "7"})
-    assert load_weights(other, tmp_path)["step"] == "7"
+    assert read_weights(tmp_path)[1]["step"] == "7"
+    load_weights(other, tmp_path, "bytes")
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
 
@@ -32,14 +33,14 @@ def test_tied_weights_are_written_once_and_fit_an_untied_model(tmp_path):
     path = tmp_path / "w.safetensors"
     save_weights(model.state_dict(), path, {})
     assert len(safetensors_torch.load_file(path)) == len(model.state_dict()) - 1
-    load_weights(untied, path)
+    load_weights(untied, path, "bytes")
     assert torch.equal(untied.head.weight, model.embedding.weight)
 
 
 def test_untied_weights_do_not_fit_a_tied_model(tmp_path):
     save_weights(make(0).state_dict(), tmp_path / "w.safetensors", {})
     with pytest.raises(UserError, match=r"head\.weight: differs from embedding\.weight, which the model ties to it"):
-        load_weights(make(1, tie_embeddings=True), tmp_path / "w.safetensors")
+        load_weights(make(1, tie_embeddings=True), tmp_path / "w.safetensors", "bytes")
 
 
 def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
@@ -51,7 +52,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
     model = make(1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(UserError) as refused:
-        load_weights(model, path)
+        load_weights(model, path, "bytes")
     for text in (
         "embedding.weight: shape [41, 16], the model has [40, 16]",
         "head.weight: shape [41, 16], the model has [40, 16]",

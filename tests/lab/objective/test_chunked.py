@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
-from trainer.lab.pieces import ChunkedObjective, Headless, refuse_more_than_a_head
+from trainer.lab.models import ChunkedObjective, Headless, refuse_more_than_a_head
 from trainer.model.protocol import ModelOutput, output_layer
 from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 

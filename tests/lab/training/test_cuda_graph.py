@@ -17,11 +17,10 @@ from tests.support.on_device import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, write_tiny_config
 from trainer.config.load import load_config
 from trainer.data.loader import Carry, MicroBatch
-from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
-from trainer.lab.cuda_graph import MicroGraphs, make
+from trainer.lab.cuda_graph import MicroGraphs, make_graphs
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -90,8 +89,8 @@ def _guard(name: str) -> Any:
 
 def made(folder: Any, *sets: str, is_own: bool = True, ranks: int = 1, losses: Any = None) -> MicroGraphs | None:
     config = load_config(write_tiny_config(folder), [FULL_ROWS, *sets])
-    plan: Any = SimpleNamespace(config=config, has_built_in_model=is_own)
-    return make(plan, RankInfo(world_size=ranks), CPU, Strategy(), AuxiliaryLosses(losses))
+    plan: Any = SimpleNamespace(config=config, has_built_in_model=is_own, facts=SimpleNamespace(world_size=ranks))
+    return make_graphs(plan, CPU, Strategy(), AuxiliaryLosses(losses))
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,8 @@ def until(happens):
 
 def test_what_is_uploaded_holds_up_nobody_and_a_failure_costs_one_checkpoint(checkpoints, url, caplog):
     store, run_dir = Faulty(url), RunDir(checkpoints.parent)
-    uploads = Uploads(store, run_dir, CheckpointTable(keep_last=1), -1, Diagnostics())
+    uploads = Uploads(store, CheckpointTable(keep_last=1))
+    uploads.begin(run_dir, -1, Diagnostics())
     store.may_go_on.clear()
     for step in (1, 2, 3, 4):  # the thread waits with the first
         uploads.publish(make_checkpoint(checkpoints, step))
@@ -213,7 +214,8 @@ def test_what_is_uploaded_holds_up_nobody_and_a_failure_costs_one_checkpoint(che
 def test_a_stop_ends_the_wait_for_a_store_that_hangs(checkpoints, url, caplog):
     store, requests = Faulty(url), iter([False])
     store.may_go_on.clear()
-    uploads = Uploads(store, RunDir(checkpoints.parent), CheckpointTable(), -1, Diagnostics())
+    uploads = Uploads(store, CheckpointTable())
+    uploads.begin(RunDir(checkpoints.parent), -1, Diagnostics())
     path = make_checkpoint(checkpoints, 1)
     uploads.publish(path)
     hurried = type("Hurried", (), {"requested": property(lambda _: next(requests, True))})

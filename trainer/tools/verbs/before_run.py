@@ -18,6 +18,7 @@ from trainer.wording import counted
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from trainer.tools.doubts import Content
     from trainer.training.plan import Plan
@@ -45,13 +46,14 @@ def check(
         from trainer.lab.contract_check import check_here, refuse_breaches
         from trainer.metrics.logger import get_logger
         from trainer.tools.doubts import contents, lane_doubts
-        from trainer.training.plan import make_plan
+        from trainer.training.plan import make_plan, width_of
         from trainer.training.sources import plan_lanes
 
     resolved, logger = load_config(config_path, overrides or []), get_logger("check")
     with located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
-        _refuse_what_a_run_would(plan)
+        model = plan.weightless_model()  # built once: many layers take long
+        _refuse_what_a_run_would(plan, model)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             for unmet in needs_of_cuda(resolved.train):
@@ -59,14 +61,14 @@ def check(
         content = contents(plan)
         for doubt in lane_doubts(plan, content):
             logger.warning("%s", doubt.message)
-        lanes, words = plan_lanes(plan, plan.state_width(), device), {}
+        lanes, words = plan_lanes(plan, width_of(model), device), {}
         if lanes.sets:
             rows = resolved.data.mixing.batch_size
             words, num_lanes = {"lanes": lanes.words(rows)}, lanes.num(rows)
             table = plan.config.ledger.model_copy(update={"capacity": plan.config.ledger.capacity or num_lanes})
             derived = replace(plan.facts, groups_in_flight=num_lanes, ledger_capacity=table.capacity)
             plan = replace(plan, config=plan.config.model_copy(update={"ledger": table}), facts=derived)
-        facts = {**_derived(plan, device), **words}
+        facts = {**_derived(plan, model, device), **words}
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -132,12 +134,12 @@ def _in_words(source: Mapping[str, Any]) -> str:
     return text
 
 
-def _refuse_what_a_run_would(plan: Plan) -> None:
+def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     """Refuse what a run refuses before it builds anything. Reads weights, but no data.
     Raises UserError: the first of them."""
     from trainer.distributed.strategy import shard_units
+    from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
-    from trainer.lab.pieces import recompute_blocks
     from trainer.lab.remote import Store
     from trainer.lab.weights import check_fit, read_weights
     from trainer.model.families import with_sizes
@@ -148,7 +150,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.training.plan import make_auxiliary
     from trainer.training.restore import check_config, refuse_gone
 
-    config, model = plan.config, plan.weightless_model()
+    config = plan.config
     if config.model.weights is not None:
         weights, _ = read_weights(config.model.weights)
         check_fit(model, weights, key="model.weights", path=config.model.weights)
@@ -172,17 +174,19 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
         check_config(state["config"], with_sizes(config, state["config"]))
 
 
-def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
+def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Derived values, and what a rank's model and its lanes' states take, in MB, by formulas."""
     from trainer.config.rules import why_no_noise_scale
     from trainer.tools.doubts import model_bytes
     from trainer.tools.summary import alignment
+    from trainer.training.plan import width_of
     from trainer.training.sources import state_bytes
 
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
-    facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    trained, width = sum(part.numel() for part in model.parameters() if part.requires_grad), width_of(model)
+    facts = {**asdict(plan.facts), "parameters": trained, "vocab_size": plan.vocab_size}
     facts |= {"precision": config.train.precision, "micro_batches": batches.most}
-    implementation = getattr(plan.weightless_model(), "implementation", None)
+    implementation = getattr(model, "implementation", None)
     if implementation is not None:
         facts["implementation"] = implementation(device, config.train.precision)
     if plan.facts.world_size > 1:
@@ -195,12 +199,12 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     reason = why_no_noise_scale(config, plan.facts.world_size)
     if reason is not None:
         facts["noise_scale"] = f"not measured: {reason}"
-    align = alignment(plan, None)
+    align = alignment(plan, model)
     if align:
         facts["align"] = align
-    facts["state_width"] = plan.state_width()
-    sizes = model_bytes(plan, plan.num_parameters())
-    sizes["states"] = plan.facts.groups_in_flight * each * state_bytes(config.ledger, plan.state_width())
+    facts["state_width"] = width
+    sizes = model_bytes(plan, trained)
+    sizes["states"] = plan.facts.groups_in_flight * each * state_bytes(config.ledger, width)
     facts["memory_megabytes"] = {name: round(size / 1e6, 1) for name, size in sizes.items()}
     return facts
 

@@ -1,4 +1,4 @@
-"""Blocks that are recomputed, and a loss in chunks of tokens: less memory.
+"""What a run makes of a model (`trainer.training.Models`): recomputed blocks, a loss in chunks.
 
 The backward runs blocks again (`train.activation_checkpointing`). Of a loss in chunks, logits of
 all tokens never exist (`objective.chunk_tokens`): the step passes what enters the output layer
@@ -21,9 +21,17 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import UserError
+from trainer.lab.auxiliary import make_auxiliary as make_auxiliary
+from trainer.lab.contract_check import check_before_run as check_before_run
+from trainer.lab.cuda_graph import make_graphs as make_graphs
+from trainer.lab.depth import Depth as Depth
+from trainer.lab.nested_state import carry_flat as carry_flat
+from trainer.lab.optimizers import build_optimizer as build_optimizer
+from trainer.lab.weights import load_weights as load_weights
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import CHUNK_KEY, evaluating, output_layer, run_few_tokens
-from trainer.objective.loss import Objective, ObjectiveError, ObjectiveOutput, Term
+from trainer.objective.loss import Loss, Objective, ObjectiveError, ObjectiveOutput, Term
+from trainer.training.plan import Plan
 
 logger = get_logger(__name__)
 
@@ -49,16 +57,15 @@ def _recomputed(block: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(block.kept_forward, *args, use_reentrant=False, **kwargs)
 
 
-def in_chunks(
-    model: nn.Module, objective: Objective, chunk_tokens: int, *, device: torch.device, seq_len: int
-) -> tuple[Headless, ChunkedObjective]:
+def in_chunks(plan: Plan, model: nn.Module, loss: Objective, device: torch.device) -> tuple[nn.Module, Loss]:
     """The model without its output layer, and the loss that computes the logits, on `device`.
 
     A UserError if the output layer is unknown, or is not the last thing that the model computes.
     """
     head = output_layer(model)
-    refuse_more_than_a_head(model, head, device, seq_len=seq_len)
-    return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=chunk_tokens)
+    refuse_more_than_a_head(model, head, device, seq_len=plan.config.data.seq_len)
+    chunk = plan.config.objective.chunk_tokens
+    return Headless(model, head), ChunkedObjective(loss, head, chunk_tokens=chunk)
 
 
 class Headless(nn.Module):
