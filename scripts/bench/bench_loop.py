@@ -31,9 +31,9 @@ from trainer.arrays import IGNORED, Ints
 from trainer.cli.parts import PARTS
 from trainer.data.loader import Loader, MicroBatch
 from trainer.distributed.strategy import compile_blocks
+from trainer.training.build import autocast_context, make_blend
 from trainer.training.optimizer import build_optimizer, lr_at
-from trainer.training.plan import Plan, autocast_context, build_model, width_of
-from trainer.training.sources import make_blend
+from trainer.training.plan import Plan, build_model, width_of
 
 GOALS = {"cpu": 0.97, "cuda": 0.99}
 MAX_MEMORY = 1.05

@@ -23,7 +23,8 @@ from turns import Block, Turn, run_in_turns
 from trainer.cli.parts import PARTS
 from trainer.distributed.strategy import compile_blocks
 from trainer.metrics.device import compute_mfu, resolve_peak_tflops
-from trainer.training.plan import Plan, autocast_context, build_model
+from trainer.training.build import autocast_context
+from trainer.training.plan import Plan, build_model
 
 VARIANTS: dict[str, Sequence[str]] = {
     "run": (),

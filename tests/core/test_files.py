@@ -53,7 +53,7 @@ def test_nothing_else_writes_files() -> None:
         "trainer/lab/remote.py",
         "trainer/lab/tokenized.py",
         "trainer/tools/corpora.py",
-        "trainer/training/checkpointing/checkpoint.py",
+        "trainer/training/checkpoint.py",
         "trainer/tools/saved_model.py",
     )
     paths = [path for path in sorted((ROOT / "trainer").rglob("*.py")) if path != ROOT / HELPER]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from trainer.tools.saved_model import whole_weights
-from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, TensorPart, pack, unpack, write_part
-from trainer.training.checkpointing.train_state import open_model
+from trainer.training import checkpoint as files
+from trainer.training.tensor_files import Rows, TensorFiles, TensorPart, pack, unpack, write_part
+from trainer.training.train_state import open_model
 
 
 def model_content(path: Path) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating, run_few_tokens
 from trainer.training import NO_PARTS, Parts
-from trainer.training.plan import AUTOCAST, Plan, make_model, model_and_loss, resolve_builder, weightless
-from trainer.training.sources import evaluated_rows, runs_on
+from trainer.training.build import AUTOCAST, evaluated_rows, make_model, model_and_loss, runs_on
+from trainer.training.plan import Plan, resolve_builder, weightless
 
 if TYPE_CHECKING:
     from trainer.lab.contracts import Report

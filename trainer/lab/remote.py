@@ -24,12 +24,11 @@ from trainer.files import discard, read_bytes, remove_tree, sync_directory
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
-from trainer.training import Found
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
-from trainer.training.checkpointing.tensor_files import CheckpointError
+from trainer.training import Found, checkpoint
+from trainer.training.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
 from trainer.training.run_dir import RunDir
 from trainer.training.signals import StopRequest
+from trainer.training.tensor_files import CheckpointError
 from trainer.wording import error_text
 
 KEY = "checkpoint.remote"

@@ -19,8 +19,8 @@ from trainer.data.tokenizer import BytesTokenizer, Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
 from trainer.on_device import forked_rng
+from trainer.training.build import autocast_context
 from trainer.training.extension import Extension, RunView
-from trainer.training.plan import autocast_context
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 8  # tokens that one character may take

@@ -28,9 +28,10 @@ from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import Moments
 from trainer.objective.loss import ObjectiveOutput
+from trainer.training.build import evaluated_rows, make_held_out
 from trainer.training.evaluator import EvalRider, Evaluator
 from trainer.training.plan import Plan
-from trainer.training.sources import Source, evaluated_rows, make_held_out
+from trainer.training.sources import Source
 from trainer.wording import counted
 
 COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted at the start

@@ -24,12 +24,12 @@ from trainer.files import parse_json
 from trainer.metrics.run_status import usable
 from trainer.tools.runs.load import load_run
 from trainer.tools.saved_model import config_of, config_path_of, refuse_code
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.tensor_files import read_rank
+from trainer.training import checkpoint
+from trainer.training.build import make_blend, plan_lanes, recorded_sets
 from trainer.training.plan import Plan, make_plan, width_of
 from trainer.training.restore import check_data
 from trainer.training.run_dir import RunDir
-from trainer.training.sources import make_blend, plan_lanes, recorded_sets
+from trainer.training.tensor_files import read_rank
 
 
 @dataclass(frozen=True)

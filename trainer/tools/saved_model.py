@@ -26,11 +26,11 @@ from trainer.import_path import users_code
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share
 from trainer.metrics.run_status import usable
 from trainer.model.families import DEFAULT
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles
-from trainer.training.checkpointing.train_state import open_model
+from trainer.training import checkpoint
 from trainer.training.plan import build_model, tokenizer_of
 from trainer.training.run_dir import RunDir
+from trainer.training.tensor_files import CheckpointError, TensorFiles
+from trainer.training.train_state import open_model
 from trainer.wording import short_repr
 
 CONFIG_FILE = "config.toml"

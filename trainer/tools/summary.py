@@ -21,12 +21,11 @@ from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import planned as planned
 from trainer.tools.doubts import warn_of_rate_change
-from trainer.training import Found
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training import Found, checkpoint
+from trainer.training.build import runs_on, state_bytes
 from trainer.training.plan import Plan, width_of
 from trainer.training.run_dir import FINISHED, RunDir
-from trainer.training.sources import runs_on, state_bytes
+from trainer.training.train_state import Position, TrainState
 from trainer.wording import counted
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # a run imports what it uses
     from trainer.metrics.best_effort import BestEffort, Diagnostics
     from trainer.metrics.sinks import Sink
     from trainer.objective.loss import Auxiliary, Loss, Objective, ObjectiveOutput
-    from trainer.training.checkpointing.train_state import Position, TrainState
     from trainer.training.evaluator import EvalRider, Evaluator
     from trainer.training.open_run import Run
     from trainer.training.optimizer import ParameterGroup
@@ -31,6 +30,7 @@ if TYPE_CHECKING:  # a run imports what it uses
     from trainer.training.signals import StopRequest
     from trainer.training.sources import Source
     from trainer.training.step import TrainStep
+    from trainer.training.train_state import Position, TrainState
 
 T = TypeVar("T")
 Graphs = Callable[

@@ -27,9 +27,10 @@ from trainer.model.protocol import evaluating
 from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
 from trainer.options import LedgerOptions
 from trainer.training import need
+from trainer.training.build import autocast_context, evaluated_rows, make_held_out, runs_on
 from trainer.training.core_extensions import StepDetails
-from trainer.training.plan import Plan, autocast_context, width_of
-from trainer.training.sources import Source, evaluated_rows, make_held_out, runs_on
+from trainer.training.plan import Plan, width_of
+from trainer.training.sources import Source
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 """The numbers that are logged of an `[[eval.source]]`."""

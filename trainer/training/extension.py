@@ -36,10 +36,10 @@ from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.sinks import EventWriter
 from trainer.objective.loss import ObjectiveOutput
 from trainer.on_device import HostCopy
-from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.outcome import Step
 from trainer.training.plan import Plan
 from trainer.training.run_dir import RunDir
+from trainer.training.train_state import TrainState
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

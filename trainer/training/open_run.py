@@ -31,29 +31,29 @@ from trainer.model.families import with_sizes
 from trainer.objective.loss import Auxiliary, Loss
 from trainer.options import MicroBatches
 from trainer.training import MISSING, NO_PARTS, Found, Graphs, Parts, Uploads, need
-from trainer.training.checkpointing.checkpoint import loading, prune_after
-from trainer.training.checkpointing.tensor_files import pack
-from trainer.training.checkpointing.train_state import Position, TrainState
-from trainer.training.core_extensions import ModelMetrics, Replicas
-from trainer.training.evaluator import EvalSet, Evaluator, eval_sets, make_details
-from trainer.training.extension import Extension, Extensions, RunView
-from trainer.training.optimizer import Length, Schedule, make_schedule
-from trainer.training.plan import (
-    Plan,
+from trainer.training.build import (
+    LANE_SETS,
     autocast_context,
-    make_auxiliary,
     make_state,
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
+    recorded_sets,
 )
+from trainer.training.checkpoint import loading, prune_after
+from trainer.training.core_extensions import ModelMetrics, Replicas
+from trainer.training.evaluator import EvalSet, Evaluator, eval_sets, make_details
+from trainer.training.extension import Extension, Extensions, RunView
+from trainer.training.optimizer import Length, Schedule, make_schedule
+from trainer.training.plan import Plan, make_auxiliary
 from trainer.training.record import begin_record, open_record, place_run
 from trainer.training.restore import check_data, restore
 from trainer.training.run_dir import FINISHED, RunDir, environment, refuse_unlike
 from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest, say_stopping
-from trainer.training.sources import LANE_SETS, recorded_sets
 from trainer.training.step import TrainStep
+from trainer.training.tensor_files import pack
+from trainer.training.train_state import Position, TrainState
 from trainer.wording import error_text, few, short_repr
 
 logger = get_logger(__name__)

@@ -21,12 +21,11 @@ from trainer.metrics.run_status import dead, last_step
 from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode, unused_step
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
-from trainer.training import Found, Uploads, need
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training import Found, Uploads, checkpoint, need
 from trainer.training.plan import Plan, width_of
 from trainer.training.restore import changed_settings, check_config, refuse_gone
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
+from trainer.training.train_state import Position, TrainState
 from trainer.wording import printable
 
 logger = get_logger(__name__)

@@ -26,11 +26,11 @@ from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.metrics.catalog_rows import EPOCHS
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing.checkpoint import loading
-from trainer.training.checkpointing.tensor_files import read_rank
-from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
+from trainer.training.checkpoint import loading
 from trainer.training.plan import Plan
 from trainer.training.sources import Source
+from trainer.training.tensor_files import read_rank
+from trainer.training.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
 from trainer.wording import counted
 
 logger = get_logger(__name__)

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.files import read_bytes, refuse_special, remove_leftovers, write_file, write_json, write_new
 from trainer.metrics.logger import get_logger
 from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, RunLock, run_state, take_lock, write_status
-from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
+from trainer.training.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.host", rank_zero_only=False)

@@ -14,8 +14,9 @@ from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy, saving_ranks
 from trainer.files import discard
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.tensor_files import (
+from trainer.training import checkpoint as files
+from trainer.training.extension import Extensions
+from trainer.training.tensor_files import (
     Part,
     Rows,
     TensorPart,
@@ -25,8 +26,7 @@ from trainer.training.checkpointing.tensor_files import (
     rows_file,
     write_part,
 )
-from trainer.training.checkpointing.train_state import Position, TrainState, model_part
-from trainer.training.extension import Extensions
+from trainer.training.train_state import Position, TrainState, model_part
 
 logger = get_logger(__name__)
 

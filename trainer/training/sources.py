@@ -1,53 +1,25 @@
-"""The sources of the blend, resolved before the process group starts, and their data sets."""
+"""The sources of the blend, resolved before the process group starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-import torch
-from torch import nn
 
 from trainer.config.data_tables import ScheduleTable, SourceTable, Weight
 from trainer.config.load import load_dataset_file
-from trainer.config.rules import largest_batch, least_steps, mixing_of, reads_lanes, tokens_per_micro
-from trainer.config.schema import LedgerTable, RunConfig
-from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
-from trainer.data.documents import IdBounds, ReadOptions
+from trainer.config.rules import least_steps, tokens_per_micro
+from trainer.config.schema import RunConfig
+from trainer.data.documents import IdBounds
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions
-from trainer.data.lanes import (
-    LaneBlend,
-    LaneLimit,
-    count_documents,
-    document_limits,
-    documents_drawn_from,
-    num_sets,
-    streams_open,
-)
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
-from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import allow_open_files, is_url
+from trainer.files import is_url
 from trainer.import_path import resolve_target
-from trainer.metrics.best_effort import BestEffort
-from trainer.on_device import memory_of
-from trainer.training import need
-from trainer.wording import counted
-
-if TYPE_CHECKING:
-    from trainer.training.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
-LANE_SETS = "lane_sets"  # in state.json: by the micro-batches of a step
-STATES_SHARE = 1 / 16  # of the memory, for the states of all lanes
 
 
 @dataclass(frozen=True)
@@ -162,169 +134,3 @@ def check_reading(
         # A custom format's function decides what eod means.
         if table.eod is not None and not is_import_path(table.format):
             IdBounds.of(name, tokenizer).check_eod(table.eod, f"{name}: eod")
-
-
-def evaluated_rows(plan: Plan) -> int:
-    """Rows of a micro-batch of an evaluation: those of the largest one that is trained on."""
-    tables = [plan.config.data.mixing, *(mixing_of(plan.config, source.table) for source in plan.sources)]
-    return max(map(largest_batch, tables))
-
-
-def state_bytes(table: LedgerTable, state_width: int) -> int:
-    """Memory of one state."""
-    return state_width * (2 if table.dtype == "bfloat16" else 4)
-
-
-class Lanes(NamedTuple):
-    """The lanes of full rows."""
-
-    sets: dict[int, int]  # of B lanes each, by the micro-batches of a step; empty: rows are not full
-    reason: str = ""  # why there are no more
-    documents: float = 0.0  # to draw from; see `documents_drawn_from`
-
-    def words(self, rows: int) -> str:
-        """For people."""
-        texts = []
-        for m, number in sorted(self.sets.items()):
-            text = f"{counted(number, 'set')} of {rows} lanes per data shard"
-            if number >= m:
-                text += f": the next row of a document comes {counted(number // m, 'step')} later"
-            else:
-                text += f": the {m} micro-batches of a step continue each other's documents, "
-                text += "which biases its gradient; the noise scale can compare ranks alone"
-            texts.append(f"with m = {m} {text}" if len(self.sets) > 1 else text)
-        text = "; ".join(texts)
-        return f"{text} ({self.reason})" if self.reason else text
-
-    def num(self, rows: int) -> int:
-        """Lanes of a data shard at most."""
-        return max(self.sets.values(), default=0) * rows
-
-
-def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
-    """How many sets of lanes each data shard has. A UserError if a file is damaged."""
-    config, facts = plan.config, plan.facts
-    if not reads_lanes(config):
-        return Lanes({})
-    own = [source for source in plan.sources if source.streams and not source.is_off]
-    if not own:  # data sets of the user's own alone
-        return Lanes({})
-    shares = _largest_shares([source.weight for source in own])
-    documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
-    by_name = dict(zip(documents, shares, strict=True))
-    limits = document_limits(documents, by_name, facts.data_shards)
-    if state_width:
-        needed = state_bytes(config.ledger, state_width) * facts.shards_per_rank
-        memory = STATES_SHARE * memory_of(device)
-        reason = f"a lane's state takes {needed / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
-        limits.append(LaneLimit(memory / needed, reason))
-    # A lane's document; and of each source the streams that are open, and a cache of twice as many.
-    files = allow_open_files()
-    handles = (1 + 3 * len(own)) * facts.shards_per_rank
-    limits.append(LaneLimit(0.8 * files / handles, f"a process may have {files:,} files open"))
-    if config.ledger.capacity:
-        limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
-    found, why = dict(plan.lane_sets), ""
-    if found:
-        why = "as in the checkpoint"
-    for m in {m for _, m in config.micro_batches.points} - found.keys():
-        found[m], reason = num_sets(m, config.data.mixing.batch_size, config.data.mixing.spread, limits)
-        why = why or reason
-    return Lanes(found, why, documents_drawn_from(documents, by_name))
-
-
-def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]:
-    """The sets of lanes of a checkpoint that was made with the same settings; {} if there is none.
-
-    Another machine has another memory, and may open other numbers of files: it must not count anew.
-    """
-    if saved is None or saved["data_shards"] != plan.facts.data_shards:
-        return {}
-    now, before = plan.config.model_dump(mode="json"), saved["config"]
-    pairs = [(each["data"]["mixing"], each["train"]["micro_batches"], each["ledger"]) for each in (now, before)]
-    return dict(saved.get(LANE_SETS, ())) if pairs[0] == pairs[1] else {}
-
-
-def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:
-    """The largest share that each source has at any point of a schedule."""
-    points = np.array(sorted({x for weight in weights for x in weight.points}), np.int64)
-    at = np.array([weight.evaluate_many(points) for weight in weights])
-    sums = at.sum(axis=0)
-    largest: list[float] = np.divide(at, sums, out=np.zeros_like(at), where=sums > 0).max(axis=1).tolist()
-    return largest
-
-
-def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> StreamSource:
-    """The training part of a source, for so many lanes."""
-    kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
-    cut, read, mix = reading(plan, source)
-    if lanes and not mix.num_streams_mixed:
-        mix = replace(mix, num_streams_mixed=streams_open(source.streams, lanes, read))
-    return kind(source.streams, cut, read, mix, shard=info.rank, num_shards=info.world_size)
-
-
-def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
-    """The held-out documents of a source, or (`is_whole`) all, read once."""
-    how = reading(plan, source, is_holdout=True, is_whole=is_whole)
-    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
-
-
-def reading(
-    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
-) -> tuple[CutOptions, ReadOptions, MixOptions]:
-    """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
-    config, data = plan.config, plan.config.data
-    mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
-    cut = CutOptions(source.name, data.seq_len, data.max_group_cells, "train", config.eval.holdout_fraction)
-    if is_holdout:  # evaluations read each document once and whole
-        mix, cut = replace(mix, repeat=False), replace(cut, max_group_cells=0, split="holdout")
-    if is_whole:  # validation sets are read as they are
-        cut = replace(cut, split="train", holdout_fraction=0.0)
-    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
-
-
-def runs_on(plan: Plan, model: nn.Module | None) -> bool:
-    """Whether documents begin within rows. A `model` of None is built, if it decides."""
-    align = plan.config.data.align
-    if align == "auto" and reads_lanes(plan.config):
-        return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
-    return align == "stream"
-
-
-def make_blend(
-    plan: Plan,
-    info: RankInfo,
-    model: nn.Module | None = None,
-    lanes: Lanes = Lanes({}),  # noqa: B008 - immutable
-    guards: Callable[[str], BestEffort] = BestEffort,
-) -> BlendDataset:
-    """All sources, mixed by their weights. `model`: see `runs_on`."""
-    blended, num_lanes = [], lanes.num(plan.config.data.mixing.batch_size)
-    for source in plan.sources:
-        if source.is_off:
-            dataset: Any = UnreadSource()  # keeps its place in the states of the blend
-        elif source.table.target is None:  # files, read by the core
-            dataset = make_dataset(plan, source, info, num_lanes)
-        else:
-            dataset = need(plan.parts.data, f"source {source.name}: target").own_batches(plan, source, info)
-        blended.append(BlendSource(source.name, dataset, source.weight))
-    config = plan.config
-    options: dict[str, Any] = {
-        "seed": config.run.seed,
-        "micro_batches": config.micro_batches,
-        "per_source": config.metrics.per_source,
-        "times": True,
-        "guards": guards,
-    }
-    if not reads_lanes(config):
-        return BlendDataset(blended, **options)
-    return LaneBlend(
-        blended,
-        rows=config.data.mixing.batch_size,
-        row_tokens=config.data.seq_len,
-        runs_on=runs_on(plan, model),
-        tokenizer=plan.tokenizer,
-        lane_sets=lanes.sets,
-        documents=lanes.documents,
-        **options,
-    )

@@ -23,7 +23,7 @@ SLOW_SAVES = """
 import os, time
 import numpy as np
 from trainer.model import build as build_ours
-from trainer.training.checkpointing import train_state
+from trainer.training import train_state
 
 if os.environ.get("RANK") == "1":
     write = train_state.write_part

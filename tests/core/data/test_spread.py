@@ -37,9 +37,9 @@ from trainer.metrics.noise_scale.estimate import ROWS_BEFORE
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.options import MicroBatches
-from trainer.training import sources
+from trainer.training import build as built
+from trainer.training.build import LANE_SETS, plan_lanes, recorded_sets
 from trainer.training.plan import Plan, make_plan
-from trainer.training.sources import LANE_SETS, plan_lanes, recorded_sets
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_pat
     plan, cpu = planned('train.micro_batches={schedule="step",points={0=1,9=2}}'), torch.device("cpu")
     before = plan_lanes(plan, 10, cpu)
     saved = {"data_shards": 1, "config": plan.config.model_dump(mode="json"), LANE_SETS: [*before.sets.items()]}
-    monkeypatch.setattr(sources, "memory_of", lambda device: 16 * 4 * 40)
+    monkeypatch.setattr(built, "memory_of", lambda device: 16 * 4 * 40)
     after = plan_lanes(plan, 10, cpu)
     assert [*after.sets.values()] == [1, 1]
     assert after.sets != before.sets

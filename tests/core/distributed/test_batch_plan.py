@@ -13,7 +13,7 @@ from tests.support.checkpoints import sign
 from tests.support.fault_runs import events, rows_of
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import train, write_tiny_config
-from trainer.training.checkpointing.checkpoint import STATE_FILE
+from trainer.training.checkpoint import STATE_FILE
 
 pytestmark = pytest.mark.distributed
 

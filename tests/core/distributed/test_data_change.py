@@ -12,7 +12,7 @@ import pytest
 from tests.support.fault_runs import LOST, keep
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.runs import losses, run, train, write_tiny_config
-from trainer.training.checkpointing.tensor_files import read_rank
+from trainer.training.tensor_files import read_rank
 
 pytestmark = pytest.mark.distributed
 RUN = "\n[checkpoint]\nevery = 4\n"

@@ -17,7 +17,8 @@ from tests.support.ranks import checkpoint_differences
 from tests.support.runs import make_corpus, read_rows, train, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.training.plan import make_model, make_plan
+from trainer.training.build import make_model
+from trainer.training.plan import make_plan
 
 pytestmark = pytest.mark.distributed
 

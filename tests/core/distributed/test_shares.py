@@ -18,8 +18,9 @@ from trainer.data.loader import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import num_parameters, own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.training.build import autocast_context, make_state, make_strategy
 from trainer.training.optimizer import named_state
-from trainer.training.plan import Plan, autocast_context, make_plan, make_state, make_strategy
+from trainer.training.plan import Plan, make_plan
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

@@ -18,10 +18,11 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.lab.weights import read_weights
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.train_state import model_part
-from trainer.training.plan import make_plan, make_state, make_strategy
+from trainer.training import checkpoint
+from trainer.training.build import make_state, make_strategy
+from trainer.training.plan import make_plan
 from trainer.training.restore import check_data, restore
+from trainer.training.train_state import model_part
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tests.support.runs import ROOT
 from trainer.errors import UserError
-from trainer.training.checkpointing.tensor_files import (
+from trainer.training.tensor_files import (
     CheckpointError,
     Rows,
     TensorFiles,

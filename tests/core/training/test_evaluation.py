@@ -29,8 +29,9 @@ from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.loss import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
+from trainer.training.build import make_model, model_and_loss
 from trainer.training.evaluator import Evaluator, eval_sets
-from trainer.training.plan import Plan, make_model, make_plan, model_and_loss
+from trainer.training.plan import Plan, make_plan
 
 CPU, FRACTION = torch.device("cpu"), 0.5
 HOLDOUT = (f"eval.holdout_fraction={FRACTION}", "eval.every=1", "eval.depth=true", "ledger.capacity=4096")

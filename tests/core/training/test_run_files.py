@@ -18,12 +18,12 @@ from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.sinks import EventWriter, JsonlSink
-from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
+from trainer.training import checkpoint as files
 from trainer.training.record import effective_resume
 from trainer.training.restore import check_config
 from trainer.training.run_dir import RunDir, choose_run_dir
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
+from trainer.training.tensor_files import CheckpointError, model_file, rank_file
 
 
 @pytest.fixture

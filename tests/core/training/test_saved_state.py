@@ -22,10 +22,11 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
-from trainer.training.plan import make_plan, make_state
+from trainer.training import checkpoint as files
+from trainer.training.build import make_state
+from trainer.training.plan import make_plan
 from trainer.training.restore import check_data, restore
+from trainer.training.tensor_files import CheckpointError, model_file, rank_file
 
 ALONE, CPU = RankInfo(), torch.device("cpu")
 ODD = [None, True, -1, 0, 3, 10**12, 2**70, -0.5, 1e308, math.nan, math.inf, "", "x", [], [1], {}, {"x": 1}]

@@ -22,8 +22,9 @@ from trainer.metrics.catalog import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
+from trainer.training.build import make_model
 from trainer.training.evaluator import eval_sets
-from trainer.training.plan import Plan, make_model, make_plan
+from trainer.training.plan import Plan, make_plan
 
 CPU, FRACTION, CELL = torch.device("cpu"), 0.5, 16
 SETTINGS = (

@@ -18,10 +18,10 @@ from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.errors import UserError
 from trainer.lab.remote import ABANDONED, Store, StoreError, Uploads, find_checkpoint
 from trainer.metrics.best_effort import Diagnostics
-from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import FORMAT_VERSION, MARKER, checkpoint_name, parse_marker
-from trainer.training.checkpointing.tensor_files import CheckpointError
+from trainer.training import checkpoint
+from trainer.training.checkpoint import FORMAT_VERSION, MARKER, checkpoint_name, parse_marker
 from trainer.training.run_dir import RunDir
+from trainer.training.tensor_files import CheckpointError
 
 FILES = ("model_000.safetensors", "state.json")
 

@@ -46,8 +46,8 @@ def check(
         from trainer.lab.contract_check import check_here, refuse_breaches
         from trainer.metrics.logger import get_logger
         from trainer.tools.doubts import contents, lane_doubts
+        from trainer.training.build import plan_lanes
         from trainer.training.plan import make_plan, width_of
-        from trainer.training.sources import plan_lanes
 
     resolved, logger = load_config(config_path, overrides or []), get_logger("check")
     with located(config_path, overrides or []):
@@ -145,7 +145,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.model.families import with_sizes
     from trainer.model.protocol import output_layer
     from trainer.tools.survey import refuse_empty
-    from trainer.training.checkpointing import checkpoint
+    from trainer.training import checkpoint
     from trainer.training.optimizer import parameter_groups
     from trainer.training.plan import make_auxiliary
     from trainer.training.restore import check_config, refuse_gone
@@ -179,8 +179,8 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, An
     from trainer.config.rules import why_no_noise_scale
     from trainer.tools.doubts import model_bytes
     from trainer.tools.summary import alignment
+    from trainer.training.build import state_bytes
     from trainer.training.plan import width_of
-    from trainer.training.sources import state_bytes
 
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
     trained, width = sum(part.numel() for part in model.parameters() if part.requires_grad), width_of(model)

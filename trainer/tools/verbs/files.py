@@ -90,8 +90,8 @@ def _lines(file: str) -> Iterator[bytes]:
 @checkpoint.command()
 def verify(run_dir: RunDirArgument) -> None:
     """Compare every file of every checkpoint with its hash, newest first; exit with 2 if any differs."""
-    from trainer.training.checkpointing import checkpoint as checkpoints
-    from trainer.training.checkpointing.tensor_files import CheckpointError
+    from trainer.training import checkpoint as checkpoints
+    from trainer.training.tensor_files import CheckpointError
 
     found = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if checkpoints.step_of(path) >= 0]
     if not found:

@@ -40,7 +40,7 @@ from trainer.files import (
 )
 from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
+from trainer.training.tensor_files import CheckpointError, model_file, rank_file
 
 FORMAT_VERSION = 2
 MARKER = "COMPLETE"

@@ -19,7 +19,8 @@ from trainer.metrics.aggregate import Recorder, Reporter
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import tied_names
-from trainer.training.checkpointing.tensor_files import (
+from trainer.training.optimizer import load_named_state, named_state
+from trainer.training.tensor_files import (
     Rows,
     TensorFiles,
     TensorPart,
@@ -27,7 +28,6 @@ from trainer.training.checkpointing.tensor_files import (
     pack,
     unpack,
 )
-from trainer.training.optimizer import load_named_state, named_state
 from trainer.wording import few
 
 

@@ -1,0 +1,339 @@
+"""What is made from a plan: the data, the model, and everything else that has a state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.config.rules import (
+    largest_batch,
+    mixing_of,
+    reads_lanes,
+)
+from trainer.config.schema import LedgerTable, ModelTable, RunConfig
+from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
+from trainer.data.lanes import (
+    LaneBlend,
+    LaneLimit,
+    count_documents,
+    document_limits,
+    documents_drawn_from,
+    num_sets,
+    streams_open,
+)
+from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.shard_source import ShardSource, StreamSource
+from trainer.data.weights import WeightSpec
+from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy, shard_units, strategy_for
+from trainer.files import allow_open_files
+from trainer.import_path import users_code
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.logger import get_logger
+from trainer.metrics.tracker import MetricsTracker
+from trainer.model.protocol import ModelOutput, extras_of, output_layer
+from trainer.objective.loss import Loss, Objective
+from trainer.on_device import memory_of
+from trainer.options import DEFAULT_CAPACITY
+from trainer.training import need
+from trainer.training.optimizer import build_optimizer
+from trainer.training.plan import Plan, build_model, own_loss, width_of
+from trainer.training.sources import Source
+from trainer.training.train_state import DataShard, TrainState
+from trainer.wording import counted
+
+logger = get_logger(__name__)
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+LANE_SETS = "lane_sets"  # in state.json: by the micro-batches of a step
+STATES_SHARE = 1 / 16  # of the memory, for the states of all lanes
+
+
+def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
+    """Everything that has a state on this rank, before the first step and without the noise scale.
+
+    Without a `strategy`, every rank has all parameters. A UserError if a custom part is unusable.
+    """
+    config = plan.config
+    torch.manual_seed(config.run.seed)  # the same weights on every rank
+    model = make_model(plan)
+    # Before the parameters get their memory on the device.
+    (strategy or Strategy()).shard(model, partial(prepared_units, model, config))
+    model = model.to(device)
+    flops = getattr(model, "flops_per_token", None)  # for MFU; a custom model need not say
+    tracker = MetricsTracker(
+        config.metrics,
+        num_devices=info.world_size,
+        device=device,
+        flops_per_token=0.0 if flops is None else flops(config.data.seq_len),
+        rank=info.rank,
+    )
+    return TrainState(
+        model=model,
+        shards=make_shards(plan, info, model, device, tracker.diagnostics.best_effort),
+        optimizer=build_optimizer(model, config.optimizer, plan.parts),
+        scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
+        tracker=tracker,
+    )
+
+
+def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
+    """The model of a plan, or of another table, as `[train]` runs it."""
+    config = plan.config
+    model = build_model(table or config.model, plan.vocab_size, seq_len=config.data.seq_len, parts=plan.parts)
+    if config.train.activation_checkpointing == "block":
+        need(plan.parts.models, "train.activation_checkpointing").recompute_blocks(model)
+    return model
+
+
+def make_shards(
+    plan: Plan, info: RankInfo, model: nn.Module, device: torch.device, guards: Callable[[str], BestEffort]
+) -> list[DataShard]:
+    """This rank's data shards, each with its own ledger: a reader keeps its documents."""
+    shards, width = info.data_shards(plan.facts.data_shards), width_of(model)
+    lanes, options = plan_lanes(plan, width, device), plan.config.ledger
+    rows = plan.config.data.mixing.batch_size
+    if lanes.sets:
+        logger.info("full rows: %s", lanes.words(rows))
+        others = any(source.table.target is not None for source in plan.sources)
+        capacity = options.capacity or lanes.num(rows) + others * DEFAULT_CAPACITY
+        options = options.model_copy(update={"capacity": capacity})
+    ledgers: list[Ledger | None] = [None] * len(shards)
+    if width:
+        ledgers = [Ledger(options, state_width=width, device=device) for _ in shards]
+    pairs = zip(shards, ledgers, strict=True)
+    return [DataShard(shard.rank, make_blend(plan, shard, model, lanes, guards), ledger) for shard, ledger in pairs]
+
+
+def model_and_loss(
+    model: nn.Module, plan: Plan, device: torch.device, *, vocab_size: int = 0
+) -> tuple[nn.Module, Loss]:
+    """The model as it runs a row, and its loss, which computes the logits with `chunk_tokens`.
+
+    A UserError if a custom loss cannot be made, or if the model does more to its logits than an
+    output layer: with `chunk_tokens`, this is tried on the `device`.
+    """
+    table, own, key = plan.config.objective, None, "objective.target"
+    if table.target is not None:
+        with users_code(key):
+            own = own_loss(table.target, table.args, key)()
+            trained = own.to(device).parameters() if isinstance(own, nn.Module) else ()
+            if any(each.requires_grad for each in trained):
+                name = type(own).__name__
+                raise TypeError(f"made a {name} with parameters, which no optimizer would train")
+    objective = Objective(table, own=own, vocab_size=vocab_size)
+    if table.chunk_tokens == 0:  # all logits exist at once
+        return model, objective
+    return need(plan.parts.models, "objective.chunk_tokens").in_chunks(plan, model, objective, device)
+
+
+def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Makes the context in which forward and loss run."""
+    dtype = AUTOCAST[config.train.precision]
+    return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def max_tokens_per_micro(plan: Plan) -> int:
+    """The most tokens of a micro-batch. It scales the loss, for which any constant works."""
+    return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.data.seq_len
+
+
+def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> Strategy:
+    """The strategy of a run. Every rank must call it. A UserError as in `strategy_for`."""
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else None
+    return strategy_for(config.distributed, info, device, param_dtype=dtype)
+
+
+def prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
+    """Prepare a model for sharding. Returns the modules that are gathered one at a time."""
+    units = shard_units(model)
+    if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
+        units = [unit for unit in units if unit is not output_layer(model)]
+    if config.model.target is None:
+        # That a block returns a view matters only if its result is written to; the families do not.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    model.register_forward_hook(_with_known_fields)
+    return units
+
+
+def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """FSDP finds tensors only in tuples, lists and dicts; a model may return any object."""
+    if isinstance(output, tuple):
+        return output
+    return ModelOutput(output.logits, output.state, *extras_of(output))
+
+
+def evaluated_rows(plan: Plan) -> int:
+    """Rows of a micro-batch of an evaluation: those of the largest one that is trained on."""
+    tables = [plan.config.data.mixing, *(mixing_of(plan.config, source.table) for source in plan.sources)]
+    return max(map(largest_batch, tables))
+
+
+def state_bytes(table: LedgerTable, state_width: int) -> int:
+    """Memory of one state."""
+    return state_width * (2 if table.dtype == "bfloat16" else 4)
+
+
+class Lanes(NamedTuple):
+    """The lanes of full rows."""
+
+    sets: dict[int, int]  # of B lanes each, by the micro-batches of a step; empty: rows are not full
+    reason: str = ""  # why there are no more
+    documents: float = 0.0  # to draw from; see `documents_drawn_from`
+
+    def words(self, rows: int) -> str:
+        """For people."""
+        texts = []
+        for m, number in sorted(self.sets.items()):
+            text = f"{counted(number, 'set')} of {rows} lanes per data shard"
+            if number >= m:
+                text += f": the next row of a document comes {counted(number // m, 'step')} later"
+            else:
+                text += f": the {m} micro-batches of a step continue each other's documents, "
+                text += "which biases its gradient; the noise scale can compare ranks alone"
+            texts.append(f"with m = {m} {text}" if len(self.sets) > 1 else text)
+        text = "; ".join(texts)
+        return f"{text} ({self.reason})" if self.reason else text
+
+    def num(self, rows: int) -> int:
+        """Lanes of a data shard at most."""
+        return max(self.sets.values(), default=0) * rows
+
+
+def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
+    """How many sets of lanes each data shard has. A UserError if a file is damaged."""
+    config, facts = plan.config, plan.facts
+    if not reads_lanes(config):
+        return Lanes({})
+    own = [source for source in plan.sources if source.streams and not source.is_off]
+    if not own:  # data sets of the user's own alone
+        return Lanes({})
+    shares = _largest_shares([source.weight for source in own])
+    documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
+    by_name = dict(zip(documents, shares, strict=True))
+    limits = document_limits(documents, by_name, facts.data_shards)
+    if state_width:
+        needed = state_bytes(config.ledger, state_width) * facts.shards_per_rank
+        memory = STATES_SHARE * memory_of(device)
+        reason = f"a lane's state takes {needed / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
+        limits.append(LaneLimit(memory / needed, reason))
+    # A lane's document; and of each source the streams that are open, and a cache of twice as many.
+    files = allow_open_files()
+    handles = (1 + 3 * len(own)) * facts.shards_per_rank
+    limits.append(LaneLimit(0.8 * files / handles, f"a process may have {files:,} files open"))
+    if config.ledger.capacity:
+        limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
+    found, why = dict(plan.lane_sets), ""
+    if found:
+        why = "as in the checkpoint"
+    for m in {m for _, m in config.micro_batches.points} - found.keys():
+        found[m], reason = num_sets(m, config.data.mixing.batch_size, config.data.mixing.spread, limits)
+        why = why or reason
+    return Lanes(found, why, documents_drawn_from(documents, by_name))
+
+
+def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]:
+    """The sets of lanes of a checkpoint that was made with the same settings; {} if there is none.
+
+    Another machine has another memory, and may open other numbers of files: it must not count anew.
+    """
+    if saved is None or saved["data_shards"] != plan.facts.data_shards:
+        return {}
+    now, before = plan.config.model_dump(mode="json"), saved["config"]
+    pairs = [(each["data"]["mixing"], each["train"]["micro_batches"], each["ledger"]) for each in (now, before)]
+    return dict(saved.get(LANE_SETS, ())) if pairs[0] == pairs[1] else {}
+
+
+def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:
+    """The largest share that each source has at any point of a schedule."""
+    points = np.array(sorted({x for weight in weights for x in weight.points}), np.int64)
+    at = np.array([weight.evaluate_many(points) for weight in weights])
+    sums = at.sum(axis=0)
+    largest: list[float] = np.divide(at, sums, out=np.zeros_like(at), where=sums > 0).max(axis=1).tolist()
+    return largest
+
+
+def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> StreamSource:
+    """The training part of a source, for so many lanes."""
+    kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
+    cut, read, mix = reading(plan, source)
+    if lanes and not mix.num_streams_mixed:
+        mix = replace(mix, num_streams_mixed=streams_open(source.streams, lanes, read))
+    return kind(source.streams, cut, read, mix, shard=info.rank, num_shards=info.world_size)
+
+
+def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
+    """The held-out documents of a source, or (`is_whole`) all, read once."""
+    how = reading(plan, source, is_holdout=True, is_whole=is_whole)
+    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
+
+
+def reading(
+    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
+) -> tuple[CutOptions, ReadOptions, MixOptions]:
+    """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
+    config, data = plan.config, plan.config.data
+    mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
+    cut = CutOptions(source.name, data.seq_len, data.max_group_cells, "train", config.eval.holdout_fraction)
+    if is_holdout:  # evaluations read each document once and whole
+        mix, cut = replace(mix, repeat=False), replace(cut, max_group_cells=0, split="holdout")
+    if is_whole:  # validation sets are read as they are
+        cut = replace(cut, split="train", holdout_fraction=0.0)
+    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
+
+
+def runs_on(plan: Plan, model: nn.Module | None) -> bool:
+    """Whether documents begin within rows. A `model` of None is built, if it decides."""
+    align = plan.config.data.align
+    if align == "auto" and reads_lanes(plan.config):
+        return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
+    return align == "stream"
+
+
+def make_blend(
+    plan: Plan,
+    info: RankInfo,
+    model: nn.Module | None = None,
+    lanes: Lanes = Lanes({}),  # noqa: B008 - immutable
+    guards: Callable[[str], BestEffort] = BestEffort,
+) -> BlendDataset:
+    """All sources, mixed by their weights. `model`: see `runs_on`."""
+    blended, num_lanes = [], lanes.num(plan.config.data.mixing.batch_size)
+    for source in plan.sources:
+        if source.is_off:
+            dataset: Any = UnreadSource()  # keeps its place in the states of the blend
+        elif source.table.target is None:  # files, read by the core
+            dataset = make_dataset(plan, source, info, num_lanes)
+        else:
+            dataset = need(plan.parts.data, f"source {source.name}: target").own_batches(plan, source, info)
+        blended.append(BlendSource(source.name, dataset, source.weight))
+    config = plan.config
+    options: dict[str, Any] = {
+        "seed": config.run.seed,
+        "micro_batches": config.micro_batches,
+        "per_source": config.metrics.per_source,
+        "times": True,
+        "guards": guards,
+    }
+    if not reads_lanes(config):
+        return BlendDataset(blended, **options)
+    return LaneBlend(
+        blended,
+        rows=config.data.mixing.batch_size,
+        row_tokens=config.data.seq_len,
+        runs_on=runs_on(plan, model),
+        tokenizer=plan.tokenizer,
+        lane_sets=lanes.sets,
+        documents=lanes.documents,
+        **options,
+    )
