@@ -4,7 +4,7 @@ ledger, gradient noise scale (docs/gns.md) and layers."""
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Literal
 
 Kind = Literal["gauge", "counter", "flag"]
@@ -52,7 +52,7 @@ class MetricSpec:
     def is_pattern(self) -> bool:
         return "<" in self.name
 
-    @property
+    @cached_property
     def is_ratio(self) -> bool:
         """Whether values are pairs, a numerator and a denominator that are reduced each by itself."""
         is_last = self.window == "last" and self.ranks in ("weighted_mean", "max_over_sum")
