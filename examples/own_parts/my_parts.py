@@ -13,7 +13,7 @@ from trainer.data.loader import MicroBatch
 from trainer.metrics.catalog import register
 from trainer.metrics.catalog_rows import MetricSpec
 from trainer.model.protocol import ModelOutput
-from trainer.objective.loss import ObjectiveOutput
+from trainer.objective import ObjectiveOutput
 from trainer.training.extension import Extension
 
 

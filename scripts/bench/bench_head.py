@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainer.lab import transformer
 from trainer.lab.models import ChunkedObjective, Headless
-from trainer.objective import Objective, ObjectiveOptions
-from trainer.objective.loss import Loss
+from trainer.objective import Loss, Objective
+from trainer.options import ObjectiveOptions
 
 VOCABULARIES = (257, 128_000)
 WAYS = ("at once", "in chunks")

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.support.runs import run
 from trainer.distributed.strategy import Strategy
-from trainer.objective.loss import Objective
+from trainer.objective import Objective
 from trainer.training.step import TrainStep
 
 

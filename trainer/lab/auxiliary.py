@@ -20,7 +20,7 @@ from trainer.arrays import IGNORED
 from trainer.errors import UserError
 from trainer.metrics.catalog import is_built_in
 from trainer.model.protocol import extras_of
-from trainer.objective.loss import (
+from trainer.objective import (
     COMPONENTS,
     Auxiliary,
     ObjectiveOutput,

@@ -29,7 +29,7 @@ from trainer.wording import error_text
 if TYPE_CHECKING:
     from trainer.data.loader import MicroBatch
     from trainer.distributed.strategy import Strategy
-    from trainer.objective.loss import Auxiliary, ObjectiveOutput
+    from trainer.objective import Auxiliary, ObjectiveOutput
     from trainer.training.plan import Plan
     from trainer.training.step import TrainStep
 

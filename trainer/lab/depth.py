@@ -27,7 +27,7 @@ from trainer.arrays import IGNORED, Flags
 from trainer.data.loader import MicroBatch
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
-from trainer.objective.loss import ObjectiveOutput
+from trainer.objective import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator
 
 NUM_BUCKETS = 40  # [0, 1), [1, 2), [2, 4), ...: more than any document has

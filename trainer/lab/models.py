@@ -30,7 +30,7 @@ from trainer.lab.optimizers import build_optimizer as build_optimizer
 from trainer.lab.weights import load_weights as load_weights
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import CHUNK_KEY, evaluating, output_layer, run_few_tokens
-from trainer.objective.loss import Loss, Objective, ObjectiveError, ObjectiveOutput, Term
+from trainer.objective import Loss, Objective, ObjectiveError, ObjectiveOutput, Term
 from trainer.training.plan import Plan
 
 logger = get_logger(__name__)

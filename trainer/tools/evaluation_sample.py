@@ -27,7 +27,7 @@ from trainer.data.loader import MicroBatch
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import Moments
-from trainer.objective.loss import ObjectiveOutput
+from trainer.objective import ObjectiveOutput
 from trainer.training.build import evaluated_rows, make_held_out
 from trainer.training.evaluator import EvalRider, Evaluator
 from trainer.training.plan import Plan

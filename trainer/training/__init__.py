@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a run imports what it uses
     from trainer.distributed.strategy import Strategy
     from trainer.metrics.best_effort import BestEffort, Diagnostics
     from trainer.metrics.sinks import Sink
-    from trainer.objective.loss import Auxiliary, Loss, Objective, ObjectiveOutput
+    from trainer.objective import Auxiliary, Loss, Objective, ObjectiveOutput
     from trainer.training.evaluator import EvalRider, Evaluator
     from trainer.training.open_run import Run
     from trainer.training.optimizer import ParameterGroup

@@ -43,7 +43,7 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput, extras_of, output_layer
-from trainer.objective.loss import Loss, Objective
+from trainer.objective import Loss, Objective
 from trainer.on_device import memory_of
 from trainer.options import DEFAULT_CAPACITY
 from trainer.training import need

@@ -15,7 +15,7 @@ from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import own_part
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
-from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
+from trainer.objective import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.on_device import to_device
 from trainer.training.extension import Extension, RunView
 from trainer.training.outcome import Step

@@ -24,7 +24,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
-from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
+from trainer.objective import Auxiliary, Loss, ObjectiveOutput
 from trainer.options import LedgerOptions
 from trainer.training import need
 from trainer.training.build import autocast_context, evaluated_rows, make_held_out, runs_on

@@ -34,7 +34,7 @@ from trainer.errors import UserError
 from trainer.metrics.aggregate import Recorder, Reported
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.sinks import EventWriter
-from trainer.objective.loss import ObjectiveOutput
+from trainer.objective import ObjectiveOutput
 from trainer.on_device import HostCopy
 from trainer.training.outcome import Step
 from trainer.training.plan import Plan

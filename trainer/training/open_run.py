@@ -28,7 +28,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter, Output
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
-from trainer.objective.loss import Auxiliary, Loss
+from trainer.objective import Auxiliary, Loss
 from trainer.options import MicroBatches
 from trainer.training import MISSING, NO_PARTS, Found, Graphs, Parts, Uploads, need
 from trainer.training.build import (

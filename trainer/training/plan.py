@@ -23,7 +23,7 @@ from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.logger import get_logger
 from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.recurrence import HAS_TRITON
-from trainer.objective.loss import Auxiliary
+from trainer.objective import Auxiliary
 from trainer.training import NO_PARTS, Parts, need
 from trainer.training.optimizer import Length, make_schedule
 from trainer.training.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources

@@ -38,7 +38,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
-from trainer.objective.loss import Auxiliary, Loss, ObjectiveOutput
+from trainer.objective import Auxiliary, Loss, ObjectiveOutput
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
 from trainer.training import Graphs
 from trainer.training.extension import Extensions, Measured

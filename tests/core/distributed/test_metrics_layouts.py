@@ -17,7 +17,8 @@ from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.aggregate import Recorder, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.model import build
-from trainer.objective import CoordOptions, Objective, ObjectiveOptions
+from trainer.objective import Objective
+from trainer.options import CoordOptions, ObjectiveOptions
 from trainer.training.core_extensions import StepDetails
 from trainer.training.extension import Extensions
 

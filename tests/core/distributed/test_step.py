@@ -12,7 +12,8 @@ from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective import Objective, ObjectiveOptions
+from trainer.objective import Objective
+from trainer.options import ObjectiveOptions
 from trainer.training.outcome import Flag, StepOutcome
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11

@@ -9,7 +9,7 @@ import torch
 
 from trainer.data.loader import MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort, Diagnostics
-from trainer.objective.loss import Objective
+from trainer.objective import Objective
 from trainer.training.core_extensions import StepDetails
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.objective import CoordOptions, Objective, ObjectiveError, token_type_sums
-from trainer.options import ObjectiveOptions
+from trainer.objective import Objective, ObjectiveError, token_type_sums
+from trainer.options import CoordOptions, ObjectiveOptions
 
 VOCAB = 12
 COORD = CoordOptions(first_token=4, num_bins=6, sigma=0.8, weight=0.5)

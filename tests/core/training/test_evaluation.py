@@ -26,7 +26,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
-from trainer.objective.loss import Auxiliary
+from trainer.objective import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
 from trainer.training.build import make_model, model_and_loss

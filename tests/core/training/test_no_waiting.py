@@ -26,8 +26,9 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective import CoordOptions, Objective, ObjectiveOptions
+from trainer.objective import Objective
 from trainer.on_device import HostCopy
+from trainer.options import CoordOptions, ObjectiveOptions
 from trainer.training.extension import Extensions
 from trainer.training.step import HEAD, TrainStep
 

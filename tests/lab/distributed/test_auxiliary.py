@@ -14,7 +14,8 @@ from trainer.distributed.strategy import Layout, Replicated, Sharded, Strategy, 
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
-from trainer.objective import Objective, ObjectiveOptions
+from trainer.objective import Objective
+from trainer.options import ObjectiveOptions
 from trainer.training.outcome import StepOutcome
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from trainer.lab.hugging_face import references_on_cpu, writer_of
 from trainer.lab.samples import Draw, generate
 from trainer.model.families import FAMILIES
 from trainer.model.protocol import ModelOutput
-from trainer.objective.loss import Objective
+from trainer.objective import Objective
 from trainer.training.plan import build_model, make_auxiliary
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")

@@ -11,7 +11,8 @@ from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
 from trainer.lab.models import ChunkedObjective, Headless, refuse_more_than_a_head
 from trainer.model.protocol import ModelOutput, output_layer
-from trainer.objective import CoordOptions, Objective, ObjectiveOptions
+from trainer.objective import Objective
+from trainer.options import CoordOptions, ObjectiveOptions
 
 VOCAB = 61
 CPU = torch.device("cpu")

@@ -24,7 +24,8 @@ from trainer.lab.cuda_graph import MicroGraphs, make_graphs
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.objective import Objective, ObjectiveOptions
+from trainer.objective import Objective
+from trainer.options import ObjectiveOptions
 from trainer.training.extension import Extension, Extensions
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 4, 6, 11, 8
