@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +23,6 @@ from trainer.ledger.index import EVICTION_MODES, Evicted, GroupIndex, is_due
 from trainer.ledger.slab import Native, Slab
 from trainer.metrics.logger import get_logger
 from trainer.options import LedgerOptions
-
-if TYPE_CHECKING:
-    from trainer.model.protocol import StateLayout
-
 
 COUNTER_KEYS = (
     *(f"ledger/evictions/{mode}" for mode in EVICTION_MODES),
@@ -42,10 +38,8 @@ GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
 
 
 class Ledger:
-    """The states of the groups that a rank reads, one row each; it never communicates.
-
-    A state is a row of `state_width` numbers or, with a `layout` instead, any nest of tensors
-    [B, ...]. `device` and `dtype` (None: that of the options) are those of the kept states.
+    """The states of the groups that a rank reads, a row of `state_width` numbers each; it never
+    communicates. `device` and `dtype` (None: that of the options) are those of the kept states.
     """
 
     metric_keys = (*COUNTER_KEYS, *GAUGE_KEYS)  # of `drain_metrics`, on every rank
@@ -54,22 +48,15 @@ class Ledger:
         self,
         options: LedgerOptions = LedgerOptions(),  # noqa: B008 - immutable
         *,
-        state_width: int | None = None,
-        layout: StateLayout | None = None,
+        state_width: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        if (state_width is None) == (layout is None):
-            raise TypeError("Ledger takes either state_width or layout")
         self._options = options
         self._step = -1  # before the first
         self._stored_at = -1
-        self._layout = layout
-        width = state_width if layout is None else layout.width
-        assert width is not None
         dtype = dtype or DTYPES[options.dtype]
-        where = torch.device(device)
-        self._slab = Slab(width=width, capacity=options.slots, device=where, dtype=dtype)
+        self._slab = Slab(width=state_width, capacity=options.slots, device=torch.device(device), dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.
         self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
@@ -92,14 +79,13 @@ class Ledger:
         if options.wipe_mode == "periodic_stale" and is_due(step, previous, options.sweep_every):
             self._index.sweep(step - options.stale_threshold, step)
 
-    def lookup(self, group_ids: Ints, cell_index: Ints) -> Any:
+    def lookup(self, group_ids: Ints, cell_index: Ints) -> Tensor:
         """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy,
-        in float32 or wider; with a layout the nest, each tensor in its own type.
+        in float32 or wider.
 
         Zeros at the start of a group (cell 0), for group id -1, and where no state is held; the
         last is counted as a cold start. Raises ValueError if a group appears twice, or an id is
-        neither
-        -1 nor in [0, 2^63).
+        neither -1 nor in [0, 2^63).
         """
         group_ids = _as_group_ids(group_ids)
         is_fresh = (np.ascontiguousarray(cell_index, np.int64) == 0) | (group_ids < 0)
@@ -108,20 +94,19 @@ class Ledger:
         states, is_valid = self._slab.read(slots)
         num_found = self._slab.library.count_nonzero(is_valid)
         self._counts["ledger/cold_starts"] += np.count_nonzero(~is_fresh) - num_found
-        states = states.to(self._given_dtype)
-        return states if self._layout is None else self._layout.unflatten(states)
+        return states.to(self._given_dtype)
 
     def store(
         self,
         group_ids: Ints,
         cell_index: Ints,
         is_last: Flags,
-        states: Any,
+        states: Tensor,
         *,
         end_ids: Ints | None = None,
         end_cell_index: Ints | None = None,
     ) -> None:
-        """Copy the states after a micro-batch's cells ([B, state_width], or the nest).
+        """Copy the states after a micro-batch's cells ([B, state_width]).
 
         Group id -1 is ignored. A last cell's state is not stored; its group's slot is freed, which
         is not an eviction. Then, with `lru`, the least recently stored groups are evicted until the
@@ -143,8 +128,6 @@ class Ledger:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
         group_ids, cell_index = _as_group_ids(group_ids), np.ascontiguousarray(cell_index, np.int64)
         is_last = np.ascontiguousarray(is_last, np.bool_)
-        if self._layout is not None:
-            states = self._layout.flatten(states)
         if states.shape != (group_ids.size, self._slab.width):
             raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
         if not group_ids.shape == cell_index.shape == is_last.shape:
@@ -299,11 +282,8 @@ def save_shard(index: GroupIndex, slab: Slab, *, step: int) -> dict[str, Any]:
 
 
 def check_shards(saved: Sequence[Shard], slab: Slab) -> None:
-    """Refuse shards of another format or width, or whose groups were not held by their readers."""
+    """Refuse shards of another format or width."""
     for shard in saved:
-        if shard.get("ownership") == "exchange" and shard["world_size"] > 1:
-            problem = f'its states were dealt to {shard["world_size"]} ranks by ownership = "exchange", which is gone'
-            raise UserError("ledger", problem, "begin a run with its weights ([model] weights)")
         if shard["format"] != FORMAT:
             problem = f"checkpoint format must be {FORMAT}, got {shard['format']}"
             raise UserError("ledger", problem, "resume with the version that saved it")

@@ -72,20 +72,6 @@ class SequenceModel(Protocol):
         ...
 
 
-class StateLayout(Protocol):
-    """Packs states that are any nest of tensors [B, ...] into the ledger's rows of numbers."""
-
-    @property
-    def width(self) -> int:
-        """Numbers per row."""
-
-    def flatten(self, state: Any) -> Tensor:
-        """The state as rows, [B, width]."""
-
-    def unflatten(self, rows: Tensor) -> Any:
-        """The state of rows [B, width]."""
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode for a while, uncompiled: other shapes would be compiled anew."""

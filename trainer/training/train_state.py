@@ -76,7 +76,7 @@ class TrainState:
 
     @property
     def state_layout(self) -> list[list[Any]] | None:
-        """The meaning of the ledger's rows, see `StateLayout`; None if states are rows already."""
+        """The meaning of the ledger's rows: its leaves; None if states are rows already."""
         layout = getattr(self.model, "state_layout", None)
         return None if layout is None else layout.to_json()
 

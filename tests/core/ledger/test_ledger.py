@@ -7,13 +7,11 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from tests.core.training.test_no_waiting import META, NoBlockingCopies
 from tests.support.ranks import differences
 from trainer.arrays import splitmix64
 from trainer.errors import UserError
-from trainer.lab.nested_state import NestLayout
 from trainer.ledger import Ledger, LedgerOptions, index
 from trainer.options import WipeMode
 
@@ -51,22 +49,6 @@ def test_loaded_states_are_detached_copies() -> None:
     assert not found.requires_grad
     found += 1
     assert lookup(ledger, [7]) == [2.0]
-
-
-def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
-    state = {"h": torch.randn(2, 3, 4), "c": (torch.randn(2, 5).bfloat16(), torch.tensor([[2**40], [-1]]))}
-    ledger = Ledger(LedgerOptions(capacity=4), layout=NestLayout(state))
-    ledger.begin_step(1)
-    groups, cells = np.array([7, 9]), np.array([1, 1])
-    ledger.store(groups, cells - 1, np.array([False, False]), state)
-    found = ledger.lookup(np.array([9, 8, 7]), np.array([1, 1, 1]))
-    for kept, given in zip(tree_leaves(found), tree_leaves(state), strict=True):
-        assert kept.dtype == given.dtype
-        assert torch.equal(kept, torch.stack([given[1], torch.zeros_like(given[0]), given[0]]))
-    with pytest.raises(ValueError, match="another layout"):
-        ledger.store(groups, cells, np.array([False, False]), state["h"])
-    with pytest.raises(TypeError, match="either state_width or layout"):
-        Ledger(LedgerOptions(capacity=4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -29,19 +29,6 @@ def saved(groups: list[int], value: float, *, step: int = 1) -> dict[str, object
     return ledger.state_dict()
 
 
-def test_states_that_were_dealt_to_ranks_by_the_hash_of_their_groups_are_refused_by_name() -> None:
-    """Of a version whose ledger had `ownership`; a checkpoint of its readers, or of one rank, is read."""
-    ledger = new_ledger()
-    for ownership, ranks in (("reader", 2), ("exchange", 1)):
-        ledger.load_state_dict({**saved([1], 3.0), "ownership": ownership, "rank": 0, "world_size": ranks})
-        assert lookup(ledger, [1]) == [3.0]
-    dealt = {**saved([2], 4.0), "ownership": "exchange", "rank": 0, "world_size": 2}
-    for load in (ledger.load_state_dict, lambda shard: ledger.load_shards([shard, shard])):
-        with pytest.raises(UserError, match='dealt to 2 ranks by ownership = "exchange", which is gone'):
-            load(dealt)
-    assert lookup(ledger, [1]) == [3.0]
-
-
 def test_of_a_group_in_several_shards_the_newest_state_counts() -> None:
     shards = [saved([1, 2], 9.0, step=7), saved([1, 3], 1.0, step=5)]
     for order in (shards, shards[::-1]):
