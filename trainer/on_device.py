@@ -1,4 +1,4 @@
-"""Copies to and from the device, and decisions on it, without the host waiting.
+"""Copies to and from the device, and decisions on it, without the host waiting; its memory and its peak.
 
 The optimizer learns whether to step by `found_inf`, the flag of torch's loss scaling.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -133,3 +134,70 @@ def memory_of(device: torch.device) -> int:
 def forked_rng(device: torch.device) -> AbstractContextManager[None]:
     """Random numbers that are drawn within leave those behind it as they were."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def get_memory_stats(device: torch.device | str) -> dict[str, float]:
+    """Memory of a CUDA device in GB (1e9 bytes), as the caching allocator sees it; empty for others.
+
+    The peak is that since the process started, and `mem_utilization` its share of the total.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    found = {
+        "allocated_gb": stats.get("allocated_bytes.all.current", 0) / 1e9,
+        "peak_gb": stats.get("allocated_bytes.all.peak", 0) / 1e9,
+        "reserved_gb": stats.get("reserved_bytes.all.current", 0) / 1e9,
+        "total_gb": torch.cuda.get_device_properties(device).total_memory / 1e9,
+    }
+    return {**found, "mem_utilization": found["peak_gb"] / found["total_gb"]}
+
+
+# Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse
+# figure, twice as large). The first pattern that matches the whole device name counts; a MIG slice
+# or an unlisted card has no peak.
+PEAK_TFLOPS: Final[tuple[tuple[str, float], ...]] = (
+    (r"NVIDIA B200.*", 2250.0),  # HGX B200: 36 PFLOPS sparse for eight
+    (r"NVIDIA (H200 NVL|H100 NVL)", 835.5),  # H100 NVL, H200 NVL: 1,671 sparse
+    (r"NVIDIA H100 PCIe", 756.5),  # H100 PCIe: 1,513 sparse
+    (r"NVIDIA (H100 80GB HBM3|H200|GH200 .*)", 989.5),  # H100 SXM, H200 SXM, GH200: 1,979 sparse
+    (r"(NVIDIA )?A100[- ].*", 312.0),
+    (r"NVIDIA A40", 149.7),
+    (r"NVIDIA A30", 165.0),
+    (r"NVIDIA A10", 125.0),
+    (r"NVIDIA L40S", 362.05),
+    (r"NVIDIA L4", 121.0),  # 242 sparse
+    (r"AMD Instinct MI300X.*", 1307.4),
+)
+
+
+def lookup_peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of a device by the name that its driver gives, None if unknown."""
+    if " MIG " in device_name:
+        return None
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.fullmatch(pattern, device_name)), None)
+
+
+def peak_tflops_of(device: torch.device | str) -> float | None:
+    """The peak of a device, None where it is unknown."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    return lookup_peak_tflops(torch.cuda.get_device_name(device))
+
+
+def compute_mfu(
+    *, tokens_per_sec: float, flops_per_token: float, num_devices: int, peak_tflops: float | None
+) -> float | None:
+    """MFU as a fraction, None where the peak or the model's FLOPs are unknown.
+
+    Args:
+        tokens_per_sec: over all devices.
+        flops_per_token: forward and backward of the model, real FLOPs; 0 if unknown.
+        num_devices: devices that share the work.
+        peak_tflops: peak of one device in 1e12 FLOP/s.
+    """
+    if peak_tflops is None or flops_per_token <= 0.0:
+        return None
+    return tokens_per_sec * (flops_per_token / (num_devices * peak_tflops * 1e12))

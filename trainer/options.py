@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, dataclass_transform, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -195,7 +196,6 @@ class StrategyOptions(Options):
 
 MOST_MICRO_BATCHES: Final = 10_000  # of a step on one rank, which runs them in turn
 MicroBatchCount = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
-FAR = 2**62  # a step beyond every run
 
 
 class Stretch(NamedTuple):
@@ -237,7 +237,7 @@ class MicroBatches:
 
     def at(self, step: int) -> int:
         """The m of `step`."""
-        return self.points[bisect_right(self.points, (step, FAR)) - 1][1]
+        return self.points[bisect_right(self.points, step, key=itemgetter(0)) - 1][1]
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
@@ -251,16 +251,16 @@ class MicroBatches:
 
     def batches_before(self, step: int) -> int:
         """Micro-batches of a rank before `step`."""
-        first_step, first_batch, m = self.stretches[bisect_right(self.stretches, (step, FAR)) - 1]
+        first_step, first_batch, m = self.stretches[
+            bisect_right(self.stretches, step, key=attrgetter("first_step")) - 1
+        ]
         return first_batch + (step - first_step) * m
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        return [stretch.first_batch for stretch in self.stretches]
 
     def step_of(self, batch: int) -> int:
         """The step that a rank's micro-batch belongs to."""
-        first_step, first_batch, m = self.stretches[bisect_right(self._firsts, batch) - 1]
+        first_step, first_batch, m = self.stretches[
+            bisect_right(self.stretches, batch, key=attrgetter("first_batch")) - 1
+        ]
         return first_step + (batch - first_batch) // m
 
 

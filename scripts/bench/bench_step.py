@@ -22,7 +22,7 @@ from turns import Block, Turn, run_in_turns
 
 from trainer.cli.parts import PARTS
 from trainer.distributed.strategy import compile_blocks
-from trainer.metrics.device import compute_mfu, resolve_peak_tflops
+from trainer.on_device import compute_mfu, peak_tflops_of
 from trainer.training.build import autocast_context
 from trainer.training.plan import Plan, build_model
 
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
         speeds = {name: [block.tokens / block.seconds for block in each[1:]] for name, each in blocks.items()}
         figures += figures_of(family, size, speeds, blocks)
         for name, each in blocks.items():
-            middle, peak = statistics.median(speeds[name]), resolve_peak_tflops(args.device)
+            middle, peak = statistics.median(speeds[name]), peak_tflops_of(args.device)
             mfu = compute_mfu(tokens_per_sec=middle, flops_per_token=flops, num_devices=1, peak_tflops=peak)
             sizes = round(size / 1e6), round(middle), float(mfu or 0.0)
             after = "" if name == "alone" else loss_after(each)  # on tokens of no text

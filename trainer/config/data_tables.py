@@ -25,7 +25,6 @@ from trainer.options import (
     NO_NUL,
     BatchingMode,
     MicroBatchCount,
-    MicroBatches,
     MixingOptions,
     Options,
     PickMode,
@@ -181,15 +180,6 @@ BatchSize = Annotated[
     Discriminator(_kind),
     BeforeValidator(_no_other_form, json_schema_input_type=MicroBatchCount | BatchScheduleTable),
 ]
-
-
-def plan_of(setting: int | BatchScheduleTable) -> MicroBatches:
-    """The plan of `train.micro_batches`, whichever form it has."""
-    if isinstance(setting, int):
-        return MicroBatches.constant(setting)
-    points = dict(sorted(setting.points.items()))
-    points = {0: next(iter(points.values())), **points}  # the first point holds before it, too
-    return MicroBatches(tuple(points.items()))
 
 
 class MixingTable(Table, MixingOptions):

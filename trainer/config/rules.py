@@ -77,19 +77,18 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         in_flight = config.data.mixing.batch_size  # a document in each row
     num_shards = data_shards(config, world_size)
     micro_tokens = tokens_per_micro(config, sources, num_shards)
-    tokens = micro_tokens * config.micro_batches.most
-    steps = least_steps(config, micro_tokens)
-    raise_found([UserError(*each) for each in _broken_rules(config, sources, in_flight, steps, tokens, world_size)])
-    return Facts(
+    facts = Facts(
         world_size=world_size,
         data_shards=num_shards,
-        steps=steps,
-        tokens_per_step=tokens,
+        steps=least_steps(config, micro_tokens),
+        tokens_per_step=micro_tokens * config.micro_batches.most,
         tokens_per_micro=micro_tokens,
         groups_in_flight=in_flight,
         capacity_to_change_ranks=in_flight * (num_shards + 1),
         ledger_capacity=config.ledger.slots,
     )
+    raise_found([UserError(*each) for each in _broken_rules(config, sources, facts)])
+    return facts
 
 
 def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: int) -> int:
@@ -106,28 +105,26 @@ def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
     return config.micro_batches.step_of(batches - 1)
 
 
-def _broken_rules(
-    config: RunConfig, sources: list[SourceTable], in_flight: int, steps: int, tokens_per_step: int, world_size: int
-) -> Iterator[Mistake]:
-    yield from _broken_lengths(config, steps, tokens_per_step)
+def _broken_rules(config: RunConfig, sources: list[SourceTable], facts: Facts) -> Iterator[Mistake]:
+    yield from _broken_lengths(config, facts)
     yield from _broken_pairs(config)
     yield from _broken_lanes(config, sources)
-    yield from _broken_sharding(config, world_size)
-    ledger = config.ledger
+    yield from _broken_sharding(config, facts.world_size)
+    ledger, in_flight = config.ledger, facts.groups_in_flight
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     spread = config.data.mixing.spread
-    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and ledger.stale_threshold < spread:
-        problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later "
-        problem += "(data.mixing.spread)"
-        yield "ledger.stale_threshold", problem, f"set it to {spread} or more, or lower the spread"
     if reads_lanes(config) and ledger.wipe_mode == "periodic_stale":
-        waits = len(config.micro_batches.points) > 1, any(source.target is not None for source in sources)
-        where = "where the plan lowers m", "while batches of a source with a target are read"
-        for problem in (text for text, is_so in zip(where, waits, strict=True) if is_so):
-            problem = f'"periodic_stale" would drop states of documents that wait {problem}'
-            yield "ledger.wipe_mode", problem, 'use "lru"'
+        if ledger.stale_threshold < spread:
+            problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later "
+            problem += "(data.mixing.spread)"
+            yield "ledger.stale_threshold", problem, f"set it to {spread} or more, or lower the spread"
+        drops = '"periodic_stale" would drop states of documents that wait'
+        if not config.micro_batches.is_constant:
+            yield "ledger.wipe_mode", f"{drops} where the plan lowers m", 'use "lru"'
+        if any(source.target is not None for source in sources):
+            yield "ledger.wipe_mode", f"{drops} while batches of a source with a target are read", 'use "lru"'
     if ledger.slots < in_flight:
         problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
         problem += f"others: open streams x batch size of each source), got {ledger.capacity}"
@@ -137,12 +134,12 @@ def _broken_rules(
         yield "ledger.capacity", problem, fix
 
 
-def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
+def _broken_lengths(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
     train = config.train
-    if train.tokens and train.steps not in (0, steps):
+    if train.tokens and train.steps not in (0, facts.steps):
         problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
         yield "train.steps", problem, "set one of them to 0"
-    if train.tokens and not tokens_per_step:
+    if train.tokens and not facts.tokens_per_step:
         problem = "needs the size of a batch, which data sets of your own do not tell"
         yield "train.tokens", problem, "set train.steps instead"
     if config.scheduler.warmup_tokens and not train.tokens:

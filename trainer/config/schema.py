@@ -21,7 +21,6 @@ from trainer.config.data_tables import (
     Seconds,
     Seed,
     Table,
-    plan_of,
 )
 from trainer.options import (
     Amount,
@@ -337,4 +336,9 @@ class RunConfig(Table):
     @property
     def micro_batches(self) -> MicroBatches:
         """`train.micro_batches`, whichever form it has."""
-        return plan_of(self.train.micro_batches)
+        setting = self.train.micro_batches
+        if isinstance(setting, int):
+            return MicroBatches.constant(setting)
+        points = dict(sorted(setting.points.items()))
+        points = {0: next(iter(points.values())), **points}  # the first point holds before it, too
+        return MicroBatches(tuple(points.items()))

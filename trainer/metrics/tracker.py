@@ -17,9 +17,9 @@ from trainer.metrics.aggregate import Recorder, Scalar, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
 from trainer.metrics.catalog import EVAL_PREFIX, lookup_or_gauge
 from trainer.metrics.catalog_rows import EPOCHS, SHARE_ERRORS
-from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
+from trainer.on_device import compute_mfu, get_memory_stats, peak_tflops_of
 from trainer.options import TrackerOptions
 from trainer.wording import message_of
 
@@ -105,8 +105,8 @@ class MetricsTracker:
         self._log_interval, self._per_source = options.log_interval, options.per_source
         self._device = torch.device(device)
         self._num_devices, self._rank = num_devices, rank
-        peak = resolve_peak_tflops(self._device, options.peak_tflops)
-        self._mfu_per_speed: Any = compute_mfu(
+        peak = options.peak_tflops or peak_tflops_of(self._device)
+        self._mfu_per_speed = compute_mfu(
             tokens_per_sec=1.0, flops_per_token=flops_per_token, num_devices=num_devices, peak_tflops=peak
         )
         self._clock = clock

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.device import compute_mfu, get_memory_stats, lookup_peak_tflops, resolve_peak_tflops
 from trainer.metrics.tracker import Ema
+from trainer.on_device import compute_mfu, get_memory_stats, lookup_peak_tflops, peak_tflops_of
 
 
 def test_tensors_are_averaged_as_numbers_are() -> None:
@@ -41,8 +41,7 @@ def test_update_never_reads_a_tensor() -> None:
 )
 def test_peaks_are_of_the_very_card_or_unknown(name: str, peak: float | None) -> None:
     assert lookup_peak_tflops(name) == peak
-    assert resolve_peak_tflops("cpu") is None
-    assert resolve_peak_tflops("cpu", 2.5) == 2.5
+    assert peak_tflops_of("cpu") is None
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
