@@ -9,9 +9,10 @@ import gc
 import hashlib
 import importlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from textwrap import shorten
@@ -100,6 +101,15 @@ def rendezvous_store(info: RankInfo, *, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def _answers(info: RankInfo) -> bool:
+    """Whether somebody hosts the store; rank 0 may have given up, or not begun."""
+    if info.is_main:
+        return True
+    with suppress(OSError), socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0):
+        return True
+    return False
+
+
 CHECK_EVERY_SEC = 0.1
 
 
@@ -123,15 +133,21 @@ def process_group(
     # aborts the process (torch 2.13; one in several dozen short runs). Imported while a group exists,
     # as DDP does, this would keep a reference to it.
     importlib.import_module("torch._dynamo")
-    try:
-        end = time.monotonic() + timeout_sec
-        store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
-        # Polled, since Python handles no signal during a blocking wait.
-        store.add("started", 1)
-        while store.add("started", 0) < info.world_size:
+    end = time.monotonic() + timeout_sec
+
+    def wait_until(happens: Callable[[], bool]) -> None:
+        # Polled, since Python handles no signal during a blocking wait. A rank that is stopped does
+        # not begin one: the other one may have given up.
+        while is_stopped() or not happens():
             if is_stopped() or time.monotonic() > end:
                 raise GroupError("not all ranks have started")
             time.sleep(CHECK_EVERY_SEC)
+
+    try:
+        wait_until(lambda: _answers(info))
+        store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
+        store.add("started", 1)
+        wait_until(lambda: store.add("started", 0) == info.world_size)
         how: dict[str, Any] = {"backend": "gloo"}
         if device.type == "cuda":
             how = {"backend": "nccl", "device_id": device}
