@@ -24,8 +24,8 @@ from trainer.options import TrackerOptions
 from trainer.wording import message_of
 
 _SMOOTHED = ("loss", "tokens", "step_time")
-_OF_MEMORY = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
 SMOOTHING = 0.1  # weight of the newest value in `smoothed/*`
+_OF_MEMORY = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
 
 
 class Ema:
@@ -53,6 +53,26 @@ class Ema:
                 self._value = self._alpha * sample + (1.0 - self._alpha) * self._value
         self._unread.clear()
         return self._value
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Raw values of one logged step; None where unknown, or where the device has none.
+
+    Units: tokens per second over all ranks, seconds, GB (1e9 bytes), fractions.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens_per_sec: float | None
+    mfu: float | None
+    step_time_sec: float
+    allocated_gb: float | None
+    peak_gb: float | None
+    reserved_gb: float | None
+    total_gb: float | None
+    mem_utilization: float | None
 
 
 @dataclass
@@ -185,7 +205,7 @@ class MetricsTracker:
         tokens_trained: Scalar | None = None,
         extra: Mapping[str, Value | None] | None = None,
         force_log: bool = False,
-    ) -> None:
+    ) -> StepMetrics | None:
         """Close the step: timing, MFU, memory, smoothing, and on logging steps logging.
 
         Args:
@@ -198,6 +218,9 @@ class MetricsTracker:
                 that is no number, or has a name of the tracker's own (`loss`, `mfu`), is left out
                 with one warning. Times of sections are those of all ranks.
             force_log: log this step whatever the interval says (the last step, an evaluation step).
+
+        Returns:
+            The raw values on logging steps, None otherwise.
 
         Raises:
             RuntimeError: `start_step` was not called.
@@ -215,14 +238,14 @@ class MetricsTracker:
         if tokens_trained is None:
             tokens_trained = tokens_in_step
         self._tokens_seen = self._tokens_seen + tokens_trained
+        guard = self.diagnostics.best_effort
         for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
             if sample is not None:
                 average.update(sample)
         if extra:
-            self.diagnostics.best_effort("extra").run(self._extra.add, extra)
+            guard("extra").run(self._extra.add, extra)
         self._last = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_in_step": tokens_in_step}
-        if force_log or self.will_log(step):
-            self._log(step, **self._last)
+        return self._log(step, **self._last) if force_log or self.will_log(step) else None
 
     def log_last(self, step: int, extra: Mapping[str, Value | None]) -> None:
         """Log the step that ended last, which turned out to be the run's last. `extra`: see `end_step`."""
@@ -232,26 +255,30 @@ class MetricsTracker:
 
     def _log(
         self, step: int, *, loss: Scalar | None, grad_norm: Scalar | None, lr: float, tokens_in_step: Scalar
-    ) -> None:
+    ) -> StepMetrics:
         """Log a step that has ended; see `end_step`."""
-        since = self._since
+        since, guard = self._since, self.diagnostics.best_effort
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = self.diagnostics.best_effort("memory").run(get_memory_stats, self._device) or {}
+        memory = None
+        if self._device.type == "cuda":
+            memory = guard("memory").run(get_memory_stats, self._device)
         # Times and speeds of a payload are those of all steps since the last one.
         self._since, step_time = _Since(), since.seconds / since.steps
         speed, mfu = self._rates(since.tokens, max(since.seconds, 0.0))
-        values: dict[str, float | None] = {
-            "loss": None if loss is None else float(loss),
-            "grad_norm": None if grad_norm is None else float(grad_norm),
-            "lr": float(lr),
-            "tokens_per_sec": speed,
-            "mfu": mfu,
-            "step_time_sec": step_time,
-            **{f"gpu/{name}": memory.get(name) for name in _OF_MEMORY},
-            "tokens_in_step": float(tokens_in_step),
-            "tokens_seen": float(self._tokens_seen),
-            "tokens_per_sec_per_device": None if speed is None else speed / self._num_devices,
-        }
+        metrics = StepMetrics(
+            loss=None if loss is None else float(loss),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            lr=float(lr),
+            tokens_per_sec=speed,
+            mfu=mfu,
+            step_time_sec=step_time,
+            **{name: (memory or {}).get(name) for name in _OF_MEMORY},
+        )
+        values: dict[str, float | None] = dict(vars(metrics))
+        for name in _OF_MEMORY:
+            values[f"gpu/{name}"] = values.pop(name)
+        values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
+        values["tokens_per_sec_per_device"] = None if speed is None else speed / self._num_devices
         smooth_loss, smooth_tokens, smooth_time = map(Ema.read, self._smoothed.values())
         # The averaged tokens over the averaged time: an average of speeds would be above it.
         smooth_speed, smooth_mfu = self._rates(smooth_tokens, smooth_time)
@@ -264,6 +291,7 @@ class MetricsTracker:
             if own is not None and step_time > 0.0:
                 values[f"time/{part}_share"] = own / step_time
         self._emit("train", step, values)
+        return metrics
 
     def _rates(self, tokens: Scalar | None, seconds: float | None) -> tuple[float | None, float | None]:
         """Tokens per second, and MFU; None where unknown."""

@@ -17,6 +17,7 @@ from trainer.metrics.aggregate import (
     SumCount,
     Value,
     rank_operations,
+    reduce_loss_metrics,
     reduce_over_ranks,
 )
 from trainer.metrics.best_effort import BestEffort
@@ -105,6 +106,27 @@ def test_three_ranks_agree_in_one_collective(on_ranks: list[dict[str, Any]]) -> 
         }
 
 
+def reduce_losses(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
+    values: dict[str, Any] = {"plain": float(rank), "token_loss": 1.0 + rank, "evicted": torch.tensor(rank)}
+    counts: dict[str, Any] = {"token_loss": 10.0 * rank, "nobody": 0.0}
+    if rank == 0:
+        values["token_loss"] = math.nan  # the mean over no tokens
+    if rank == 2:
+        del values["evicted"]
+    with CountingGather() as counting:
+        reduced = reduce_loss_metrics(values, counts, ["evicted", "never"], device="cpu", world_size=world_size)
+    return reduced, counting.calls
+
+
+@pytest.mark.distributed
+def test_ranks_reduce_means_weighted_means_and_totals(on_ranks: list[dict[str, Any]]) -> None:
+    expected = {"plain": 1.0, "token_loss": (2 * 10 + 3 * 20) / 30}
+    expected |= {"evicted": 1.0, "evicted_max": 1.0, "never": 0.0, "never_max": 0.0}
+    for reduced, calls in (found["losses"] for found in on_ranks):
+        assert calls == ["all_gather"]
+        assert reduced == expected
+
+
 class Odd:
     def __float__(self) -> float:
         raise ZeroDivisionError
@@ -148,7 +170,7 @@ def test_a_rank_without_a_key_leaves_the_others_and_one_that_failed_takes_totals
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    calls = {"plan": reduce_three, "partial": partial_ranks}
+    calls = {"plan": reduce_three, "losses": reduce_losses, "partial": partial_ranks}
     return {name: call(rank, world_size) for name, call in calls.items()}
 
 

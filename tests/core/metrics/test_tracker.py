@@ -11,7 +11,7 @@ import torch
 
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.payload_contract import encode_payload, parse_payload
-from trainer.metrics.tracker import MetricsTracker
+from trainer.metrics.tracker import MetricsTracker, StepMetrics
 from trainer.options import TrackerOptions
 
 
@@ -54,11 +54,11 @@ class Run:
         defaults = {"num_devices": 2, "device": "cpu", "clock": self.clock, "sinks": [self.sink]}
         self.tracker = MetricsTracker(TrackerOptions(**own), **{**defaults, **options})
 
-    def step(self, step: int, *, seconds: float = 0.5, **values: Any) -> None:
+    def step(self, step: int, *, seconds: float = 0.5, **values: Any) -> StepMetrics | None:
         self.tracker.start_step()
         self.clock.now += seconds
         defaults = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_in_step": 1000}
-        self.tracker.end_step(step, **{**defaults, **values})
+        return self.tracker.end_step(step, **{**defaults, **values})
 
     def metrics(self, index: int = -1) -> dict[str, float]:
         return dict(self.sink.payloads[index]["metrics"])
@@ -66,10 +66,9 @@ class Run:
 
 def test_the_first_step_and_every_interval_are_logged() -> None:
     run = Run(log_interval=10)
-    for step in range(1, 31):
-        run.step(step)
-    logged = [payload["global_step"] for payload in run.sink.payloads]
+    logged = [step for step in range(1, 31) if run.step(step) is not None]
     assert logged == [1, 10, 20, 30]
+    assert [payload["global_step"] for payload in run.sink.payloads] == logged
     assert [step for step in range(1, 31) if run.tracker.will_log(step)] == logged
 
 
@@ -94,7 +93,7 @@ def test_smoothing_sees_steps_that_do_not_log() -> None:
 def test_tensors_are_read_on_logging_steps_only() -> None:
     run = Run(log_interval=10)
     unreadable = {key: torch.empty((), device="meta") for key in ("loss", "grad_norm", "tokens_in_step")}
-    run.step(2, **unreadable, extra={"ledger/cold_starts": torch.empty((), device="meta")})
+    assert run.step(2, **unreadable, extra={"ledger/cold_starts": torch.empty((), device="meta")}) is None
     with pytest.raises((RuntimeError, NotImplementedError)):
         run.step(10, **unreadable)
 
@@ -155,9 +154,9 @@ def test_an_unknown_key_warns_once_and_is_still_logged(capsys: pytest.CaptureFix
     assert warnings.count("'my/own_one' is not in the catalog") == warnings.count("'my/own_two' is not in the") == 1
 
 
-def test_other_ranks_time_but_hold_no_sinks() -> None:
+def test_other_ranks_time_and_return_but_hold_no_sinks() -> None:
     run = Run(rank=1, sinks=[])
-    run.step(1)
+    assert run.step(1) is not None
     with pytest.raises(ValueError, match="sinks belong to rank 0, this is rank 1"):
         run.tracker.init_backends([Recorder()])
     late = Recorder()
