@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -138,9 +137,9 @@ BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Field(min_length=1), Befo
 class ScheduleTable(Table):
     """A weight that changes: `{ schedule = "linear", points = { 0 = 3.0, 150 = 1.0 } }`."""
 
-    schedule: Annotated[Literal["linear", "step"], Field(validation_alias=AliasChoices("schedule", "kind"))]
+    schedule: Literal["linear", "step"]
     """linear: interpolate between points; step: take the last point reached. Constant outside
-    the points. `kind` is another name for it."""
+    the points."""
     unit: Literal["batch", "step"] = "batch"
     """Unit of the points: a rank's micro-batches, from 0, or optimizer steps, from 1."""
     points: Points
@@ -204,6 +203,12 @@ class MixingOverride(Table):
     repeat: bool | None = None
 
 
+def refuse_lone_args(table: Any) -> None:
+    """Refuse arguments of nothing."""
+    if table.args and table.target is None:
+        raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+
+
 class FilesTable(Table):
     """Files of documents, for training or evaluation."""
 
@@ -254,8 +259,7 @@ class SourceTable(FilesTable):
     def check(self) -> None:
         """Refuse arguments of nothing."""
         super().check()
-        if self.args and self.target is None:
-            raise ValueError("args needs target")
+        refuse_lone_args(self)
 
 
 class DatasetFile(Table):
@@ -332,5 +336,4 @@ class EvalTable(Table):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two sources are named {twice[0]}: give each a name of its own")
-        if self.args and self.target is None:
-            raise ValueError("args are those of a target: name it")
+        refuse_lone_args(self)

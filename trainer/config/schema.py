@@ -21,6 +21,7 @@ from trainer.config.data_tables import (
     Seconds,
     Seed,
     Table,
+    refuse_lone_args,
 )
 from trainer.options import (
     Amount,
@@ -194,9 +195,7 @@ def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable,
 
     A key with its default value says nothing: a config with all defaults filled in is a config too.
     """
-    if table.target is None and table.args:
-        problem = "args are those of a target of your own"
-        raise ValueError(f"{problem}: name it, or use the keys of this table")
+    refuse_lone_args(table)
     fields = type(table).model_fields
     others = sorted(key for key in replaced if getattr(table, key) != fields[key].default)
     if table.target is not None and others:

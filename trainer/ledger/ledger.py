@@ -33,7 +33,6 @@ COUNTER_KEYS = (
 )
 """Summed over the window and over ranks (the worst rank's count is `<key>_max`)."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
 
 
@@ -55,7 +54,7 @@ class Ledger:
         self._options = options
         self._step = -1  # before the first
         self._stored_at = -1
-        dtype = dtype or DTYPES[options.dtype]
+        dtype = dtype or getattr(torch, options.dtype)
         self._slab = Slab(width=state_width, capacity=options.slots, device=torch.device(device), dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.

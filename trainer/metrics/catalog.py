@@ -53,17 +53,13 @@ def plain_names() -> list[str]:
     return [name for name in _ROWS if name not in _PATTERNS]
 
 
-class UnknownMetric(KeyError):
+class UnknownMetric(LookupError):
     """A key that matches no row of the catalog."""
 
     def __init__(self, key: str) -> None:
-        self.key = key
         close = difflib.get_close_matches(key, [spec.name for spec in CATALOG], n=1)
-        self.hint = f"; did you mean {close[0]}?" if close else ""
-        super().__init__(key)
-
-    def __str__(self) -> str:
-        return f"metric {self.key!r} is not in the catalog{self.hint}"
+        hint = f"; did you mean {close[0]}?" if close else ""
+        super().__init__(f"metric {key!r} is not in the catalog{hint}")
 
 
 class _Found(NamedTuple):

@@ -113,14 +113,9 @@ class MetricsTracker:
         rank: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build a tracker; `sinks` may also come later through `init_backends`.
+        """Only rank 0 may have `sinks`, which may also come later through `init_backends`.
 
-        Args:
-            options: see `TrackerOptions`.
-            num_devices: devices that share the work (the world size).
-            flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
-            rank: only rank 0 may have sinks.
-            clock: monotonic seconds.
+        `flops_per_token`: real FLOPs of forward and backward; 0 if unknown (no MFU).
         """
         self._log_interval, self._per_source = options.log_interval, options.per_source
         self._device = torch.device(device)

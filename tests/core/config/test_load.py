@@ -114,15 +114,6 @@ def test_overrides_win_in_order_and_make_tables(tmp_path):
     assert line.startswith(f"--set {overrides[1]}: data.mixing.batch_size: ")
 
 
-def test_kind_is_another_name_for_the_schedule_of_a_weight(tmp_path):
-    by_kind, by_schedule = (
-        load(tmp_path, BASE, f"data.source.second.weight={{{key}='step', points={{0=1, 5=2}}}}")
-        for key in ("kind", "schedule")
-    )
-    assert by_kind == by_schedule
-    assert load(tmp_path, to_toml(by_kind)) == by_kind
-
-
 def test_a_mistake_names_the_line_of_its_key_or_of_the_table_around_it(tmp_path):
     text = BASE.replace("steps = 6", "steps = 6.5").replace("[data.mixing]", "[data.mixing]\nnum_active = 3")
     text = text.replace('name = "second"', 'name = "sec ond"')
