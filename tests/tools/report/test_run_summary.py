@@ -27,9 +27,6 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
     expected |= dict.fromkeys(unknown)
     assert results(run) == results(run) | expected
     assert notes(run)["Held-out loss"] == "step 4, best 2 at step 2"
-
-
-def test_the_size_of_a_run_comes_from_its_environment_and_rows():
     rows = {"gpu/peak_gb": [2.0, 3.0], "tokens_seen": [50.0, 100.0], "mfu": [0.4, 0.4]}
     rows |= {"data/epochs/web": [0.2, 0.41], "data/epochs_most": [1.1, 2.3]}
     run = record_of(rows, environment={"parameters": 50})

@@ -7,8 +7,8 @@ under every figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from os.path import commonpath
 from typing import Any, Final
 
@@ -17,24 +17,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainer.metrics.catalog import CATALOG, ERROR_SUFFIX, ERRORS_SHOWN, family, is_known, lookup
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import B_BIG, DepthCurve, Number, in_words, is_by_depth, last_curves
+from trainer.tools.runs.readings import DepthCurve, Number, in_words, is_by_depth, last_curves
 from trainer.wording import few
 
-# Over all curves: the page stays below 15 MB, including the 5 MB of plotly.
-POINT_BUDGET: Final = 150_000
-MOST_POINTS, FEWEST_POINTS = 1_500, 100  # of a curve
-MOST_MARKS: Final = 100  # of restarts
+MOST_POINTS: Final = 500  # of a curve: a page of 300 curves is below 15 MB, 5 of them plotly
 NUM_COLORS: Final = 8
 DASHES: Final = ("solid", "dot", "dash", "dashdot")
 OTHER_GROUP: Final = "Not in the catalog"
-# Rows of the catalog that are read together.
-VIEWS: Final = {
-    "Noise scale and batch size": ["gns/b_now", "gns/b_now_low", "gns/b_now_high", B_BIG],
-    "Step time by phase": [f"time/{part}_sec" for part in ("data", "forward_backward", "optimizer")],
-    "Device memory": [f"gpu/{part}_gb" for part in ("allocated", "peak", "reserved", "total")],
-}
+DEPTH_GROUP: Final = "Is context worth its cost?"
+BUCKETS: Final = "points are buckets: the line is the mean, the shade the range"
+HEIGHT, ROW_HEIGHT, DEPTH_HEIGHT = 228, 20, 380  # pixels; of a row of the legend, which holds six keys
 PLACES: Final = {spec.name: place for place, spec in enumerate(CATALOG)}
-VIEW_OF: Final = {key: title for title, keys in VIEWS.items() for key in keys}
 Floats = NDArray[np.float64]
 Json = dict[str, Any]
 
@@ -51,7 +44,7 @@ class Curve:
     is_reduced: bool  # whether points are buckets
 
 
-def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
+def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int = MOST_POINTS) -> Curve:
     """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets
     of equal size, whose lowest and highest keep an outlier visible in a run of any length."""
     step, value = np.asarray(steps, np.float64), np.asarray(values, np.float64)
@@ -69,25 +62,18 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
     return Curve(place, mean, low, high, bad, is_reduced=len(step) > len(starts))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Chart:
-    """The lines of some keys over the steps, of one run or of several."""
+    """A figure, and what stands around it."""
 
-    keys: list[str]
-    title: str
+    keys: Sequence[str]
     figure: Json
+    title: str
+    notes: Sequence[str]
     unit: str = ""
     group: str = OTHER_GROUP
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The meaning of each row of the catalog, with its good and bad signs, and its title."""
-        found: dict[str, str] = {}
-        for spec in map(lookup, filter(is_known, self.keys)):
-            text = f"{spec.description} Healthy: {spec.healthy} Trouble: {spec.pathological}"
-            found.setdefault(text, spec.title)
-        return found
+    about: str = ""  # the meaning, with the good and bad signs
+    height: int = HEIGHT
 
 
 def _row(key: str) -> str:
@@ -96,58 +82,55 @@ def _row(key: str) -> str:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts of every key, but for the loss against depth, in the order of the catalog.
+    """The loss against depth, and charts of every other key in the order of the catalog.
 
-    One chart shows all keys of a row of the catalog, also those of evaluations and worst ranks, or
-    of the rows of a view.
+    One chart shows all keys of a row of the catalog, also those of evaluations and worst ranks, and
+    the bounds of the values.
     """
     every = dict.fromkeys(key for run in runs for key in run.keys)
-    # The loss against depth has a drawing of its own, and all rows of a key may have been replaced.
+    # All rows of a key may have been replaced.
     keys = [key for key in every if not is_by_depth(key) and any(run.column(key)[0] for run in runs)]
-    num_curves = max(len(keys) * len(runs), 1)
-    limit = min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS)
     shared: dict[tuple[str, bool], list[str]] = {}
     for key in sorted(keys, key=lambda key: PLACES.get(_row(key), len(PLACES))):
-        row = _row(key)
         # Next to the values, standard errors would lie on the axis.
-        chart = VIEW_OF.get(row, row), key.endswith(ERROR_SUFFIX)
+        chart = _row(key).removesuffix("_low").removesuffix("_high"), key.endswith(ERROR_SUFFIX)
         shared.setdefault(chart, []).append(key)
-    return [_make_chart(runs, name, together, limit) for (name, _), together in shared.items()]
+    depth = [chart for run in runs for chart in _depth_charts(run)]
+    return depth + [_make_chart(runs, together) for together in shared.values()]
 
 
-def _make_chart(runs: Sequence[RunRecord], name: str, keys: list[str], limit: int) -> Chart:
-    figure: Json = {"data": [], "layout": {"shapes": [], "showlegend": len(keys) > 1}}
-    chart = Chart(keys, keys[0], figure)
-    if is_known(keys[0]):
-        spec = lookup(keys[0])
-        chart = Chart(keys, spec.title, figure, spec.unit, spec.group)
-        if name in VIEWS:
-            chart.title = name
-        elif spec.band is not None:
-            low, high = spec.band  # None ends at the axis
-            band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high}
-            figure["layout"]["shapes"] = [{**band, "fillcolor": "good/0.11", "line": {"width": 0}}]
+def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
+    data: list[Json] = []
     bad: set[int] = set()
-    folder = commonpath(keys)
+    is_reduced, folder = False, commonpath(keys)
     for place, key in enumerate(keys):
         for number, run in enumerate(runs):
             # The legend is that of the first run; the others have its dashes in their own colors.
             line: Json = {"name": key.removeprefix(f"{folder}/"), "legendgroup": key, "showlegend": not number}
-            meta, color, dash = {"run": number, "name": ""}, place, DASHES[0]
+            line["meta"], color, dash = [""], place, DASHES[0]
             if len(runs) > 1:
-                meta["name"], color, dash = run.name, number, DASHES[place % len(DASHES)]
-            curve = make_curve(*run.column(key), limit=limit)
+                line["meta"], color, dash = [run.name], number, DASHES[place % len(DASHES)]
+            curve = make_curve(*run.column(key))
             if len(curve.steps):
-                traces = _traces(curve, f"c{color % NUM_COLORS}", dash)
-                figure["data"] += [{**line, "meta": meta, **trace} for trace in traces]
+                data += [{**line, **trace} for trace in _traces(curve, f"c{color % NUM_COLORS}", dash)]
             bad.update(curve.bad_steps)
-            if curve.is_reduced:
-                chart.notes = ["points are buckets: the line is the mean, the shade the range"]
+            is_reduced = is_reduced or curve.is_reduced
+    notes = [BUCKETS] * is_reduced
     if bad:
-        chart.notes.insert(0, f"not finite at step {few([f'{step:,}' for step in sorted(bad)])}")
-    figure["layout"]["yaxis"] = {"title": {"text": chart.unit or "no unit"}}
-    figure["layout"]["hovermode"] = "x unified" if len(keys) * len(runs) <= NUM_COLORS else "closest"
-    return chart
+        notes.insert(0, f"not finite at step {few([f'{step:,}' for step in sorted(bad)])}")
+    layout: Json = {"shapes": [], "showlegend": len(keys) > 1}
+    layout["hovermode"] = "x unified" if len(keys) * len(runs) <= NUM_COLORS else "closest"
+    chart = Chart(keys, {"data": data, "layout": layout}, keys[0], notes)
+    if is_known(keys[0]):
+        spec = lookup(keys[0])
+        about = f"{spec.description} Healthy: {spec.healthy} Trouble: {spec.pathological}"
+        chart = replace(chart, title=spec.title, unit=spec.unit, group=spec.group, about=about)
+        if spec.band is not None:
+            low, high = spec.band  # None ends at the axis
+            band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high}
+            layout["shapes"] = [{**band, "fillcolor": "good/0.11", "line": {"width": 0}}]
+    layout["yaxis"] = {"title": {"text": chart.unit or "no unit"}}
+    return replace(chart, height=HEIGHT + ROW_HEIGHT * (len(keys) // 6))
 
 
 def _traces(curve: Curve, color: str, dash: str) -> list[Json]:
@@ -160,18 +143,17 @@ def _traces(curve: Curve, color: str, dash: str) -> list[Json]:
         traces.append({**shade, "mode": "lines", "hoverinfo": "skip", "showlegend": False})
     points = {"x": _numbers(curve.steps), "y": _numbers(curve.mean)}
     look = {"line": {"color": color, "dash": dash}, "marker": {"color": color}}
-    traces.append({**points, **look, "hovertemplate": "%{y:,.6~g} %{meta.name}"})
+    traces.append({**points, **look, "hovertemplate": "%{y:,.6~g} %{meta[0]}"})
     return traces
 
 
 def restart_marks(runs: Sequence[RunRecord]) -> list[Json]:
-    """The lines of all charts at restarts, each named by the index of its run."""
+    """The lines of all charts at restarts, in the color of the run."""
     marks: list[Json] = []
     for number, run in enumerate(runs):
         look = {"color": f"c{number % NUM_COLORS}", "width": 1.2, "dash": "dot"}
-        for step in sorted({each.global_step for each in run.restarts[-MOST_MARKS:]}):
-            ends = {"x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper"}
-            marks.append({"type": "line", "name": str(number), "line": look, **ends})
+        mark = {"type": "line", "line": look, "y0": 0, "y1": 1, "yref": "paper"}
+        marks += [{**mark, "x0": step, "x1": step} for step in sorted({each.global_step for each in run.restarts})]
     return marks
 
 
@@ -180,13 +162,15 @@ def _numbers(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.8g}") for value in values]
 
 
-def depth_figures(run: RunRecord) -> list[tuple[str, str, Json]]:
-    """(name of the set, what carrying is worth, the figure) for each set of the last evaluation."""
+def _depth_charts(run: RunRecord) -> Iterator[Chart]:
+    """What carrying is worth, for each set of the last evaluation."""
     cell, (_, curves) = run.setting("data.seq_len", 0), last_curves(run)
-    return [(name or "held out", in_words(curve, cell), depth_figure(curve)) for name, curve in curves.items()]
+    for name, curve in curves.items():
+        title, words = f"{run.name}, {name or 'held out'}", in_words(curve, cell)
+        yield Chart((), _depth_figure(curve), title, [words], group=DEPTH_GROUP, height=DEPTH_HEIGHT)
 
 
-def depth_figure(curve: DepthCurve) -> Json:
+def _depth_figure(curve: DepthCurve) -> Json:
     """Both losses over the depth on a logarithmic axis; below, the gain with its errors.
 
     The losses have no error bars: how hard documents are cancels in the gain.

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib import resources
-from typing import Final
 
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 from trainer.config.load import flatten
 from trainer.tools.diagnostics.diagnose import Diagnosis
-from trainer.tools.report.charts import NUM_COLORS, Chart, depth_figures, make_charts, restart_marks
+from trainer.tools.report.charts import NUM_COLORS, Chart, make_charts, restart_marks
 from trainer.tools.report.run_summary import config_differences, rows_text, summaries, value_text
 from trainer.wording import few
-
-# By verdict: its mark and its class.
-LOOKS: Final = {"healthy": ("✓", "good"), "no_findings": ("?", ""), "findings": ("!", "bad")}
 
 
 def render_page(diagnoses: Sequence[Diagnosis]) -> str:
@@ -30,20 +26,17 @@ def render_page(diagnoses: Sequence[Diagnosis]) -> str:
     groups: dict[str, list[Chart]] = {}
     for chart in make_charts(runs):
         groups.setdefault(chart.group, []).append(chart)
-    depth = [(run.name, *figure) for run in runs for figure in depth_figures(run)]
-    figures = [figure for *_, figure in depth] + [chart.figure for charts in groups.values() for chart in charts]
+    figures = [chart.figure for group in groups.values() for chart in group]
     assets = resources.files("trainer.tools.report") / "assets"
     layout = json.loads((assets / "layout.json").read_text())
     return environment.get_template("page.html").render(
         diagnoses=diagnoses,
-        looks=LOOKS,
         num_colors=NUM_COLORS,
         title=", ".join(run.name for run in runs),
         notes=[(run.name, note) for run in runs for note in run.notes],
         results=summaries(runs),
         differences=config_differences(runs),
         groups=groups,
-        depth=depth,
         page={"figures": figures, "layout": layout, "marks": restart_marks(runs)},
         css=(assets / "report.css").read_text(encoding="utf-8"),
         script=(assets / "report.js").read_text(encoding="utf-8"),

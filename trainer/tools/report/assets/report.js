@@ -1,18 +1,17 @@
-/* Shows the plotly figures in #data with one range of steps. */
+/* Draws the plotly figures in #data, each into the plot at its place, with one range of steps. */
 "use strict";
 (() => {
-  const $ = (id) => document.getElementById(id);
-  const isTouch = matchMedia("(pointer: coarse)").matches;
   const WINDOW = 0.05;  // of the smoothing average, as a fraction of the points
   const CONFIG = { displayModeBar: false, doubleClick: false, responsive: true };
-  const state = { smooth: false, log: false, range: null, hidden: new Set() };  // hidden: runs
+  const isTouch = matchMedia("(pointer: coarse)").matches;
   const plots = [...document.querySelectorAll(".plot")];
-  let page, span;
+  const [smoothing, reset] = ["smooth", "reset"].map((id) => document.getElementById(id));
+  let page, span, range = null, isSmooth = false;
 
   /* Colors are names of CSS variables, with an opacity. */
   function load() {
     const probe = document.body.appendChild(document.createElement("i"));
-    page = JSON.parse($("data").textContent, (key, value) => {
+    page = JSON.parse(document.getElementById("data").textContent, (key, value) => {
       if (typeof value !== "string" || !key.endsWith("color")) return value;
       const [name, opacity = 1] = value.split("/");
       probe.style.color = `var(--${name})`;
@@ -20,10 +19,8 @@
     });
     probe.remove();
     page.layout.font.family = getComputedStyle(document.body).fontFamily;
-    let [first, last] = [Infinity, -Infinity];
-    for (const { data } of page.figures.filter(({ isOfDepth }) => !isOfDepth)) {
-      for (const { x } of data) [first, last] = [Math.min(first, x[0] ?? first), Math.max(last, x.at(-1) ?? last)];
-    }
+    const traces = page.figures.filter(({ isOfDepth }) => !isOfDepth).flatMap(({ data }) => data);
+    const first = Math.min(...traces.map(({ x }) => x[0])), last = Math.max(...traces.map(({ x }) => x.at(-1)));
     const pad = Math.max((last - first) * 0.015, 0.5);
     span = [first - pad, last + pad];
   }
@@ -38,21 +35,18 @@
     });
   }
 
-  function tracesOf(figure) {
-    return figure.data.filter((trace) => !state.hidden.has(trace.meta?.run)).flatMap((trace) => {
-      if (!state.smooth || trace.fill || figure.isOfDepth) return [trace];
-      const calm = { y: smooth(trace.y), mode: "lines", showlegend: false, hoverinfo: "skip", hovertemplate: null };
-      return [{ ...trace, opacity: 0.28 }, { ...trace, ...calm }];
-    });
+  function withSmooth(trace) {
+    if (trace.fill) return [trace];
+    const calm = { y: smooth(trace.y), mode: "lines", showlegend: false, hoverinfo: "skip", hovertemplate: null };
+    return [{ ...trace, opacity: 0.28 }, { ...trace, ...calm }];
   }
 
   /* The range of the values in sight, so that a zoomed chart uses its full height. */
-  function valueRange(figure, traces, isLog) {
-    const [from, to] = state.range ?? span;
+  function valueRange(figure, [from, to]) {
     // The first step opens the data and compiles, which may take as long as a hundred others.
-    const skipsFirst = figure.layout.yaxis.title.text === "s" && !state.range;
+    const skipsFirst = figure.layout.yaxis.title.text === "s" && !range;
     let low = Infinity, high = -Infinity;
-    for (const { x, y } of traces) {
+    for (const { x, y } of figure.data) {
       x.forEach((step, i) => {
         const isSkipped = skipsFirst && step === x[0] && x.length > 2;
         if (isSkipped || step < from || step > to) return;
@@ -60,37 +54,31 @@
       });
     }
     if (low > high) return [0, 1];
-    if (isLog) [low, high] = [Math.log10(low), Math.log10(high)];
-    const pad = (high - low) * 0.06 || (isLog ? 0.02 : Math.abs(high) * 0.1 || 1);
+    const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
     return [low - pad, high + pad];
   }
 
-  function layoutOf(figure, traces) {
-    const template = { layout: page.layout };
-    if (figure.isOfDepth) return { ...structuredClone(figure.layout), template, dragmode: false };
-    const isLog = state.log && traces.every(({ y }) => y.every((value) => value > 0));
-    const range = valueRange(figure, traces, isLog);
-    const ends = isLog ? range.map((end) => 10 ** end) : range;
-    const bands = figure.layout.shapes.map((band) => ({ ...band, y0: band.y0 ?? ends[0], y1: band.y1 ?? ends[1] }));
-    const restarts = page.marks.filter(({ name }) => !state.hidden.has(Number(name)));
-    return {
+  function draw(plot) {
+    const figure = page.figures[plots.indexOf(plot)], template = { layout: page.layout };
+    if (figure.isOfDepth) {
+      Plotly.react(plot, figure.data, { ...structuredClone(figure.layout), template, dragmode: false }, CONFIG);
+      return;
+    }
+    const isFirst = !plot.data, steps = range ?? span, values = valueRange(figure, steps);
+    const bands = figure.layout.shapes.map((band) => ({ ...band, y0: band.y0 ?? values[0], y1: band.y1 ?? values[1] }));
+    Plotly.react(plot, isSmooth ? figure.data.flatMap(withSmooth) : figure.data, {
       ...figure.layout,
       template,
       dragmode: isTouch ? false : "zoom",
       legend: { uirevision: "kept" },
-      xaxis: { range: [...(state.range ?? span)] },  // plotly writes into it
-      yaxis: { ...figure.layout.yaxis, type: isLog ? "log" : "linear", range },
-      shapes: [...bands, ...restarts],
-    };
-  }
-
-  function draw(plot) {
-    const figure = page.figures[plot.dataset.chart], isFirst = !plot.data, traces = tracesOf(figure);
-    Plotly.react(plot, traces, layoutOf(figure, traces), CONFIG);
+      xaxis: { range: [...steps] },  // plotly writes into it
+      yaxis: { ...figure.layout.yaxis, range: values },
+      shapes: [...bands, ...page.marks],
+    }, CONFIG);
     if (!isFirst) return;
     plot.on("plotly_doubleclick", () => setRange(null));
     plot.on("plotly_relayout", (change) => {
-      if ("xaxis.range[0]" in change && !figure.isOfDepth) setRange([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
+      if ("xaxis.range[0]" in change) setRange([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
     });
   }
 
@@ -108,24 +96,21 @@
     document.documentElement.dataset.drawn = "all";
   }
 
-  function setRange(range) {
-    const [from, to] = [Math.max(range?.[0] ?? -Infinity, span[0]), Math.min(range?.[1] ?? Infinity, span[1])];
+  function setRange(wanted) {
+    const [from, to] = [Math.max(wanted?.[0] ?? -Infinity, span[0]), Math.min(wanted?.[1] ?? Infinity, span[1])];
     if (to - from < 0.5) return;
-    state.range = from > span[0] || to < span[1] ? [from, to] : null;
-    $("reset").disabled = state.range === null;
+    range = from > span[0] || to < span[1] ? [from, to] : null;
+    reset.disabled = range === null;
     drawAll();
   }
 
-  const press = (button, isOn) => button.setAttribute("aria-pressed", String(isOn));
-  document.addEventListener("click", ({ target }) => {
-    const button = target.closest("button"), run = button?.dataset.run;
-    if (button?.id === "reset") setRange(null);
-    if (button?.id === "log") press(button, state.log = !state.log);
-    if (button?.id === "smooth") press(button, state.smooth = !state.smooth);
-    if (run !== undefined) press(button, state.hidden.delete(Number(run)) || !state.hidden.add(Number(run)));
-    if (button) drawAll();
+  reset.addEventListener("click", () => setRange(null));
+  smoothing.addEventListener("click", () => {
+    isSmooth = !isSmooth;
+    smoothing.setAttribute("aria-pressed", isSmooth);
+    drawAll();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { load(); plots.forEach(draw); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { load(); drawAll(); });
   for (const { textContent, parentElement } of document.querySelectorAll("section > h2")) {
     const link = document.createElement("a");
     [link.href, link.textContent] = [`#${parentElement.id}`, textContent];
