@@ -502,7 +502,7 @@ def judge(name: str) -> str:
     case = BROKEN.get(name) or Case(HONEST_MODELS[name], seq_len=64 if name in TWINS else 16)
     torch.manual_seed(0)
     with patch.object(soak, "SECONDS", 600.0):  # how busy the machine is decides nothing
-        report = check_model(case.make(), vocab_size=VOCAB, build=case.make, seq_len=case.seq_len, max_seconds=600.0)
+        report = check_model(case.make(), vocab_size=VOCAB, build=case.make, seq_len=case.seq_len)
     found = report.breaches or (report.warnings if name in BROKEN else [])
     made, verdict = "broken" if name in BROKEN else "honest", found[0].status if found else "held"
     return f"{name},{made},{verdict},{' '.join(each.check for each in found)},{case.source}\n"

@@ -10,7 +10,6 @@ import textwrap
 import pytest
 
 from tests.support.in_process import program, train_here
-from tests.support.models import pretrained
 from tests.support.runs import FULL_ROWS, overrides, read_rows, train, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
@@ -159,15 +158,6 @@ def test_rows_of_several_documents_are_refused_for_a_model_without_resets(check)
         f"--set {ALIGN}: data.align: documents share a row, and broken_model:build takes no resets, which keep them "
     )
     assert ended.stderr.count("\n") == 1
-
-
-def test_rows_of_several_documents_are_refused_for_models_of_transformers(tmp_path, capsys):
-    pytest.importorskip("transformers", reason="extra hf")
-    read = f'model.args={{from="{pretrained("bamba", tmp_path / "bamba", 257)}"}}'
-    options = [f"--set={each}" for each in (ALIGN, FULL_ROWS, "model.family=bamba", read)]
-    ended = program(["check", "--config", write_tiny_config(tmp_path), *options], capsys)
-    assert ended.returncode == 2
-    assert "documents share a row, and bamba takes no resets, which keep them apart" in ended.stderr
 
 
 def test_the_contract_can_be_left_out_and_that_is_said(check):

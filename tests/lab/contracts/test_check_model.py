@@ -165,14 +165,6 @@ def test_a_model_that_returns_no_state_on_purpose_is_not_convicted(kind):
     assert report["carry"] not in report.unchecked
 
 
-def test_a_model_without_state_width_is_left_without_it():
-    model = made(NestedLstm)
-    assert check_model(model, vocab_size=VOCAB)["carry"].status == "held"
-    assert not hasattr(model, "state_width")
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-
-
 @pytest.mark.parametrize(
     ("batch_last", "why"), [(True, "its state cannot be kept: "), (False, "no state: RuntimeError: no")]
 )
@@ -204,15 +196,18 @@ def test_a_stateful_model_of_one_length_is_judged_as_far_as_that_goes(make, with
     assert [verdict.check for verdict in report.unchecked] == ["carry"]
 
 
-@pytest.mark.parametrize("name", ["batch norm", "noise of numpy in eval"])
-def test_the_model_and_the_generators_are_left_alone(name):
-    model = made(MUTANTS[name]).eval()
+@pytest.mark.parametrize("make", [MUTANTS["batch norm"], MUTANTS["noise of numpy in eval"], NestedLstm])
+def test_the_model_and_the_generators_are_left_alone(make):
+    model = made(make).eval()
+    has_width = hasattr(model, "state_width")
     model.head.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
     check_model(model, vocab_size=VOCAB)
     assert not model.training
+    assert hasattr(model, "state_width") == has_width
+    assert not model._forward_pre_hooks
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not model.head.weight.requires_grad
@@ -284,9 +279,11 @@ def test_a_model_that_has_run_is_judged_as_one_that_has_not():
     assert torch.equal(copied.losses[1][1], kept[1][1])
 
 
-def test_without_time_short_rows_alone_are_judged():
-    report = check_model(made(Gru), vocab_size=VOCAB, max_seconds=0.0)
-    assert "would take more than the 0.0 s" in report["soak"].text
+def test_without_time_short_rows_alone_are_judged(monkeypatch):
+    monkeypatch.setattr(soak, "SECONDS", -1.0)
+    monkeypatch.setattr(soak, "MOST_SECONDS", -1.0)
+    report = check_model(made(Gru), vocab_size=VOCAB)
+    assert "would take more than" in report["soak"].text
     assert report["carry"].text.startswith("on short rows")
 
 
@@ -297,11 +294,11 @@ def test_without_time_short_rows_alone_are_judged():
 def test_the_soak_looks_as_far_as_its_time_allows_and_says_how_far(token_sec, scope, monkeypatch):
     monkeypatch.setattr(soak, "SECONDS", 1e4)
     monkeypatch.setattr(soak, "_time_call", lambda trial, rows, length: token_sec * rows * length)
-    report = check_model(made(Gru), vocab_size=VOCAB, rows=16, max_seconds=1e5)
+    report = check_model(made(Gru), vocab_size=VOCAB, rows=16)
     assert f"soak of {scope}" in report.summary()
     assert f"eval() in float64 ({scope}" in report["soak"].text.replace(", train() in float32", "")
     monkeypatch.setattr(soak, "MOST_LOGITS", 1)
-    report = check_model(made(Gru), vocab_size=VOCAB, rows=16, max_seconds=1e5)
+    report = check_model(made(Gru), vocab_size=VOCAB, rows=16)
     assert "16 rows" not in report.summary()
 
 

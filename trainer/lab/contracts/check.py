@@ -48,21 +48,24 @@ from trainer.lab.contracts.trial import (
 )
 
 RANDOM = (
-    "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: "
-    "something random is active there, such as a dropout without training=self.training; "
-    "pass that, or use nn.Dropout"
+    "the same call in eval() gives another answer each time, by {:.1e} of the logits' spread: is there "
+    "a dropout without training=self.training?"
 )
 UNSAVED = (
     "built anew, with the same state_dict, it gives other logits in eval(), by {:.1e} of their "
     "spread, which need something that the state_dict does not hold (a buffer with persistent=False?)"
 )
+KEEPS = (
+    "the same call gives another answer after another call in between, by {:.1e}, in {}: the module "
+    "keeps something from call to call, which the ledger cannot see"
+)
 RETURNS_NONE = (
     "forward takes a state and returns none, so every cell starts from zero: return "
-    "ModelOutput(..., state=...), or set state_width = 0 on a model without a state"
+    "ModelOutput(..., state=...), or set state_width = 0"
 )
-LEARNED_START = (
-    "The trainer begins every group with zeros: a start that None alone has, such as a learned one, "
-    "is never used and never trained (docs/contracts.md)"
+OWN_START = (
+    "state=None and zeros give other logits, by {:.1e} of their spread: groups begin with zeros, so a "
+    "start that None alone has is never trained (docs/contracts.md)"
 )
 
 LEAST_NOISE = 1e-3  # of the logits' spread: rounding that hides too much on a short row
@@ -76,7 +79,6 @@ def check_model(
     seq_len: int = 64,  # tokens of a cell in training
     autocast: torch.dtype | None = None,  # in training; None: none
     rows: int = LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
-    max_seconds: float = 60.0,
 ) -> Report:
     """Check that a model keeps the contract of `trainer.model.protocol.SequenceModel`.
 
@@ -85,11 +87,10 @@ def check_model(
 
     `forward(tokens, state)` returns an object with `.logits` and `.state`; without an attribute
     `state_width` its state may be any nest of tensors [B, ...]. The soak's verdict says what it
-    tried; one that would take longer than `max_seconds`, in the calling thread, is not begun.
+    tried; one that would take long is not begun.
     """
-    started, deadline = time.perf_counter(), time.thread_time() + max_seconds
-    request = Request(vocab_size, seq_len, autocast, rows, deadline, build)
-    verdicts: dict[str, Verdict] = {}
+    started, verdicts = time.perf_counter(), dict[str, Verdict]()
+    request = Request(vocab_size, seq_len, autocast, rows, build)
     how, why = "nothing was run", ""
     with _left_alone(model):
         try:
@@ -282,8 +283,7 @@ def _check_state(trial: Trial) -> Verdict | None:
     size = float(trial.errors(found.logits, wanted.logits).max())
     if size <= trial.rounding.limit:
         return None
-    text = f"state=None and zeros give other logits, by {size:.1e} of their spread. {LEARNED_START}"
-    return Verdict("carry", "broken", text, size)
+    return Verdict("carry", "broken", OWN_START.format(size), size)
 
 
 def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
@@ -301,12 +301,7 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
         pairs = ((kept(tokens, state), result), (kept(tokens, zeros), start))
         size = max(_difference(trial, found, wanted) for found, wanted in pairs)
         if size > max(64 * trial.rounding.noise, 1e-12):
-            text = (
-                f"the same call gives another answer after another call in between, by {size:.1e}, "
-                f"in {MODES[training]}: the module keeps something of its own from call to call, "
-                "which the ledger cannot see"
-            )
-            return Verdict("purity", "broken", text, size), trial
+            return Verdict("purity", "broken", KEEPS.format(size, MODES[training]), size), trial
     # From here on one copy serves all calls; random in training, it is judged in eval().
     is_random = _repeat(trial, trial.subject) > 0
     trial = replace(trial, subject=replace(trial.subject, is_pure=True, training=not is_random))

@@ -35,7 +35,7 @@ CELLS = 6  # of the training length; a longer one follows, and short ones
 SHORT = (1, 1, 5)  # tokens
 TRAINED = (5, 5)  # of a pass with gradients: nobody trains on single tokens
 MOST_COLUMNS = 256  # of the logits of `LEAST_ROWS` rows: a large vocabulary would fill the memory
-SECONDS = 4.0  # a smaller size is taken if it would take longer
+SECONDS, MOST_SECONDS = 4.0, 60.0  # a smaller size is taken above the first; none above the second
 READS = 60  # forwards of one cell that all passes take, about
 SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 FLIPPED = 16  # tokens of which rounding above `EXACT` may send the half to other experts
@@ -47,7 +47,6 @@ PHASES = (
 )
 EXACT = 1e-10  # relative rounding of float64, not of float32
 ALLOWED = 8.0  # errors of a batch at low precision, over those of the documents run alone at it
-SAMPLES = (0, 1)  # a breach has to show with each of these draws of tokens
 HARMLESS = "which matters in a loop that trains through it"
 
 
@@ -108,16 +107,11 @@ class Size(NamedTuple):
 
 
 def soak(trial: Trial, working: Subject, size: Size) -> tuple[dict[str, Verdict], bool | None]:
-    """Judge a batch of this size. Returned states are judged by what follows: one state may be
-    stored in several ways.
+    """Judge a batch of this size; `working`: the model at its own precision. Returned states are
+    judged by what follows: one state may be stored in several ways.
 
-    Args:
-        working: the model at its own precision.
-
-    Returns:
-        The verdicts; and the mode in which to look for the cause, None if the soak holds.
-    Raises:
-        CallFailed: a forward fails.
+    Returns the verdicts, and the mode in which to look for the cause; None if the soak holds.
+    Raises CallFailed: a forward fails.
     """
     exact, trains = replace(trial.subject, with_grad=True), trial.subject.training
     working = replace(working, is_pure=exact.is_pure, training=trains, with_grad=True)
@@ -128,22 +122,19 @@ def soak(trial: Trial, working: Subject, size: Size) -> tuple[dict[str, Verdict]
         passes.append(own)
     soaked = _Soak(trial, exact, size)
     found = {check: untestable(check, "the soak does not hold") for check in CHECKS}
-    judged, missing, largest = list[str](), list[str](), 0.0
+    missing, sizes = "", dict[str, float]()
     for way in passes:
         verdict = found["soak"] = soaked.judge(way)
         if verdict.status == "broken":
             return found, way.training
         if verdict.size is None:
-            missing.append(f"; {way}: not testable here: {verdict.text}")
+            missing += f"; {way}: not testable here: {verdict.text}"
         else:
-            judged.append(str(way))
-            largest = max(largest, verdict.size)
-    if not judged:
+            sizes[str(way)] = verdict.size
+    if not sizes:
         return found, trains
-    text = f"documents in a batch equal the same run alone, in {', '.join(judged)} ({size})"
-    text += "".join(missing)
-    if not trains:
-        text += " (in train() the model draws random numbers beside dropout)"
+    text = f"documents in a batch equal the same run alone, in {', '.join(sizes)} ({size}){missing}"
+    largest = max(sizes.values())
     for check in ("carry", "causality", "isolation", "resets"):
         found[check] = Verdict(check, "held", "see soak", largest)
     found["soak"] = Verdict("soak", "held", text, largest)
@@ -156,10 +147,10 @@ def soak(trial: Trial, working: Subject, size: Size) -> tuple[dict[str, Verdict]
 
 
 def find_size(trial: Trial) -> Size:
-    """The first size that takes `SECONDS`, fewer rows first, then shorter cells; else the last that
-    the time allows. Raises NotTestable: none does."""
-    vocab_size, seq_len, _, rows, deadline, _ = trial.request
-    left, cells = max(deadline - time.thread_time(), 0.0), [seq_len]
+    """The first size that takes `SECONDS`, fewer rows first, then shorter cells; else the last one.
+    Raises NotTestable: it would take more than `MOST_SECONDS`."""
+    vocab_size, seq_len, _, rows, _ = trial.request
+    cells = [seq_len]
     if trial.takes_cells:
         cells += [each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len]
     for cell in cells:
@@ -167,11 +158,11 @@ def find_size(trial: Trial) -> Size:
         alone, least = (_time_call(trial, count, cell) for count in (1, LEAST_ROWS))
         for count in dict.fromkeys((most, LEAST_ROWS)):
             needed = READS * (alone * len(PHASES) + least * count / LEAST_ROWS)
-            if needed <= min(SECONDS, left):
+            if needed <= SECONDS:
                 return Size(count, cell)
-    if needed <= left:
-        return Size(count, cell)
-    raise NotTestable(f"it would take more than the {left:.1f} s that are left for it")
+    if needed > MOST_SECONDS:
+        raise NotTestable(f"it would take more than {MOST_SECONDS:.0f} s")
+    return Size(count, cell)
 
 
 def _time_call(trial: Trial, rows: int, length: int) -> float:
@@ -187,14 +178,11 @@ def _time_call(trial: Trial, rows: int, length: int) -> float:
 
 
 def _of_draws(judge: Callable[[int], Verdict]) -> Verdict:
-    """The first verdict that is not a breach; a breach must show with every draw of tokens."""
-    breaches = []
-    for sample in SAMPLES:
-        found = judge(sample)
-        if found.status != "broken":
-            return found
-        breaches.append(found)
-    return breaches[0]
+    """The verdict of a draw of tokens; of another one too, with which a breach has to show again."""
+    found = judge(0)
+    if found.status == "broken":
+        found = judge(1)
+    return found
 
 
 class _Soak:

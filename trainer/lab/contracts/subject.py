@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.import_path import format_error
 
 CALL_SEED = 20_251
-ZERO_MATRIX_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
-ZERO_VECTOR_SCALE = 0.1
+ZERO_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
 DROPOUTS = frozenset(
     ("dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", *(f"dropout{n}d" for n in (1, 2, 3)))
 )
@@ -236,35 +235,23 @@ def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Modul
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """A copy whose zeros are drawn at random, without the dropouts that `Plain` does not see.
-    Raises NotTestable: it cannot be copied.
+    """A copy whose parameters of zeros are drawn at random, without the dropouts that `Plain` does
+    not see. Raises NotTestable: it cannot be copied.
 
     Heads, gates and projections are often zero at the start: logits that are all 0 hide every
-    breach. Frozen parameters and those with gradient hooks stay: their zeros may be a mask.
+    breach. Frozen parameters stay: their zeros may be a mask.
     """
-    hooked = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
     made = copy_model(model)
     for module in made.modules():
         if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             module.dropout = 0.0
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for parameter in made.parameters():
             parameter.grad = None  # a graph that it holds would be copied with every call
-            is_drawn = parameter.requires_grad and parameter.is_floating_point()
-            if is_drawn and name not in hooked:
-                _draw_zeros(parameter)
+            if parameter.requires_grad and not parameter.any():
+                *_, fan_in = (1, *parameter.shape)
+                parameter.copy_(ZERO_SCALE * max(fan_in, 1) ** -0.5 * _normal(parameter))
     return made
-
-
-def _draw_zeros(parameter: Tensor) -> None:
-    """Draw a vector that is zero, or the rows of a matrix that are."""
-    # Single zeros among others mean something, or hide nothing.
-    scale, is_zero = ZERO_VECTOR_SCALE, (parameter == 0).all()
-    if parameter.dim() > 1:
-        scale = ZERO_MATRIX_SCALE * parameter.shape[-1] ** -0.5
-        is_zero = (parameter == 0).all(-1, keepdim=True)
-    drawn = scale * _normal(parameter)
-    parameter.add_(torch.where(is_zero, drawn, torch.zeros_like(parameter)))
 
 
 def _normal(like: Tensor) -> Tensor:

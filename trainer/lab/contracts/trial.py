@@ -102,13 +102,12 @@ class Report:
 
 
 class Request(NamedTuple):
-    """The arguments of `check_model`, and when its time ends, in that of the calling thread."""
+    """The arguments of `check_model`."""
 
     vocab_size: int
     seq_len: int
     autocast: torch.dtype | None
     rows: int
-    deadline: float
     build: Callable[[], nn.Module] | None
 
 
