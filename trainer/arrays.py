@@ -54,24 +54,19 @@ def keyed_generator(*parts: str | int) -> np.random.Generator:
 
 
 class KeyedUniforms:
-    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key; one block is cached."""
+    """The uniform numbers in [0, 1) of a key; one block is cached."""
 
     def __init__(self, *parts: str | int) -> None:
         self._parts = parts
         self._block = -1
         self._values: list[float] = []
 
-    def __call__(self, index: int) -> float:
-        return self._cached(index // BLOCK)[index % BLOCK]
-
     def ahead(self, index: int) -> list[float]:
         """The numbers from the index-th to the last of its block."""
-        return self._cached(index // BLOCK)[index % BLOCK :]
-
-    def _cached(self, block: int) -> list[float]:
+        block, offset = divmod(index, BLOCK)
         if block != self._block:
             self._values, self._block = self.block(block).tolist(), block
-        return self._values
+        return self._values[offset:]
 
     def block(self, block: int) -> NDArray[np.float64]:
         """The numbers [block * BLOCK, (block + 1) * BLOCK)."""

@@ -178,7 +178,9 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
 
     def observed(_: int) -> None:
         for uniform in uniforms:
-            pool.pick(uniform)
+            slots = pool.choose([uniform])
+            pool.record(slots)
+            pool.readers[slots[0]].taken -= 1  # so that none ends
             mixing.drain_step_metrics()
 
     times = time_in_turns({"bare": bare, "observed": observed}, picks, rounds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,19 +80,19 @@ def _stick(step: int, dataset: StreamMixingDataset) -> None:
     pool = dataset._pool
     if step != ONSET or not pool.readers:
         return
-    original, stuck = pool.pick, max(pool.readers, key=lambda reader: reader.remaining_picks)
+    original, stuck = pool.choose, max(pool.readers, key=lambda reader: reader.remaining_picks)
 
-    def pick(uniform: float) -> int:
-        left = [reader.remaining_picks for reader in pool.readers]
+    def choose(uniforms: Iterable[float]) -> list[int]:
+        left, (uniform,) = [reader.remaining_picks for reader in pool.readers], uniforms
         if len(left) == 1 or stuck not in pool.readers:
-            return original(uniform)
+            return original([uniform])
         slot = pool.readers.index(stuck)
         before, total = sum(left[:slot]), sum(left)
         place = uniform * (total - left[slot])
         place += left[slot] if place >= before else 0.0
-        return original(place / total)
+        return original([place / total])
 
-    pool.pick = pick  # type: ignore[method-assign]
+    pool.choose = choose  # type: ignore[method-assign]
 
 
 def _starve(step: int, dataset: StreamMixingDataset) -> None:
@@ -102,8 +102,9 @@ def _starve(step: int, dataset: StreamMixingDataset) -> None:
     original = dataset._next_reader
 
     def next_reader() -> Any:
+        absences = dataset._pool.absences.copy()
         while (reader := original()) is not None and reader.stream.modality == "b":
-            pass
+            dataset._pool.absences = absences.copy()
         return reader
 
     dataset._next_reader = next_reader  # type: ignore[method-assign]

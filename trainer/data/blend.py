@@ -178,8 +178,6 @@ class BlendDataset:
             chosen = self._choices[at]
             if chosen < 0:
                 self._stop_or_refuse()
-            self._unsaved.add(chosen)
-            self._undrained.add(chosen)
             start = time.perf_counter()
             batch = self._read(chosen)
             if batch is None:
@@ -201,11 +199,12 @@ class BlendDataset:
     def _read(self, index: int) -> Batch | None:
         """A batch of a source that makes its own; None if it has ended."""
         self._now = index
+        self._unsaved.add(index)
+        self._undrained.add(index)  # at its end too: its gauges are to go
         try:
             batch: Batch = next(self._iterators[index])
         except StopIteration:
             self._ended[index] = True
-            self._undrained.add(index)  # its gauges are to go
             return None
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[index].name] * len(batch["tokens"])
@@ -283,8 +282,14 @@ class BlendDataset:
             self._latest[index] = self._report_of(index)
         metrics = self._merged()
         self._undrained.clear()
-        for name, count, due in zip(self._names, self._counts, self._due, strict=True):
-            metrics[SHARE_ERRORS + name] = (count - due, self._total)
+        begun = {}
+        for source, count, due in zip(self.sources, self._counts, self._due, strict=True):
+            metrics[SHARE_ERRORS + source.name] = (count - due, self._total)
+            if isinstance(source.dataset, StreamSource) and (times := source.dataset.times_begun):
+                begun[source.name] = times
+        if begun:
+            metrics[EPOCHS_LEAST] = min(least for least, _ in begun.values())
+            metrics[EPOCHS_MOST] = max(most for _, most in begun.values())
         if self._longest:
             metrics[LONGEST_SHARE] = (self._longest, self._total)
         metrics[ENDED_SOURCES] = float(sum(self._ended))
@@ -292,27 +297,13 @@ class BlendDataset:
             shares = self.shares_at(self._batch_index - 1)
             for name, count, share in zip(self._names, self._counts, shares, strict=True):
                 metrics |= {SHARE_PREFIX + name: (count, self._total), WEIGHT_PREFIX + name: share}
-        metrics.update(self._seconds)
+            for name, (least, most) in begun.items():
+                metrics |= {f"{EPOCHS_LEAST}/{name}": least, f"{EPOCHS_MOST}/{name}": most}
+        metrics |= self._seconds
         self._seconds.clear()
-        metrics |= self._times_begun()
         for key, epochs in self._epochs.items():
             metrics[key], epochs.read = epochs.read, 0.0
-        metrics.update(self._constants)
-        return metrics
-
-    def _times_begun(self) -> dict[str, float]:
-        """How often documents were begun, by key."""
-        found: dict[str, tuple[int, int]] = {}
-        for source in self.sources:
-            if isinstance(source.dataset, StreamSource) and (times := source.dataset.times_begun):
-                found[source.name] = times
-        if not found:
-            return {}
-        least, most = zip(*found.values(), strict=True)
-        metrics = {EPOCHS_LEAST: min(least), EPOCHS_MOST: max(most)}
-        for name, times in found.items() if self._has_shares else ():
-            metrics |= {f"{EPOCHS_LEAST}/{name}": times[0], f"{EPOCHS_MOST}/{name}": times[1]}
-        return metrics
+        return metrics | self._constants
 
     def _report_of(self, index: int) -> dict[str, Reported]:
         """A source's metrics, those that it lists; once it fails, all of them are unknown."""
@@ -336,11 +327,10 @@ class BlendDataset:
 
     def _merged(self) -> dict[str, Reported]:
         by_key: defaultdict[str, list[Reported]] = defaultdict(list)
-        for index, report in self._latest.items():
+        for report in self._latest.values():
             for key, value in report.items():
-                # Events of a report that was merged before must not count twice.
-                is_counted = key in self._counters and index not in self._undrained
-                by_key[key].append(0.0 if is_counted else value)
+                by_key[key].append(value)
+            report |= dict.fromkeys(self._counters & report.keys(), 0.0)  # events count once
         metrics: dict[str, Reported] = {}
         for key, values in by_key.items():
             merge, known = self._merges[key], [value for value in values if value is not None]

@@ -327,8 +327,6 @@ class LaneBlend(BlendDataset):
         num_targets = int((np.asarray(batch["targets"]) != IGNORED).sum())
         # At least 1, or batches without targets would come again and again.
         self._charge(index, max(num_targets, 1))
-        self._unsaved.add(index)
-        self._undrained.add(index)
         return batch
 
     def _refill(self, lane: Lane, at: int, room: int) -> bool:

@@ -7,7 +7,7 @@ cells, so that every rank can compute how long the slices of all ranks last.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from trainer.data.collate import Batch, Collator, Lane
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, Handed, OpenStream
 from trainer.data.layout import Stream
-from trainer.data.shard_source import StreamSource
+from trainer.data.shard_source import Point, StreamSource
 from trainer.metrics.logger import get_logger
 from trainer.options import MixingOptions, part_options
 
@@ -87,23 +87,22 @@ class StreamReader:
     """
 
     def __init__(
-        self, source: OpenStream, order: Ints, left: Ints, *, epoch: int, num_lanes: int, longest: int, picks: int
+        self, source: OpenStream, order: Ints, left: Ints, *, epoch: int, num_lanes: int, longest: int, taken: int
     ) -> None:
         self.source, self.stream = source, source.stream
-        self.picks = picks
-        self._epoch = epoch
+        self._epoch, self.taken = epoch, taken
         cells = left[order]
         lanes, begins = schedule(cells, num_lanes)
         ends = begins + cells
         self.num_picks = max(longest, int(ends.max(initial=0)))
         self.num_cells = int(cells.sum())
-        self.position = int(np.clip(picks - begins, 0, cells).sum())
+        self.position = int(np.clip(taken - begins, 0, cells).sum())
         by_lane = np.argsort(lanes, kind="stable")
         self._groups, self._begins = order[by_lane], begins[by_lane]
         # Of each group, before it begins here.
         self._cells_before = source.groups.num_cells[self._groups] - cells[by_lane]
         bounds = np.searchsorted(lanes[by_lane], np.arange(num_lanes + 1))
-        finished = np.bincount(lanes[ends <= picks], minlength=num_lanes)
+        finished = np.bincount(lanes[ends <= taken], minlength=num_lanes)
         self._next, self._stop = (bounds[:-1] + finished).tolist(), bounds[1:].tolist()
         self._lanes = [Lane() for _ in range(num_lanes)]
         # The next groups of each lane, in reverse.
@@ -112,7 +111,7 @@ class StreamReader:
     @property
     def cursor(self) -> tuple[int, ...]:
         """How far it was read, and on how many lanes."""
-        return self.picks, len(self._lanes)
+        return self.taken, len(self._lanes)
 
     @property
     def has_begun_all(self) -> bool:
@@ -124,18 +123,17 @@ class StreamReader:
     @property
     def remaining_picks(self) -> int:
         """Batches left, exactly: picks in proportion to it permute all remaining ones uniformly."""
-        return self.num_picks - self.picks
+        return self.num_picks - self.taken
 
     @property
     def remaining_fraction(self) -> float:
         """Share of the slice's cells that is left."""
         return (self.num_cells - self.position) / max(self.num_cells, 1)
 
-    def take(self) -> list[Lane]:
+    def rows(self) -> list[Lane]:
         """The lanes that have a row in the next batch, perhaps none: other ranks' slices may."""
         lanes = enumerate(self._lanes)
         rows = [lane for number, lane in lanes if lane.groups or self._refill(number, lane)]
-        self.picks += 1
         self.position += len(rows)
         return rows
 
@@ -147,12 +145,12 @@ class StreamReader:
         if not ahead:
             ahead += self.source.hand(self._groups[at : min(at + AHEAD, stop)], self._epoch)[::-1]
         # After a resume in the middle of a group, its first rows were read already.
-        rows = int(self._cells_before[at] + self.picks - self._begins[at])
+        rows = int(self._cells_before[at] + self.taken - self._begins[at])
         lane.groups, lane.offset, lane.rows = [ahead.pop()], rows * self.source.seq_len, rows
         return True
 
 
-class StreamMixingDataset(StreamSource):
+class StreamMixingDataset(StreamSource[Slice, StreamReader]):
     """An iterator of micro-batches, each of one stream; see `Collator` for their keys.
 
     `num_streams_mixed` readers are active. For each micro-batch one is picked and gives up to
@@ -189,7 +187,7 @@ class StreamMixingDataset(StreamSource):
         turns = enumerate(self._turns)
         return [Slice(stream, (shard - turn) % num_shards, num_shards) for stream, turn in turns]
 
-    def _queue_of(self, epoch: int, before: Any, shard: int, num_shards: int) -> list[Slice]:
+    def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[Slice]:
         parts = self._parts(epoch, shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, *self._key(shard, num_shards))
         order = keyed_generator(*key, len(before)).permutation(len(parts)).tolist()
@@ -206,7 +204,7 @@ class StreamMixingDataset(StreamSource):
             others = (part._replace(at=at) for at in range(part.num) if at != part.at)
             rows = (num_rows(left[in_order(each, left)], num_lanes) for each in others)
             longest = max(rows, default=0)
-        how = {"epoch": self.epoch, "num_lanes": num_lanes, "longest": longest, "picks": cursor[0]}
+        how = {"epoch": self.epoch, "num_lanes": num_lanes, "longest": longest, "taken": cursor[0]}
         return StreamReader(source, in_order(part, left), left, **how)
 
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
@@ -229,12 +227,10 @@ class StreamMixingDataset(StreamSource):
         was_ended = self.is_ended
         path, modality, position, lanes = None, self.modalities[0], 0, [Lane()]
         if self._is_ready():
-            slot = self._pool.pick(self._uniforms(self._num_picks))
-            self._num_picks += 1
-            self._most_begun = max(self._most_begun, self.epoch + 1)
+            (slot,) = self._pool.choose(self._uniforms.ahead(self._num_picks)[:1])
             reader = self._pool.readers[slot]
-            position, lanes = reader.position, reader.take() or lanes
-            self._has_moved(slot)
+            position, lanes = reader.position, reader.rows() or lanes
+            self._record([slot])
             self._current = reader.stream
             path, modality = reader.stream.relative_path, reader.stream.modality
         else:
@@ -252,16 +248,16 @@ class StreamMixingDataset(StreamSource):
         batch["instability_meta_json"] = str(located)
         return batch
 
-    def _reshard(self, states: Any) -> None:
+    def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         if self._is_shared:  # all shards' states are alike, and one may have been given alone
-            states = states[:1] * states[0]["world_size"]
+            states = [states[0]] * states[0]["world_size"]
         super()._reshard(states)
         dropped = len(begun_streams(self._points[self.epoch][-1])) - self._most_open
         if dropped > 0:  # they are at the front of the queue, so nothing is lost
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
 
 
-def begun_streams(point: Any) -> list[int]:
+def begun_streams(point: Point) -> list[int]:
     """The streams that were active on any shard: by slot, then by shard, each once."""
     slots = zip_longest(*(active for _, active in point))
     return list(dict.fromkeys(reader[0] for slot in slots for reader in slot if reader is not None))

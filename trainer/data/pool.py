@@ -6,11 +6,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.layout import Stream
 from trainer.options import PickMode
 
 STAGES = ("open", "read", "own_code")  # of reading, timed separately
@@ -36,33 +37,57 @@ Floats = npt.NDArray[np.float64]
 def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
     peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX)
     others = (prefix + name for prefix in (MODALITY_PREFIX, ABSENCE_PREFIX) for name in sorted(modalities))
-    return (*peaks, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX, *others)
+    return (*peaks, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX, *others, EXHAUST_EVENTS, PICKS)
 
 
-class ActivePool:
-    """The active readers, one per slot: with `stream`, `remaining_picks`, `remaining_fraction`.
+class PoolReader(Protocol):
+    """An open part of a stream, of which `taken` picks were taken."""
+
+    stream: Stream
+    taken: int
+
+    @property
+    def remaining_picks(self) -> int: ...
+
+    @property
+    def remaining_fraction(self) -> float: ...
+
+    @property
+    def cursor(self) -> Sequence[int]:
+        """How far it was read, for a state."""
+
+
+ReaderT = TypeVar("ReaderT", bound=PoolReader)
+
+
+class ActivePool(Generic[ReaderT]):
+    """The active readers, one per slot.
 
     `seen` holds the metrics of the last pick: what remained before it, and waits with it counted;
     empty before the first. All `modalities` are reported, zeros included.
     """
 
     def __init__(self, modalities: Sequence[str], pick_mode: PickMode) -> None:
-        self.readers: list[Any] = []
+        self.readers: list[ReaderT] = []
         self.turn = 0  # the slot that round_robin picks next
         self._seen: dict[str, float] | None = {}  # None: not computed yet from the last pick
-        self._last_pick: tuple[Any, ...] = ()  # the arguments of `snapshot`
+        self._last_pick: tuple[Floats, int, dict[str, float]]  # statistics, picks and counts
         self._pick_mode = pick_mode
         self._stats = np.zeros((6, 0))
         self._counts = {MODALITY_PREFIX + modality: 0.0 for modality in sorted(modalities)}
+        # By modality: -ln of the chance that, of the streams opened since, none is of it.
+        self.absences = dict.fromkeys(modalities, 0.0)
+        self._events = dict.fromkeys((EXHAUST_EVENTS, PICKS), 0.0)  # since the last drain
         self._num_picks = 0
 
-    def add(self, reader: Any) -> None:
+    def add(self, reader: ReaderT) -> None:
         self.readers.append(reader)
         self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
         self._begin(len(self.readers) - 1)
 
-    def replace(self, slot: int, reader: Any | None) -> None:
-        """Put a reader into a slot, or, without one, remove the slot."""
+    def replace(self, slot: int, reader: ReaderT | None) -> None:
+        """Put a reader into the slot of an exhausted one, or, without one, remove the slot."""
+        self._events[EXHAUST_EVENTS] += 1.0
         self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] -= 1.0
         if reader is not None:
             self.readers[slot] = reader
@@ -76,12 +101,13 @@ class ActivePool:
 
     def _begin(self, slot: int) -> None:
         self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] += 1.0
-        self.note(slot)
+        self._move(slot, 0)
         self._stats[_NEG_LAST_PICK:, slot] = (-self._num_picks, 0.0)
 
-    def note(self, slot: int) -> None:
-        """Record the progress of a reader that was just picked and read from, or that is new."""
+    def _move(self, slot: int, picks: int) -> None:
+        """Move a reader on by so many picks."""
         reader = self.readers[slot]
+        reader.taken += picks
         remaining, fraction = reader.remaining_picks, reader.remaining_fraction
         self._stats[:_NEG_LAST_PICK, slot] = (-remaining, remaining, -fraction, fraction)
 
@@ -108,14 +134,12 @@ class ActivePool:
                 break
         return slots
 
-    def pick(self, uniform: float) -> int:
-        """Choose a slot. Whoever reads from its reader must then call `note` or `replace`."""
-        (slot,) = self.choose([uniform])
-        self.record(slot)
-        return slot
-
-    def record(self, slot: int) -> None:
-        """Count a pick. Its reader must not have moved yet."""
+    def record(self, slots: Sequence[int]) -> None:
+        """Count picks and move their readers on. The last may exhaust one: then `replace` it."""
+        *others, slot = slots
+        self._events[PICKS] += len(slots)
+        if others:
+            self._skip(others)
         stats = self._stats
         stats[_SURPRISE] -= self._surprises(stats[_REMAINING])
         self._num_picks += 1
@@ -125,11 +149,10 @@ class ActivePool:
         stats[_SURPRISE, slot] = 0.0
         self._last_pick = (stats.copy(), self._num_picks, self._counts.copy())
         self._seen = None
+        self._move(slot, 1)
 
-    def skip(self, slots: Sequence[int]) -> None:
-        """Count picks, after which another is recorded. Their readers have moved."""
-        if not slots:
-            return
+    def _skip(self, slots: Sequence[int]) -> None:
+        """Count picks of which no metric tells by itself."""
         picks = np.eye(len(self.readers))[slots]  # [n, K]
         before = picks.cumsum(0) - picks
         left, counts = self._stats[_REMAINING] - before, picks.sum(0)
@@ -141,7 +164,7 @@ class ActivePool:
         self._stats[_NEG_LAST_PICK] = np.where(counts > 0, lasts, self._stats[_NEG_LAST_PICK])
         self._num_picks += len(slots)
         for slot in set(slots):
-            self.note(slot)
+            self._move(slot, int(counts[slot]))
 
     def _surprises(self, left: Floats) -> Floats:
         """The logarithm of the chance that a pick is not of each reader, [..., K].
@@ -157,14 +180,11 @@ class ActivePool:
 
     @property
     def seen(self) -> dict[str, float]:
-        if self._seen is None:
-            self._seen = self.snapshot(*self._last_pick)
-        return self._seen
-
-    @staticmethod
-    def snapshot(stats: Floats, num_picks: int, counts: Mapping[str, float]) -> dict[str, float]:
+        if self._seen is not None:
+            return self._seen
+        stats, num_picks, counts = self._last_pick
         peaks: list[float] = np.maximum.reduce(stats, axis=1).tolist()
-        return {
+        self._seen = {
             REMAINING_MIN: -peaks[_NEG_REMAINING],
             REMAINING_MAX: peaks[_REMAINING],
             FRACTION_MIN: 0.0 - peaks[_NEG_FRACTION],  # not a negative zero
@@ -173,6 +193,19 @@ class ActivePool:
             PICK_SURPRISE_MAX: peaks[_SURPRISE],
             **counts,
         }
+        return self._seen
+
+    def drain(self, *, is_ended: bool) -> dict[str, float]:
+        """What was seen at the last pick, if any, and the picks and exhausted readers since the last
+        drain; of data that were all read (`is_ended`), only that no reader is left, and the events."""
+        if is_ended:
+            gauges = self._counts
+        elif not self.seen:
+            return {}
+        else:
+            gauges = self.seen | {ABSENCE_PREFIX + name: nats for name, nats in self.absences.items()}
+        events, self._events = self._events, dict.fromkeys(self._events, 0.0)
+        return gauges | events
 
     def observed(self) -> dict[str, Any]:
         """The pool's observations as plain Python, for `restore`: waits continue after a resume.

@@ -12,12 +12,11 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from trainer.data.groups import (
     open_stream,
 )
 from trainer.data.layout import Stream
-from trainer.data.pool import ABSENCE_PREFIX, EXHAUST_EVENTS, MODALITY_PREFIX, PICKS, ActivePool, pool_metric_keys
+from trainer.data.pool import ActivePool, ReaderT, pool_metric_keys
 from trainer.errors import UserError
 from trainer.options import DEFAULT_STREAMS
 from trainer.wording import printable
@@ -54,6 +53,19 @@ Points are dropped at its end."""
 FEW = 8  # documents for each data shard; fewer are dealt anew in every epoch
 
 
+class Share(Protocol):
+    """What a shard reads of a stream in an epoch."""
+
+    @property
+    def stream(self) -> int: ...
+
+    def of(self, source: OpenStream, left: Ints) -> Flags:
+        """Which groups these are, bool [G]; `left`: the cells left of each, int64 [G]."""
+
+
+ShareT = TypeVar("ShareT", bound=Share)
+
+
 class Part(NamedTuple):
     """The groups of a stream that begin in [low, high) of its `size` bytes."""
 
@@ -63,7 +75,6 @@ class Part(NamedTuple):
     size: int
 
     def of(self, source: OpenStream, left: Ints) -> Flags:
-        """Which groups these are, bool [G], whatever is left of them."""
         table, tokens = source.groups, len(source.documents.tokens)
         begins = source.documents.starts[table.documents] + table.first_cells * source.seq_len
         # Bytes are mapped to tokens in proportion, rounded up.
@@ -79,7 +90,6 @@ class Few(NamedTuple):
     documents: tuple[int, ...]
 
     def of(self, source: OpenStream, left: Ints) -> Flags:
-        """Which groups are theirs, bool [G], whatever is left of them."""
         return np.isin(source.groups.documents, self.documents)
 
 
@@ -135,13 +145,11 @@ class Reader:
     """An open part of a stream: its groups in reading order, int64 [n], and how many were taken."""
 
     def __init__(self, source: OpenStream, order: Ints, epoch: int, taken: int = 0) -> None:
-        self.source, self.stream, self.epoch = source, source.stream, epoch
-        self.taken = taken
-        self._order = order
+        self.source, self.stream = source, source.stream
+        self._order, self._epoch, self.taken = order, epoch, taken
 
     @property
     def cursor(self) -> tuple[int, ...]:
-        """The number of groups taken, for a state."""
         return (self.taken,)
 
     @property
@@ -154,10 +162,10 @@ class Reader:
         return self.remaining_picks / max(len(self._order), 1)
 
     def ahead(self, num: int) -> list[Handed]:
-        return self.source.hand(self._order[self.taken : self.taken + num], self.epoch)
+        return self.source.hand(self._order[self.taken : self.taken + num], self._epoch)
 
 
-class StreamSource(ABC):
+class StreamSource(ABC, Generic[ShareT, ReaderT]):
     """Opens the streams of a source one after another into a pool, epoch by epoch.
 
     An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a
@@ -214,11 +222,9 @@ class StreamSource(ABC):
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
         self.open = lru_cache(2 * mix.streams_open)(self._open_weighted)
         self.epochs = EpochCount()
-        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS, PICKS)
-        self._pool = ActivePool(self.modalities, mix.pick_mode)
-        self._exhaust_events = self._num_picks = self._picks_drained = 0
-        # By modality: -ln of the chance that, of the streams opened since, none is of it.
-        self._absences = dict.fromkeys(self.modalities, 0.0)
+        self.metric_keys = pool_metric_keys(self.modalities)
+        self._pool = ActivePool[ReaderT](self.modalities, mix.pick_mode)
+        self._num_picks = 0
         self.deals_few = True  # False: continues a state of a version that had no `FewDocuments`
         self._dealers: dict[int, FewDocuments | None] = {}  # by the number of shards
         self._uniforms = KeyedUniforms("pick", self.name, mix.seed, *self._key(shard, num_shards))
@@ -229,11 +235,11 @@ class StreamSource(ABC):
         return shard, num_shards
 
     @abstractmethod
-    def _parts(self, epoch: int, shard: int, num_shards: int) -> Sequence[Any]:
+    def _parts(self, epoch: int, shard: int, num_shards: int) -> Sequence[ShareT]:
         """The parts that a shard of so many reads in an epoch."""
 
     @abstractmethod
-    def _reader(self, part: Any, cursor: Sequence[int] = ...) -> Any:
+    def _reader(self, part: ShareT, cursor: Sequence[int] = ...) -> ReaderT:
         """A reader of a part in this epoch, from its beginning or from where it was."""
 
     @abstractmethod
@@ -248,16 +254,15 @@ class StreamSource(ABC):
     @cached_property
     def _total_size(self) -> int:
         """Of the files that are read: one that is a document may be of another split."""
-        cut, read = self._cut, self._read
-
-        def is_read(stream: Stream) -> bool:
-            format = format_name(Path(stream.path), read.format)
-            is_document = read.text_split == "file" and takes_option(format, "text_split")
-            return not is_document or bool(documents_of(cut.split, stream.relative_path, 1, cut.holdout_fraction)[0])
-
+        cut, read, found = self._cut, self._read, 0
         if cut.split != "train" or not cut.holdout_fraction:
             return sum(self._sizes)
-        return sum(size for size, stream in zip(self._sizes, self.streams, strict=True) if is_read(stream)) or 1
+        for stream, size in zip(self.streams, self._sizes, strict=True):
+            format = format_name(Path(stream.path), read.format)
+            is_document = read.text_split == "file" and takes_option(format, "text_split")
+            if not is_document or documents_of(cut.split, stream.relative_path, 1, cut.holdout_fraction)[0]:
+                found += size
+        return found or 1
 
     def _open_weighted(self, stream: Stream) -> OpenStream:
         """Files that were never opened have no number of tokens: an epoch is divided by bytes."""
@@ -300,23 +305,13 @@ class StreamSource(ABC):
         """Whether each document of this epoch was begun."""
         return self._index > 0 and not self._pool.readers
 
-    def drain_step_metrics(self) -> dict[str, float | None]:
+    def drain_step_metrics(self) -> dict[str, float]:
         """The pool's metrics at the last pick, if any, and the picks and exhausted readers since the
         last drain. Once all data are read, only the counts."""
         self._note()
-        gauges: Mapping[str, float | None] = self._pool.seen
-        if self.is_ended:
-            gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
-        elif not gauges:
-            return {}
-        else:
-            gauges = {**gauges, **{ABSENCE_PREFIX + name: nats for name, nats in self._absences.items()}}
-        picks = float(self._num_picks - self._picks_drained)
-        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events), PICKS: picks}
-        self._exhaust_events, self._picks_drained = 0, self._num_picks
-        return metrics
+        return self._pool.drain(is_ended=self.is_ended)
 
-    def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[Any]:
+    def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[ShareT]:
         """A shard's parts in the order of an epoch, after these of its points."""
         parts = self._parts(epoch, shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, len(before), *self._key(shard, num_shards))
@@ -333,9 +328,9 @@ class StreamSource(ABC):
         self._queue = self._queue_of(epoch, before, self._shard, self._num_shards)
         self._queued = Counter(self.streams[part.stream].modality for part in self._queue[index:])
         # By point: stream -> (its part, its reader's cursor; None: all was read), if it was begun.
-        self._past: list[dict[int, list[tuple[Any, list[int] | None]]]] = []
+        self._past: list[dict[int, list[tuple[ShareT, list[int] | None]]]] = []
         for number, point in enumerate(before):
-            begun: defaultdict[int, list[tuple[Any, list[int] | None]]] = defaultdict(list)
+            begun = defaultdict(list)
             for shard, (taken, active) in enumerate(point):
                 cursors = {stream: cursor for stream, *cursor in active}
                 for part in self._queue_of(epoch, before[:number], shard, len(point))[:taken]:
@@ -343,7 +338,7 @@ class StreamSource(ABC):
             self._past.append(begun)
         self._has_groups = bool(before) or index > 0
 
-    def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Any, Ints], Ints]]:
+    def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Share, Ints], Ints]]:
         """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function
         for the unfinished groups of a part in reading order, those first that were begun."""
         source = self.open(self.streams[stream])
@@ -351,7 +346,7 @@ class StreamSource(ABC):
         cells = source.groups.num_cells
         priority, left = keyed_generator(*key).random(len(cells)), cells.copy()
 
-        def in_order(part: Any, left: Ints) -> Ints:
+        def in_order(part: Share, left: Ints) -> Ints:
             found = np.flatnonzero(part.of(source, left) & (left > 0))
             return found[np.argsort(priority[found] - (left[found] < cells[found]), kind="stable")]
 
@@ -365,38 +360,29 @@ class StreamSource(ABC):
                     left[own] -= self._cells_read(left[own], cursor)
         return source, left, in_order
 
-    def _next_reader(self) -> Any:
+    def _next_reader(self) -> ReaderT | None:
         """The next with anything to read, None at the end of the epoch; notes the time it takes."""
-        start, found = time.perf_counter(), None
+        start, found, absences = time.perf_counter(), None, self._pool.absences
         while found is None and self._index < len(self._queue):
-            reader = self._reader(self._queue[self._index])
+            reader, num_queued = self._reader(self._queue[self._index]), self._queued.total()
             self._index += 1
             self._queued[reader.stream.modality] -= 1
             if reader.remaining_picks:
                 found = reader
-            else:  # its turn came, though it has nothing for this shard
-                self._absences[reader.stream.modality] = 0.0
+                for modality in absences:  # the queue is shuffled
+                    absences[modality] -= math.log1p(-self._queued[modality] / num_queued)
+            absences[reader.stream.modality] = 0.0
         self._seconds[self._opening] += time.perf_counter() - start
         return found
-
-    def _note_opened(self, reader: Any) -> None:
-        """Note how improbable it was that it is of no other modality: the queue is shuffled."""
-        num_before = self._queued.total() + 1
-        for modality in self._absences:
-            self._absences[modality] -= math.log1p(-self._queued[modality] / num_before)
-        self._absences[reader.stream.modality] = 0.0
 
     def _later_has_groups(self) -> bool:
         """Whether a later epoch may have groups for this shard though this one has none."""
         return False
 
     def _fill(self) -> None:
-        while len(self._pool.readers) < self._to_open:
-            reader = self._next_reader()
-            if reader is None:
-                return
-            self._note_opened(reader)
-            self._pool.add(reader)
+        pool = self._pool
+        while len(pool.readers) < self._to_open and (reader := self._next_reader()) is not None:
+            pool.add(reader)
 
     def _is_ready(self) -> bool:
         """Whether a reader is open; if not, `is_ended`."""
@@ -412,33 +398,23 @@ class StreamSource(ABC):
         return not self.is_ended
 
     def _note(self) -> None:
-        """Tell the pool and its readers what was handed out since the last time."""
-        num = len(self._slots) - len(self._ahead)
-        if not num:
-            return
-        self._most_begun = max(self._most_begun, self.epoch + 1)
-        *others, last = self._slots[:num]
-        self._slots, self._num_picks = self._slots[num:], self._num_picks + num
-        for slot, taken in Counter(others).items():
-            self._pool.readers[slot].taken += taken
-        self._pool.skip(others)
-        self._pool.record(last)
-        self._pool.readers[last].taken += 1
-        self._has_moved(last)
+        """Record what was handed out since the last time."""
+        if num := len(self._slots) - len(self._ahead):
+            picked, self._slots = self._slots[:num], self._slots[num:]
+            self._record(picked)
 
-    def _has_moved(self, slot: int) -> None:
-        """Note what a pick left of a reader, or replace it."""
-        pool = self._pool
+    def _record(self, slots: Sequence[int]) -> None:
+        """Record picks of this epoch; only the last may exhaust its reader, which is replaced."""
+        pool, slot = self._pool, slots[-1]
+        pool.record(slots)
+        self._num_picks += len(slots)
+        self._most_begun = max(self._most_begun, self.epoch + 1)
         if pool.readers[slot].remaining_picks:
-            pool.note(slot)
             return
-        self._exhaust_events += 1
         successor = None
         # After a resume more may be open than now should be.
         if len(pool.readers) <= self._most_open:
             successor = self._next_reader()
-        if successor is not None:
-            self._note_opened(successor)
         pool.replace(slot, successor)
         self.is_ended = not (pool.readers or self._mix.repeat)
 
@@ -454,7 +430,7 @@ class StreamSource(ABC):
             "pool": [[reader.stream.stream_id, *reader.cursor] for reader in self._pool.readers],
             "turn": self._pool.turn,
             "observed": self._pool.observed(),
-            "absences": self._absences.copy(),
+            "absences": self._pool.absences.copy(),
             "num_picks": self._num_picks,
             "is_ended": self.is_ended,
             "points": [[epoch, points] for epoch, points in self._points.items()],
@@ -473,8 +449,7 @@ class StreamSource(ABC):
             own = states[self._shard]
         self.deals_few = own.get("deals_few", self.deals_few)
         self._most_begun = own.get("most_begun", own["epoch"] + bool(own["index"]))
-        self._pool = ActivePool(self.modalities, self._mix.pick_mode)
-        self._absences = dict.fromkeys(self.modalities, 0.0)
+        self._pool = ActivePool[ReaderT](self.modalities, self._mix.pick_mode)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)
             return
@@ -485,22 +460,37 @@ class StreamSource(ABC):
             self._pool.add(self._reader(parts[stream], cursor))
         self._pool.turn = own["turn"]
         self._pool.restore(own["observed"])
-        self._num_picks = self._picks_drained = own["num_picks"]
-        self._absences |= own.get("absences", {})
+        self._num_picks = own["num_picks"]
+        self._pool.absences |= own.get("absences", {})
         self.is_ended = own["is_ended"] and not self._may_repeat()
         self._has_groups = self._has_groups or own["epoch"] > 0
         if own["pool"]:
             self._fill()  # more may be open at once than before
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the epoch of shards that were others."""
+        """Continue the earliest epoch of shards that were others; of it and later ones, where they were."""
         first = states[0]
         if len(states) != first["world_size"]:
             problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
             raise UserError(self.name, problem, "give the states of all of them, in order")
         self._most_begun = max(each.get("most_begun", self._most_begun) for each in states)
-        self._begin(*resharded(states, lambda epoch, shard: len(self._parts(epoch, shard, len(states)))))
-        self._num_picks = self._picks_drained = max(each["num_picks"] for each in states)
+        # A shard without any group stays in its first epoch: it does not tell where the run is.
+        epochs = [each["epoch"] for each in states if each["pool"] or not each["is_ended"]] or [first["epoch"]]
+        points: dict[int, list[Point]] = {}
+        for state in states:
+            points |= {epoch: list(found) for epoch, found in state["points"]}
+        for epoch in range(min(epochs), max(epochs) + 1):
+            point: Point = []
+            for shard, state in enumerate(states):
+                cursor = [state["index"], state["pool"]]
+                if state["epoch"] > epoch:  # has taken its whole part
+                    cursor = [len(self._parts(epoch, shard, len(states))), []]
+                elif state["epoch"] < epoch:
+                    cursor = [0, []]
+                point.append(cursor)
+            points[epoch] = [*points.get(epoch, []), point]
+        self._begin(min(epochs), points)
+        self._num_picks = max(each["num_picks"] for each in states)
         self.is_ended = all(each["is_ended"] for each in states) and not self._may_repeat()
 
     def _may_repeat(self) -> bool:
@@ -508,34 +498,7 @@ class StreamSource(ABC):
         return self._mix.repeat and self._num_picks > 0
 
 
-def resharded(
-    states: Sequence[Mapping[str, Any]], num_parts: Callable[[int, int], int]
-) -> tuple[int, dict[int, list[Point]]]:
-    """The epoch to continue in, the earliest of any shard, and the points of it and later ones.
-
-    `num_parts`: of an epoch, for a shard. There, a shard that is ahead has taken its whole part,
-    one that is behind nothing.
-    """
-    # A shard without any group stays in its first epoch: it does not tell where the run is.
-    epochs = [state["epoch"] for state in states if state["pool"] or not state["is_ended"]]
-    first, last = min(epochs, default=states[0]["epoch"]), max(epochs, default=states[0]["epoch"])
-    points: dict[int, list[Point]] = {}
-    for state in states:
-        points |= {epoch: list(parts) for epoch, parts in state["points"] if epoch >= first}
-    for epoch in range(first, last + 1):
-        cursors: Point = []
-        for shard, state in enumerate(states):
-            if state["epoch"] == epoch:
-                cursors.append([state["index"], state["pool"]])
-            elif state["epoch"] > epoch:
-                cursors.append([num_parts(epoch, shard), []])
-            else:
-                cursors.append([0, []])
-        points[epoch] = [*points.get(epoch, []), cursors]
-    return first, points
-
-
-class ShardSource(StreamSource):
+class ShardSource(StreamSource[Part | Few, Reader]):
     """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
     version, first_open = 5, DEFAULT_STREAMS
@@ -584,12 +547,12 @@ class ShardSource(StreamSource):
         if not self._ahead:
             if not self._is_ready():
                 return []
-            uniforms: Iterable[float] = self._uniforms.ahead(self._num_picks)
+            uniforms = self._uniforms.ahead(self._num_picks)
             if self._to_open < self._most_open:
                 # Many streams open one by one, as the first documents are handed out.
                 self._to_open = min(self._most_open, max(self.first_open, self._num_picks + 1))
                 self._fill()
-                uniforms = islice(uniforms, 1)
+                uniforms = uniforms[:1]
             readers = self._pool.readers
             self._slots = self._pool.choose(uniforms)
             of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}

@@ -32,7 +32,7 @@ from trainer.data.lanes import (
     streams_open,
 )
 from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource, StreamSource
+from trainer.data.shard_source import ShardSource
 from trainer.data.weights import WeightSpec
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, shard_units, strategy_for
@@ -263,7 +263,7 @@ def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:
     return largest
 
 
-def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> StreamSource:
+def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> ShardSource | StreamMixingDataset:
     """The training part of a source, for so many lanes."""
     kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
     cut, read, mix = reading(plan, source)

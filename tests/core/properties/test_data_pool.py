@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from trainer.data.pool import ActivePool
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
 ACTIVE = "stream_mixing/active/"
-EXHAUST = "stream_mixing/refill/exhaust_events"
+EXHAUST, PICKS = "stream_mixing/refill/exhaust_events", ACTIVE + "picks"
 Key = tuple[int, str]  # epoch and stream: one reader
 
 
@@ -39,6 +40,7 @@ class FromScratch:
         self.remaining = functools.cache(self._remaining)
         self.probability = functools.cache(self._probability)
         self.pools: dict[int, list[Key]] = {}  # who was active at each pick since the beginning
+        self.queues: dict[int, tuple[list[str], int]] = {}  # by epoch: streams in order, and how many had their turn
 
     def _remaining(self, at, key):
         return sum(each == key for each, _ in self.future[at:])
@@ -58,6 +60,18 @@ class FromScratch:
         active = [t for t in sorted(self.pools) if t <= at and key in self.pools[t]]
         picked = [t for t in active if self.future[t][0] == key]
         return [t for t in active if t > picked[-1]] if picked else active
+
+    def absence(self, modality):
+        """Minus the logarithm of the chance that a stream of it did not come, of those that came since one did."""
+        nats, opened = 0.0, {key for key, _ in self.future}
+        for epoch, (queue, taken) in self.queues.items():
+            for at, stream in enumerate(queue[:taken]):
+                left = [each.split("/")[0] for each in queue[at:]]
+                if left[0] == modality:
+                    nats = 0.0
+                elif (epoch, stream) in opened:
+                    nats -= math.log(1 - left.count(modality) / len(left))
+        return nats
 
     def expected(self, at, drained):
         """What the pick `at` has to report if the last drain was just before the pick `drained`."""
@@ -79,7 +93,9 @@ class FromScratch:
             ACTIVE + "steps_since_pick_max": max(map(len, waits)),
             ACTIVE + "pick_surprise_max": max(surprises),
             **{ACTIVE + f"modalities/{m}": modalities[m] for m in self.modalities},
+            **{f"stream_mixing/refill/absence/{m}": self.absence(m) for m in self.modalities},
             EXHAUST: ended,
+            PICKS: at + 1 - drained,
         }
 
 
@@ -121,16 +137,34 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
                 dataset, drained = fresh(), at
                 dataset.load_state_dict(state)
                 # The same pool as seen before; what was counted has been drained with it, and is not counted again.
-                assert dataset.drain_step_metrics() == {**before, **({EXHAUST: 0.0} if before else {})}
+                assert dataset.drain_step_metrics() == {
+                    **before,
+                    **dict.fromkeys({EXHAUST, PICKS} & before.keys(), 0.0),
+                }
             assert dataset._is_ready()
             reference.pools[at] = [(future[at][0][0], reader.stream.relative_path) for reader in dataset._pool.readers]
             assert key_of(next(dataset)) == future[at][0]
+            paths = [dataset.streams[part.stream].relative_path for part in dataset._queue]
+            reference.queues[dataset.epoch] = paths, dataset._index
             if at % every == 0 or at == len(future) - 1:
                 expected = reference.expected(at, drained)
                 found = dataset.drain_step_metrics()
                 assert found.keys() == expected.keys()
                 assert found == pytest.approx(expected, abs=1e-12, rel=1e-9)
                 drained = at + 1
+
+
+class Closed:
+    """A reader of so many picks."""
+
+    remaining_fraction = 1.0
+
+    def __init__(self, size: int) -> None:
+        self.size, self.taken, self.stream, self.last = size, 0, SimpleNamespace(modality="m"), -1
+
+    @property
+    def remaining_picks(self) -> int:
+        return self.size - self.taken
 
 
 def sequences(pick_mode, epochs):
@@ -155,27 +189,18 @@ def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation(pick_mode, is
 @PROFILE
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=5), st.lists(st.floats(0, 1, exclude_max=True), min_size=2))
 @pytest.mark.parametrize("pick_mode", ["weighted", "uniform", "round_robin"])
-def test_picks_that_are_skipped_count_as_those_that_are_recorded(pick_mode, sizes, uniforms):
+def test_picks_that_are_recorded_together_count_as_one_by_one(pick_mode, sizes, uniforms):
     found = []
     for one_by_one in (True, False):
-        pool = ActivePool(["m"], pick_mode)
+        pool: Any = ActivePool(["m"], pick_mode)
         for size in sizes:
-            pool.add(
-                SimpleNamespace(stream=SimpleNamespace(modality="m"), remaining_picks=size, remaining_fraction=1.0)
-            )
-        *others, last = pool.choose(uniforms)
-        for slot in others:
-            if one_by_one:
-                pool.record(slot)
-            pool.readers[slot].remaining_picks -= 1
-            if one_by_one:
-                pool.note(slot)
-        if not one_by_one:
-            pool.skip(others)
-        pool.record(last)
-        found.append((pool.seen, np.ravel(pool.observed()["waits"]).tolist()))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-12)
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-12)
+            pool.add(Closed(size))
+        slots = pool.choose(uniforms)
+        for picks in [[slot] for slot in slots] if one_by_one else [slots]:
+            pool.record(picks)
+        observed = pool.observed()
+        found.append([*observed["seen"].values(), *np.ravel(observed["waits"])])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
 lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda values: np.array(values, dtype=np.int64))
@@ -213,26 +238,21 @@ def test_shards_take_turns_in_the_slices_of_streams(num_streams, num_shards, see
 
 def waits(num_mixed: int, picks: int, seed: int) -> Iterator[int]:
     """Waits of a pool of K readers with n picks per slice, refilled from 4 K streams, over 10 K n picks."""
-    pool, draw, unread = ActivePool(["m"], "weighted"), np.random.Generator(np.random.Philox(seed)), 0
-
-    def new() -> SimpleNamespace:
-        stream = SimpleNamespace(modality="m")
-        return SimpleNamespace(stream=stream, remaining_picks=picks, remaining_fraction=1.0, last=None)
-
+    pool: Any = ActivePool(["m"], "weighted")
+    draw, unread = np.random.Generator(np.random.Philox(seed)), 0
     for at in range(10 * num_mixed * picks):
         if not pool.readers:
             unread = 3 * num_mixed
             for _ in range(num_mixed):
-                pool.add(new())
-        slot = pool.pick(draw.random())
+                pool.add(Closed(picks))
+        (slot,) = pool.choose([draw.random()])
         reader = pool.readers[slot]
-        if reader.last is not None:
+        pool.record([slot])
+        if reader.last >= 0:
             yield at - reader.last
-        reader.last, reader.remaining_picks = at, reader.remaining_picks - 1
-        if reader.remaining_picks:
-            pool.note(slot)
-        else:
-            pool.replace(slot, new() if unread else None)
+        reader.last = at
+        if not reader.remaining_picks:
+            pool.replace(slot, Closed(picks) if unread else None)
             unread -= unread > 0
 
 
