@@ -8,6 +8,7 @@ from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     Knob,
     Outcome,
+    Series,
     aligned,
     batches_through,
     finding,
@@ -46,18 +47,20 @@ def stuck_reader(run: RunRecord) -> Outcome:
     surprise, mode = series(run, SURPRISE), run.setting("data.mixing.pick_mode")
     if mode == "round_robin":
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
-    # The surprise since a reader's last pick is a unit exponential in any pool, and each pick ends a
-    # wait, so it exceeds this limit in one of 1 / ALPHA runs.
-    limit = math.log(max(series(run, PICKS).total, 2) / limits.ALPHA)
-    hits = surprise.where(lambda value: value > limit)
-    chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(surprise.values), limit))
-    chance = f"has a chance of {chance} (limit {alarm})"
+    hits, chance = _improbable(surprise, series(run, PICKS).total)  # each pick ends a wait
     if not hits:
         return healthy(f"the longest wait of an open stream {chance}")
-    words = f"an open stream is no longer read: so long a wait {chance}; first at step "
-    words += f"{surprise.steps[hits[0]]}"
+    words = f"an open stream is no longer read: so long a wait {chance}; first at step {surprise.steps[hits[0]]}"
     knob = Knob("data.mixing.pick_mode", mode, "round_robin")
     return finding(words, surprise.evidence(hits), knob=knob)
+
+
+def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
+    """The rows with a wait that is too long for chance; and in words, how probable the longest is."""
+    # The surprise of a wait is a unit exponential: of so many, one exceeds this in 1 of 1 / ALPHA runs.
+    limit = math.log(max(num_waits, 2) / limits.ALPHA)
+    chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(surprise.values), limit))
+    return surprise.where(lambda nats: nats > limit), f"has a chance of {chance} (limit {alarm})"
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
@@ -115,16 +118,14 @@ def starved_modality(run: RunRecord) -> Outcome:
         return healthy("there is only one modality")
     opened = series(run, EXHAUSTED).total
     opened += sum(max(series(run, key).values) for key in run.train.keys if key.startswith(MODALITIES))
-    # As of a reader that is not picked: each stream that is opened ends the wait for its modality.
-    limit = math.log((opened + len(absences)) / limits.ALPHA)
     worst = max(absences, key=lambda absence: max(absence.values))
-    name, hits = worst.key.removeprefix(ABSENCES), worst.where(lambda nats: nats > limit)
-    chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(worst.values), limit))
-    chance = f"has a chance of {chance} (limit {alarm})"
+    # Each stream that is opened ends the wait for its modality.
+    hits, chance = _improbable(worst, opened + len(absences))
+    name = worst.key.removeprefix(ABSENCES)
     if not hits:
         return healthy(f"the longest wait for a stream of a modality ({name}) {chance}")
-    words = f"no stream of modality {name} is opened any more: so long a wait {chance}; first at step "
-    words += f"{worst.steps[hits[0]]}"
+    words = f"no stream of modality {name} is opened any more: so long a wait {chance}; "
+    words += f"first at step {worst.steps[hits[0]]}"
     readers = run.setting("data.mixing.num_streams_mixed")
     more: int | str = "twice as many; or give the modality its own source and weight"
     if isinstance(readers, int):
