@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.streams import mixing_dataset
 from trainer.data.layout import Stream, discover_nested
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.tokenizer import BytesTokenizer
 
 
 @pytest.fixture
@@ -32,10 +31,5 @@ def write_streams(tmp_path: Path) -> Callable[[Mapping[str, Sequence[Sequence[in
 
 @pytest.fixture
 def mixing() -> Callable[..., StreamMixingDataset]:
-    """Makes a dataset with short cells."""
-
-    def make(streams: Sequence[Stream], **kwargs: Any) -> StreamMixingDataset:
-        defaults = {"name": "source", "tokenizer": BytesTokenizer(), "seq_len": 4, "batch_size": 2}
-        return mixing_dataset(streams, **{"num_streams_mixed": 2, **defaults, **kwargs})
-
-    return make
+    """Makes a dataset with small batches of short cells."""
+    return partial(mixing_dataset, num_streams_mixed=2, batch_size=2)

@@ -69,31 +69,21 @@ def test_a_rank_whose_slice_has_ended_yields_a_masked_row(write_streams, mixing)
     assert sorted(len(list(mixing(streams, rank=r, **alone, repeat=False))) for r in range(3)) == [0, 0, 100]
 
 
-def test_a_state_that_does_not_fit_is_refused_naming_what_differs(write_streams, mixing):
+def test_states_that_do_not_fit_are_refused_naming_what_differs(write_streams, mixing):
     streams = write_streams(LAYOUT)
-    state = mixing(streams).state_dict()
-    for changed, message in (
-        (mixing(streams, seed=5), "seed was 0 and is 5"),
-        (mixing(streams, batching_mode="device_per_stream"), "batching_mode was"),
-        (mixing(streams, name="other"), "namespace was 'source'"),
-        (mixing(streams[1:]), "streams was '5 streams"),
-    ):
-        with pytest.raises(UserError, match=message):
-            changed.load_state_dict(state)
-
-
-def test_states_of_the_wrong_ranks_are_refused(write_streams, mixing):
-    streams = write_streams(LAYOUT)
-    alone = {"batching_mode": "device_per_stream", "world_size": 2}
+    state, alone = mixing(streams).state_dict(), {"batching_mode": "device_per_stream", "world_size": 2}
     states = [mixing(streams, rank=r, **alone).state_dict() for r in (0, 1)]
-    fresh = mixing(streams, rank=0, **alone)
-    for wrong, message in (
-        (states[::-1], "these are not the states that all ranks"),
-        ([], "these are not the states that all ranks"),
-        (states[1], "that of data shard 1 of 2; give the states of all"),
+    for dataset, wrong, message in (
+        (mixing(streams, seed=5), state, "seed was 0 and is 5"),
+        (mixing(streams, batching_mode="device_per_stream"), state, "batching_mode was"),
+        (mixing(streams, name="other"), state, "namespace was 'source'"),
+        (mixing(streams[1:]), state, "streams was '5 streams"),
+        (mixing(streams, **alone), states[::-1], "these are not the states that all ranks"),
+        (mixing(streams, **alone), [], "these are not the states that all ranks"),
+        (mixing(streams, **alone), states[1], "that of data shard 1 of 2; give the states of all"),
     ):
         with pytest.raises(UserError, match=message):
-            fresh.load_state_dict(wrong)
+            dataset.load_state_dict(wrong)
 
 
 def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_streams, mixing):

@@ -124,9 +124,8 @@ def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config
     train(config, tmp_path / "few", *sets, "metrics.log_interval=3")  # step 8 is saved, and not logged
     train(config, tmp_path / "more", *sets, nproc=3, more=("--resume", tmp_path / "few/checkpoints/step_00000008"))
     assert epochs_read(whole) == pytest.approx([1.0, 1.0])
-    assert (
-        (row := [*read_rows(whole / "metrics.jsonl").values()][-1])["data/epochs_least"] == row["data/epochs_most"] == 1
-    )
+    row = [*read_rows(whole / "metrics.jsonl").values()][-1]
+    assert row["data/epochs_least"] == row["data/epochs_most"] == 1
     for path in (tmp_path / "few", tmp_path / "more"):  # up to the last row, which need not be of the last step
         assert epochs_read(path) == pytest.approx([1.0, 1.0], abs=5e-3)
     for ranks, more in ((3, ()), (2, ("data.mixing.batch_size=1",))):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -142,11 +142,9 @@ def blended_by(rank: int, world: int) -> tuple[dict[str, float], Any]:
         reader = blend(streams, shard=rank, num_shards=world, weights=weights, repeat=True, per_source=True)
         recorder, read, longest = Recorder(), Counter[str](), 0
         for _ in range(BATCHES[rank]):
-            for segment in (
-                each for row in json.loads(str(next(reader)["instability_meta_json"]))["rows"] for each in row
-            ):
-                read[segment["source"]] += segment["stop"] - segment["start"]
-                longest = max(longest, 90 if segment["source"] == "few" else 7)
+            for segment in chain.from_iterable(next(reader)["instability_meta_json"].rows):
+                read[segment.source] += segment.stop - segment.start
+                longest = max(longest, 90 if segment.source == "few" else 7)
             recorder.add(reader.drain_step_metrics())
         recorder.add({"data/fill": (rank, 10 * rank)})  # with nothing on rank 0
         operations = rank_operations([*reader.metric_keys, "data/fill"])
