@@ -2,8 +2,8 @@
 
 They are read after the next step is launched, so that the device has work while the host reads. A
 stop, an end of the data and a streak of skipped steps therefore take effect one step later, on all
-ranks alike. A step that logs, evaluates, samples, saves or may let the batch grow is read at once,
-and so is the one after a timed save became due.
+ranks alike. A step that logs, evaluates, samples or saves is read at once, and so is the one after
+a timed save became due.
 """
 
 from __future__ import annotations
@@ -99,10 +99,13 @@ def run_loop(run: Run) -> str:
 
 def _stopped_before_a_step(run: Run) -> str | None:
     """Why no step is taken: the first may take minutes (compilation), and nothing is lost yet."""
+    position = run.position
     is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.view.info.world_size))
-    if is_stopped or (run.position.evaluation_is_due and not evaluate(run)):
-        return stopped_by(run)
-    return None
+    if position.evaluation_is_due and not is_stopped:
+        is_stopped = not evaluate(run)
+        if not is_stopped and position.step == position.last_step:
+            run.extensions.call("at_boundary", position.step, is_last=True)
+    return stopped_by(run) if is_stopped else None
 
 
 def next_order(run: Run, before: InFlight | None) -> Order:
@@ -112,9 +115,6 @@ def next_order(run: Run, before: InFlight | None) -> Order:
     num_micros, reached, num_before = micro_batches.at(number), number, 0
     if number > 1:
         num_before = micro_batches.at(number - 1)
-    if num_before not in (0, num_micros):
-        logger.info("step %d: %d micro-batches instead of %d", number, num_micros, num_before)
-        run.view.event({"event": "micro_batches", "global_step": number, "from": num_before, "to": num_micros})
     if length.micro_tokens:
         # The tokens of `before` are not known: those through the step before it.
         tokens_before = position.tokens_before if before is None else position.tokens
@@ -147,11 +147,13 @@ def settle(run: Run, taken: InFlight) -> str | None:
     order, position, view = taken.order, run.position, run.view
     outcome, number = run.train_step.finish(taken.launched), order.number
     if Flag.EXHAUSTED in outcome.flags:
-        end_of_data(run, taken)
-        return NO_DATA
+        return end_of_data(run, taken)
     step = Step(number, taken.window, order.is_logged, outcome)
     data_states = list(map(attrgetter("state"), taken.window[-len(run.reading.loaders) :]))
-    record_ended(run, number, position.data_states[0], data_states[0])
+    for before, after in zip(position.data_states, data_states, strict=True):
+        record_ended(run, number, before, after)
+    if not run.micro_batches.is_constant:
+        record_size(run, order)
     position.step, position.reached, position.data_states = number, order.reached, data_states
     position.tokens_before = position.tokens
     position.tokens += outcome.tokens_trained
@@ -284,8 +286,10 @@ def evaluate(run: Run) -> bool:
         return run.stop.requested
 
     should_stop()  # tells the watchdog, also if a set has no batch
-    found = run.evaluator.run(position.step, should_stop)
+    was_due, found = position.evaluation_is_due, run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
+    if position.evaluation_is_due != was_due and run.saver.last_saved == position.step:
+        run.saver.last_saved = -1  # its checkpoint says otherwise
     if found is None:
         return False
     position.last_eval = position.step, found
@@ -293,19 +297,30 @@ def evaluate(run: Run) -> bool:
     return True
 
 
-def end_of_data(run: Run, taken: InFlight) -> None:
+def end_of_data(run: Run, taken: InFlight) -> str:
     """Log, evaluate and sample after the last step, as at the end; `taken` found no data."""
     position, step = run.position, run.position.step
     if not step or position.last_step == step:  # another step without data may be in flight
-        return
+        return NO_DATA
     was_logged = run.tracker.will_log(step)
     position.last_step = step
     if not was_logged:
         run.tracker.log_last(step, reduced_metrics(run, step, taken.launched.ready_at))
-    if run.evaluator is not None and step % run.view.config.eval.every:
-        evaluate(run)
+    if run.evaluator is not None and step % run.view.config.eval.every and not evaluate(run):
+        return stopped_by(run)
     if not (was_logged or is_boundary(run, step)):
         run.extensions.call("at_boundary", step, is_last=True)
+    return NO_DATA
+
+
+def record_size(run: Run, order: Order) -> None:
+    """Record that a step had another number of micro-batches than the one before, if it had."""
+    number, now = order.number, order.num_micros
+    if number == 1 or run.micro_batches.at(number - 1) == now:
+        return
+    before = run.micro_batches.at(number - 1)
+    logger.info("step %d: %d micro-batches instead of %d", number, now, before)
+    run.view.event({"event": "micro_batches", "global_step": number, "from": before, "to": now})
 
 
 def record_ended(run: Run, step: int, before: Any, after: Any) -> None:

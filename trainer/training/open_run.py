@@ -96,7 +96,6 @@ class Built:
 class Opened:
     """The record, which is written from here on: a run refused earlier has left it as it was."""
 
-    run_dir: RunDir  # a new run may have got another name
     events: EventWriter | None
     retain: Callable[[Path], None]  # see `Saver`
 
@@ -138,7 +137,7 @@ def open_run(
     opened = open_files(placed, built, launch, info, stack, after_group)
     messages = placed.plan.parts.messages
     if info.is_main and messages is not None:
-        messages.begun(placed.plan, built.state, opened.run_dir, built.position, placed.found)
+        messages.begun(placed.plan, built.state, placed.run_dir, built.position, placed.found)
     run = assemble(placed, built, opened, launch, info, device, stack)
     if contract is not None:
         run.view.event(contract)
@@ -197,7 +196,7 @@ def open_files(
         after_group.callback(placed.uploads.wait, launch.stop)
         retain = placed.uploads.publish
     events = open_record(plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout)
-    return Opened(run_dir, events, retain)
+    return Opened(events, retain)
 
 
 def assemble(
@@ -226,7 +225,7 @@ def assemble(
         device=device,
         strategy=strategy,
         state=state,
-        run_dir=opened.run_dir,
+        run_dir=placed.run_dir,
         events=opened.events,
         recorder=position.unlogged[0],
         first_step=position.step,
@@ -398,35 +397,35 @@ def _make_graphs(view: RunView, auxiliary: Auxiliary) -> Graphs | None:
     return need(models, "train.cuda_graph").make_graphs(view.plan, view.device, view.strategy, auxiliary)
 
 
-def _load_extensions(run: RunView, auxiliary: Auxiliary) -> dict[str, Extension]:
+def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension]:
     """The extensions of a run, by name. One that is off is not imported."""
-    config = run.config
+    config = view.config
     asked = {  # those beyond the core: whether they are on, and the key that says so
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "sample": (config.sample.every, "sample.every"),
-        "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
+        "profile": (view.info.is_main and config.metrics.profile, "metrics.profile"),
     }
-    found: dict[str, Extension] = {"step_details": make_details(run.plan, run.diagnostics, auxiliary)}
+    found: dict[str, Extension] = {"step_details": make_details(view.plan, view.diagnostics, auxiliary)}
     if auxiliary.metric_keys:
-        found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
-    if run.info.world_size > 1 and run.plan.layout is None and config.metrics.compare_replicas:
-        found["replicas"] = Replicas(run)
-    with raise_on_all_ranks(world_size=run.info.world_size):
+        found["model metrics"] = ModelMetrics(view, auxiliary.metric_keys)
+    if view.info.world_size > 1 and view.plan.layout is None and config.metrics.compare_replicas:
+        found["replicas"] = Replicas(view)
+    with raise_on_all_ranks(world_size=view.info.world_size):
         for name, (is_on, key) in asked.items():
             if not is_on:
                 continue
-            path = need(run.plan.parts.extensions.get(name), key)
+            path = need(view.plan.parts.extensions.get(name), key)
             make: Callable[[RunView], Extension] = resolve_target(path, key)
             try:
-                found[name] = make(run)
+                found[name] = make(view)
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
-                run.diagnostics.best_effort(name).fail(error)
+                view.diagnostics.best_effort(name).fail(error)
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
-                made = resolve_target(table.target, "extension.target")(run, **table.args)
+                made = resolve_target(table.target, "extension.target")(view, **table.args)
                 if not isinstance(made, Extension):
                     raise TypeError(f"must make an Extension, got {short_repr(made)}")
             found[f"{table.target} ({number})"] = made

@@ -23,9 +23,9 @@ def go(tmp_path, monkeypatch):
     path = write_tiny_config(tmp_path, EXTRA)
     model = ("model.target=tests.support.faulty_model:build", "model.contract=false", "eval.depth=false")
 
-    def run(name: str, fault: dict[str, object], *, code: int = 0) -> dict[str, object]:
+    def run(name: str, fault: dict[str, object], *sets: str, code: int = 0) -> dict[str, object]:
         monkeypatch.setenv("FAULT", json.dumps(fault))
-        train_here(path, tmp_path / name, *model, f"train.steps={STEPS}", "checkpoint.resume=auto", code=code)
+        train_here(path, tmp_path / name, *model, f"train.steps={STEPS}", "checkpoint.resume=auto", *sets, code=code)
         return json.loads((tmp_path / name / "status.json").read_text())
 
     return run
@@ -56,6 +56,22 @@ def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, fault, last, logged):
     assert row_differences(tmp_path / "whole", tmp_path / "run") == []
     name = f"checkpoints/step_{STEPS:08d}"
     assert checkpoint_differences(tmp_path / "whole" / name, tmp_path / "run" / name) == []
+    rows = record.read_text()
+    go("run", {})  # nothing is left, nor to be evaluated again
+    assert record.read_text() == rows
+
+
+def test_a_stop_in_the_evaluation_at_the_end_of_the_data_is_made_up_for(go, tmp_path):
+    sets = ("train.steps=9999", "train.micro_batches=3", "data.mixing.repeat=false", "data.mixing.batch_size=12")
+    sets += ("data.seq_len=64", "ledger.capacity=64", "eval.every=999", "checkpoint.every=1", "checkpoint.keep_last=1")
+    stopped = go("run", {"what": "signal", "mode": "eval", "step": 1, "micro": 0}, *sets)
+    assert stopped["state"] == "stopped"
+    record = tmp_path / "run" / "metrics.jsonl"
+    assert '"mode":"eval"' not in record.read_text()
+    for _ in range(2):  # the second finds nothing left
+        ended = go("run", {}, *sets)
+        assert (ended["state"], ended["last_step"]) == ("done", stopped["last_step"])
+        assert record.read_text().count('"mode":"eval"') == 1
 
 
 def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
