@@ -265,7 +265,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         return found or 1
 
     def _open_weighted(self, stream: Stream) -> OpenStream:
-        """Files that were never opened have no number of tokens: an epoch is divided by bytes."""
+        """Open a stream, whose tokens weigh in an epoch as its file's bytes: others were never opened."""
         self._current = stream
         opened = self._in_memory.get(stream.relative_path) or open_stream(stream, self._read, self._cut)
         share = self._sizes[stream.stream_id] / self._total_size
@@ -504,14 +504,14 @@ class ShardSource(StreamSource[Part | Few, Reader]):
     version, first_open = 5, DEFAULT_STREAMS
 
     def _parts(self, epoch: int, shard: int, num_shards: int) -> Sequence[Part | Few]:
-        few = self._few(num_shards)
+        few = self._dealer_of(num_shards)
         if few is not None:
             return few.deal(epoch)[shard]
         order = keyed_generator("deal", self.name, self._mix.seed).permutation(len(self.streams))
         return deal_parts(self._sizes, tuple(order.tolist()), num_shards)[shard]
 
-    def _few(self, num_shards: int) -> FewDocuments | None:
-        """Deals them one by one if there are few for each of so many shards."""
+    def _dealer_of(self, num_shards: int) -> FewDocuments | None:
+        """What deals the documents one by one, if there are few for each of so many shards."""
         if not self.deals_few or num_shards == 1 or len(self.streams) >= FEW * num_shards:
             return None
         if num_shards not in self._dealers:
@@ -535,7 +535,7 @@ class ShardSource(StreamSource[Part | Few, Reader]):
         return np.where(np.arange(len(cells)) < cursor[0], cells, 0)
 
     def _later_has_groups(self) -> bool:
-        few = self._few(self._num_shards)
+        few = self._dealer_of(self._num_shards)
         return few is not None and few.has_documents
 
     def __iter__(self) -> Iterator[list[Handed]]:

@@ -345,9 +345,8 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     blocks = blocks_of(model)
     if not blocks:
         logger.info("%s has no nn.ModuleList of blocks: its children are sharded one by one", type(model).__name__)
-    return _apart(
-        model, blocks or [child for child in model.children() if num_parameters(child) and _has_forward(child)]
-    )
+        blocks = [child for child in model.children() if num_parameters(child) and _has_forward(child)]
+    return _apart(model, blocks)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -207,11 +207,11 @@ def _(grad_output: Tensor, grad_end: Tensor | None, *saved: Tensor) -> tuple[Ten
     return tuple(each.new_empty(each.shape) for each in saved[:-1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, _, rate, state = inputs
     _, _, cumulated, solved = output
     ctx.save_for_backward(q, k, v, cumulated, rate, state, solved)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # None stays None: `_gradients` knows what is not asked for
 
 
 def _gradients(ctx: Any, grad_output: Tensor | None, grad_end: Tensor | None, *_: None) -> tuple[Tensor, ...]:
@@ -221,7 +221,7 @@ def _gradients(ctx: Any, grad_output: Tensor | None, grad_end: Tensor | None, *_
     return found
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward.register_autograd(_gradients, setup_context=_keep_for_backward)
 
 
 def kernel_rule(

@@ -208,9 +208,10 @@ def _is_whole(tokens: Path) -> bool:
     index = tokens.with_suffix(".idx")
     try:
         is_plain = all(stat.S_ISREG(each.lstat().st_mode) for each in (tokens, index))
-        return is_plain and bool(read_index(index, tokens.stat().st_size))
+        read_index(index, tokens.stat().st_size)
     except (OSError, ValueError):
         return False
+    return is_plain
 
 
 class Stopped(Exception):

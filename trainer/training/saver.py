@@ -135,15 +135,15 @@ class Saver:
         self.retain(path)
 
     def _together(self, action: Callable[[], object]) -> None:
-        """Do `action`, part of a save; if it fails on any rank, all raise."""
+        """Do `action`, part of a save; if the disk or torch fails in it on any rank, all raise."""
         problem = ""
         try:
             action()
         except OSError as error:
-            problem = f"rank {self.info.rank}: {error.strerror} ({error.filename})"
+            problem = f"rank {self.info.rank}: {error.strerror or error} ({error.filename})"
         except RuntimeError as error:
             # torch raises it if the disk is full while it writes the last of a file.
-            problem = f"rank {self.info.rank}: {str(error).splitlines()[0]}"
+            problem = f"rank {self.info.rank}: {str(error).partition(chr(10))[0]}"
         problems = list(filter(None, gather_from_ranks(problem, world_size=self.info.world_size)))
         if problems:
             if self.info.is_main:

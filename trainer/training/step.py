@@ -8,9 +8,9 @@ have equally many micro-batches). DDP or FSDP averages over the W ranks, and the
 by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Besides those of DDP or FSDP there is one all-reduce per step, of token and loss sums,
-the flags of each rank, the noise scale's sums and the squared gradient norm, of
-which a rank may hold shards only. A NaN on one rank is a NaN in the sum,
-so all ranks see it. Extensions that sum over ranks share a second all-reduce after the update.
+the flags of each rank, the noise scale's sums and the squared gradient norm, of which a rank may
+hold shards only. A NaN on one rank is a NaN in the sum, so all ranks see it. Extensions that sum
+over ranks share a second all-reduce after the update.
 
 Waiting. `launch` decides on the device whether the optimizer steps, and copies the numbers to the
 host; `finish` reads them. The loop calls `finish` after the next step is launched, so that the

@@ -184,10 +184,11 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
 
 
 def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFiles) -> list[str]:
+    """How the saved weights differ from a model's own; `shared`: those that are tied to others."""
     names = {name for name in own if name not in shared}  # tied ones are saved once
     there = set(saved.values["model"])
     found = [f"{name} is not in it" for name in sorted(names - there)]
-    found += [f"the model has no {name}" for name in sorted(there - names)]
+    found += [f"the model has no {name} of its own" for name in sorted(there - names)]
     for name in sorted(names & there):
         shape = saved.shapes.get(f"model.{name}")
         if isinstance(own[name], Tensor) and shape != tuple(own[name].shape):
