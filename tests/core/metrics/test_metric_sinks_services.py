@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def test_tensorboard_hides_what_a_restart_repeats(tmp_path: Path) -> None:
     sink.log(build_payload("eval", 20, {"eval_loss": math.inf}))
     for _ in range(2):
         sink.close()
+    time.sleep(1.1)  # files are read in the order of the seconds in their names
     again = TensorboardSink(tmp_path)
     again.event({"event": "restart", "global_step": 10})
     again.log(train(11, 2.0))

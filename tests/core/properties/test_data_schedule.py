@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.data_tables import BatchScheduleTable, plan_of
+from trainer.config.data_tables import BatchScheduleTable
+from trainer.config.schema import RunConfig, TrainTable
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero, positions
 from trainer.options import MicroBatches
@@ -116,7 +117,8 @@ QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 def planned(points):
-    return plan_of(BatchScheduleTable(schedule="step", points=points))
+    train = TrainTable(micro_batches=BatchScheduleTable(schedule="step", points=points))
+    return RunConfig.model_construct(train=train).micro_batches
 
 
 def by_hand(points, x):
