@@ -117,7 +117,7 @@ QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 def planned(points):
-    train = TrainTable(micro_batches=BatchScheduleTable(schedule="step", points=points))
+    train = TrainTable(steps=1, micro_batches=BatchScheduleTable(schedule="step", points=points))
     return RunConfig.model_construct(train=train).micro_batches
 
 
