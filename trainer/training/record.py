@@ -30,12 +30,12 @@ from trainer.wording import printable
 
 logger = get_logger(__name__)
 MARK_SEC = 60.0  # network file systems may remember for so long what a directory had
-Placed = tuple[RunDir, Found | None, Uploads | None]
+Chosen = tuple[RunDir, Found | None, Uploads | None]
 
 
-def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> Placed:
+def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> Chosen:
     """The run's directory, the checkpoint to resume from, and rank 0's uploads."""
-    placed: Placed | None = None
+    placed: Chosen | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             try:  # on rank 0 alone: the ranks might see different directories
@@ -51,7 +51,7 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
     return placed or (RunDir(path), found, None)
 
 
-def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Placed:
+def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
     config, uploads = plan.config, None
     resume = effective_resume(config.checkpoint.resume)
     run_dir = choose_run_dir(config, given, resume)

@@ -27,8 +27,8 @@ TABLE = {
         [beat(8, **LONG), beat(7, stayed=11.0), beat(8, **LONG)],
         "rank 1 is missing: step 2: data, for 11.0 s (it entered 7 collectives, the others 8)",
     ),
-    "others wait for one that goes on": ([beat(8, **LONG), beat(7, stayed=3.0), beat(8, **LONG)], None),
-    "and for one that goes on, and one that does not": (
+    "a slow rank that makes progress": ([beat(8, **LONG), beat(7, stayed=3.0), beat(8, **LONG)], None),
+    "a slow rank, and one that makes no progress": (
         [beat(8, **LONG), beat(7, stayed=3.0), beat(7, stayed=11.0)],
         "rank 2 is missing: step 2: data, for 11.0 s (it entered 7 collectives, the others 8)",
     ),
