@@ -23,14 +23,14 @@ SLOW_SAVES = """
 import os, time
 import numpy as np
 from trainer.model import build as build_ours
-from trainer.training import train_state
+from trainer.training import saver
 
 if os.environ.get("RANK") == "1":
-    write = train_state.write_part
+    write = saver.write_part
     def slow(path, value):
         time.sleep(0.02)
         write(path, value)
-    train_state.write_part = slow
+    saver.write_part = slow
 
 def build(vocab_size, dim, num_layers):
     return build_ours(vocab_size, dim=dim, num_layers=num_layers)
