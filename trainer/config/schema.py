@@ -167,7 +167,7 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for all matrices except embedding and output; adamw for the rest."""
+    """muon (Jordan et al., 2024): for matrices except embedding and output (docs/models.md); adamw for the rest."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
@@ -182,7 +182,7 @@ class OptimizerTable(Table):
     momentum: Decay = 0.95
     """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
-    """For matrices, not vectors (norms, biases, decay rates)."""
+    """Not for vectors: norms, biases, decay rates (docs/models.md)."""
     group: list[OptimizerGroupTable] = []
 
     def check(self) -> None:

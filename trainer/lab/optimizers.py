@@ -25,19 +25,13 @@ def build_optimizer(model: nn.Module, groups: list[ParameterGroup], table: Optim
     """Muon and AdamW over these groups, or the custom optimizer."""
     if table.target is not None:
         return build_custom(model, groups, table)
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    sizes = {weight.shape[0] for weight in tables}
-    # Embeddings and outputs have a row for each token id.
-    hidden = {id(each) for each in model.parameters() if each.ndim == 2 and each.shape[0] not in sizes}
-    matrices, others = [], []
-    for group in groups:
-        chosen = [parameter for parameter in group["params"] if id(parameter) in hidden]
-        if chosen:
-            matrices.append({**group, "params": chosen})
-        rest = [parameter for parameter in group["params"] if id(parameter) not in hidden]
-        if rest:
-            others.append({**group, "params": rest})
-    return MuonWithAdamW(matrices, others, table)
+    others = [group for group in groups if not is_for_muon(group)]
+    return MuonWithAdamW([group for group in groups if is_for_muon(group)], others, table)
+
+
+def is_for_muon(group: ParameterGroup) -> bool:
+    """Whether Muon takes a group: matrices, without tables of embeddings and the output layer."""
+    return bool(group["role"] == "matrix")
 
 
 class SkippingMuon(Skipping, torch.optim.Muon):

@@ -6,8 +6,8 @@ The state is one row of numbers per group, as the ledger keeps it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, Final, NamedTuple, Protocol
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ GATE_SHARPNESS: Final = 8.0
 """c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
 FEW_TOKENS = 8
 CHUNK_KEY = "objective.chunk_tokens"
+Role = Literal["embedding", "output", "matrix", "kernel", "vector"]
+"""Of a parameter: a table of embeddings; the layer that gives the logits; another matrix; one with more
+dimensions; norms, biases, decay rates and whatever else is one number for each of some features."""
+_TABLES = {"embed", "embedding", "embeddings", "embed_tokens", "tok_emb", "pos_emb", "pos_embed", "wte", "wpe"}
+_OUTPUTS = {"head", "lm_head", "output", "unembed", "unembedding", "embed_out"}
+_VECTORS = {"A_log", "D", "dt_bias", "bias", "gain", "scale"}
+_LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.modules.conv._ConvNd)
 
 
 class ModelOutput(NamedTuple):
@@ -115,3 +122,35 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         if owner != name:
             tied[name] = owner
     return tied
+
+
+def parameter_roles(model: nn.Module) -> dict[str, Role]:
+    """The role of each parameter, by its name, from what the model says of it, and not from sizes that happen
+    to agree: `get_input_embeddings`, `get_output_embeddings` (of any part of it), the kind of the layer, the
+    attribute `_no_weight_decay` of a parameter, and names in common use where there is none of these.
+
+    A tied table is an embedding. Call it before parameters are sharded, which drops their attributes.
+    """
+    tables, outputs, roles = set(), set(), dict[str, Role]()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            tables.add(id(module.weight))
+        *above, name = path.split(".")
+        if isinstance(module, nn.Linear) and name in _OUTPUTS and not any(each.isdigit() for each in above):
+            outputs.add(id(module.weight))  # in a numbered layer, `output` is that layer's own
+        for getter, found in (("get_input_embeddings", tables), ("get_output_embeddings", outputs)):
+            with suppress(AttributeError, NotImplementedError, TypeError):  # a part of the model may have none
+                found.add(id(getattr(module, getter)().weight))
+    for path, parameter in model.named_parameters():
+        owner, _, name = path.rpartition(".")
+        layer = model.get_submodule(owner)
+        dims = parameter.ndim if isinstance(layer, _LAYERS) else sum(size > 1 for size in parameter.shape)
+        if id(parameter) in tables or (name in _TABLES and parameter.ndim == 2):
+            roles[path] = "embedding"
+        elif id(parameter) in outputs:
+            roles[path] = "output"
+        elif dims < 2 or name in _VECTORS or getattr(parameter, "_no_weight_decay", False):
+            roles[path] = "vector"
+        else:
+            roles[path] = "matrix" if parameter.ndim == 2 else "kernel"
+    return roles

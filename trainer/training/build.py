@@ -42,7 +42,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.protocol import ModelOutput, extras_of, output_layer
+from trainer.model.protocol import ModelOutput, extras_of, output_layer, parameter_roles
 from trainer.objective import Loss, Objective
 from trainer.on_device import memory_of
 from trainer.options import DEFAULT_CAPACITY
@@ -67,6 +67,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = make_model(plan)
+    roles = parameter_roles(model)
     # Before the parameters get their memory on the device.
     (strategy or Strategy()).shard(model, partial(prepared_units, model, config))
     model = model.to(device)
@@ -81,7 +82,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     return TrainState(
         model=model,
         shards=make_shards(plan, info, model, device, tracker.diagnostics.best_effort),
-        optimizer=build_optimizer(model, config.optimizer, plan.parts),
+        optimizer=build_optimizer(model, config.optimizer, plan.parts, roles),
         scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
         tracker=tracker,
     )

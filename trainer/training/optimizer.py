@@ -16,6 +16,7 @@ from trainer.config.schema import OptimizerTable, RunConfig, SchedulerTable
 from trainer.distributed.strategy import layout_of, own_part
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.model.protocol import Role, parameter_roles
 from trainer.options import ONE, MicroBatches
 from trainer.training import NO_PARTS, Parts, need
 
@@ -126,14 +127,16 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 ParameterGroup = dict[str, Any]
 
 
-def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_PARTS) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, table: OptimizerTable, parts: Parts = NO_PARTS, roles: Mapping[str, Role] | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
-    Only matrices are decayed, not norms, biases and the decay rates of the recurrence. `parts`
-    make Muon and custom optimizers. A UserError if a group matches no parameter, or the
-    optimizer is missing or cannot be made.
+    Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and custom
+    optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if a group
+    matches no parameter, or the optimizer is missing or cannot be made.
     """
-    groups = parameter_groups(model, table)
+    groups = parameter_groups(model, table, roles)
     if table.target is not None or table.name == "muon":
         key = "optimizer.name" if table.target is None else "optimizer.target"
         return need(parts.models, key).build_optimizer(model, groups, table)
@@ -185,25 +188,28 @@ def load_named_state(
     optimizer.load_state_dict(states.get("", states))
 
 
-def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
-    """One group of matrices and one of vectors, for each `[[optimizer.group]]` and for the rest.
+def parameter_groups(
+    model: nn.Module, table: OptimizerTable, roles: Mapping[str, Role] | None = None
+) -> list[ParameterGroup]:
+    """A group for each role of parameters in each `[[optimizer.group]]` and in the rest, in this order.
 
-    Checkpoints know a group by its number, which its settings do not change.
+    A group says its `role`, which an optimizer of one's own may go by; `roles`: see `build_optimizer`.
     """
-    found: dict[tuple[int, bool], ParameterGroup] = {}
+    found: dict[tuple[int, Role], ParameterGroup] = {}
+    roles = roles or parameter_roles(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         # The first group that matches; -1: none.
         number = next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
-        is_vector = parameter.ndim < 2
-        settings = {"weight_decay": 0.0 if is_vector else table.weight_decay, LR_SCALE: 1.0}
+        role = roles[name]
+        settings = {"role": role, "weight_decay": 0.0 if role == "vector" else table.weight_decay, LR_SCALE: 1.0}
         if number >= 0:
             own = table.group[number]
             settings[LR_SCALE] = own.lr_scale
             if own.weight_decay is not None:  # a group's own decay holds for its vectors too
                 settings["weight_decay"] = own.weight_decay
-        found.setdefault((number, is_vector), {"params": [], **settings})["params"].append(parameter)
+        found.setdefault((number, role), {"params": [], **settings})["params"].append(parameter)
     # A pattern with a typing error would train everything with the defaults.
     used = {number for number, _ in found}
     unused = [repr(group.match) for number, group in enumerate(table.group) if number not in used]

@@ -17,6 +17,7 @@ from trainer.config.load import load_config
 from trainer.config.schema import OptimizerTable, SchedulerTable
 from trainer.errors import UserError
 from trainer.model import build
+from trainer.model.protocol import parameter_roles
 from trainer.on_device import step_unless, supports_found_inf
 from trainer.training.optimizer import (
     Length,
@@ -136,16 +137,81 @@ def test_a_resume_restores_the_state_and_takes_the_settings_of_the_config(name):
     assert {group["lr"] for part in parts for group in part.param_groups} == {0.5}
 
 
-def test_muon_takes_the_matrices_between_embedding_and_output():
-    model = build(11, dim=8, num_layers=2)
-    parts = build_optimizer(model, OptimizerTable(name="muon"), PARTS).parts
+class Various(torch.nn.Module):
+    """Parameters whose shapes mislead: as many positions as features, a gate stack of as many rows as ids, a padded
+    output, decay rates of four dimensions, a table that no layer holds."""
+
+    def __init__(self):
+        super().__init__()
+        vocab_size, dim = 201, 67
+        self.wpe = torch.nn.Embedding(dim, dim)
+        self.table = torch.nn.Parameter(torch.randn(vocab_size, dim))
+        self.wte = torch.nn.Parameter(torch.randn(vocab_size, dim))
+        self.block = torch.nn.Module()
+        self.block.gru = torch.nn.GRU(dim, dim)  # 3 * 67 = 201 rows
+        self.block.layers = torch.nn.ModuleList([torch.nn.Module()])
+        self.block.layers[0].output = torch.nn.Linear(dim, dim)
+        self.block.conv = torch.nn.Conv1d(dim, dim, 4, groups=dim)
+        self.block.A_log = torch.nn.Parameter(torch.zeros(1, 1, 4, 1))
+        self.block.gains = torch.nn.Parameter(torch.ones(4, dim))
+        self.block.gains._no_weight_decay = True
+        self.lm_head = torch.nn.Linear(dim, 256)
+        self.block.one = torch.nn.Linear(dim, 1)
+
+
+class Saying(Various):
+    """Says itself which layers embed and which give the logits."""
+
+    def get_input_embeddings(self):
+        return type("Table", (), {"weight": self.table})()
+
+    def get_output_embeddings(self):
+        return self.block.layers[0].output
+
+
+VECTORS = {
+    "block.gru.bias_ih_l0",
+    "block.gru.bias_hh_l0",
+    "block.layers.0.output.bias",
+    "block.conv.bias",
+    "block.one.bias",
+}
+VECTORS |= {"block.A_log", "block.gains", "lm_head.bias"}
+MATRICES = {"block.gru.weight_ih_l0", "block.gru.weight_hh_l0", "block.one.weight"}
+
+
+@pytest.mark.parametrize(
+    ("model", "tables", "outputs", "matrices"),
+    [
+        (Various, {"wpe.weight", "wte"}, {"lm_head.weight"}, {*MATRICES, "table", "block.layers.0.output.weight"}),
+        (Saying, {"wpe.weight", "wte", "table"}, {"lm_head.weight", "block.layers.0.output.weight"}, MATRICES),
+    ],
+)
+def test_muon_and_decay_go_by_what_a_model_says_and_not_by_sizes(model, tables, outputs, matrices):
+    model = model()
     names = {id(p): name for name, p in model.named_parameters()}
+    parts = build_optimizer(model, OptimizerTable(name="muon"), PARTS).parts
     of = {key: {names[id(p)] for g in part.param_groups for p in g["params"]} for key, part in parts.items()}
-    assert of["muon"] | of["adamw"] == set(names.values())
-    assert not of["muon"] & of["adamw"]
-    assert {"embedding.weight", "head.weight"} <= of["adamw"]
-    assert all(dict(model.named_parameters())[name].ndim == 2 for name in of["muon"])
-    assert any("mlp" in name for name in of["muon"])
+    assert of["muon"] == matrices
+    assert of["adamw"] == set(names.values()) - matrices
+    roles = parameter_roles(model)
+    for role, expected in (
+        ("embedding", tables),
+        ("output", outputs),
+        ("vector", VECTORS),
+        ("kernel", {"block.conv.weight"}),
+    ):
+        assert {name for name, found in roles.items() if found == role} == expected
+    decayed = {
+        names[id(p)] for g in parameter_groups(model, OptimizerTable()) if g["weight_decay"] for p in g["params"]
+    }
+    assert decayed == set(names.values()) - VECTORS
+
+
+def test_a_tied_table_is_an_embedding():
+    model = build(11, dim=8, num_layers=1)
+    model.head.weight = model.embedding.weight
+    assert parameter_roles(model)["embedding.weight"] == "embedding"
 
 
 def test_groups_have_settings_of_their_own():
@@ -192,10 +258,10 @@ def first_group_alone(groups, lr):
 
 def test_one_of_ones_own_that_would_not_train_all_parameters_is_refused_with_their_names():
     model = build(11, dim=8, num_layers=1)
-    with pytest.raises(UserError, match=r"leaves \d+ parameters out, which would never be trained: .*bias"):
+    with pytest.raises(UserError, match=r"leaves \d+ parameters out, which would never be trained: .*norm"):
         build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"), PARTS)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.ndim >= 2 and "head" not in name)
+        parameter.requires_grad_(name == "embedding.weight")
     build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"), PARTS)  # the others are frozen
 
 

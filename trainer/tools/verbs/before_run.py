@@ -14,12 +14,13 @@ from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import JsonOption, print_json, put_text
-from trainer.wording import counted
+from trainer.wording import counted, few
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainer.config.schema import RunConfig
     from trainer.tools.doubts import Content
     from trainer.training.plan import Plan
     from trainer.training.sources import Source
@@ -76,7 +77,10 @@ def check(
         facts["contract"] = f"not tried: {report}"
     else:
         facts["contract"] = report.to_json() if as_json else report.summary()
-    sources = {"sources": _sources(plan, content)}
+    sources: dict[str, Any] = {
+        "sources": _sources(plan, content),
+        "parameter_groups": _parameter_groups(resolved, model),
+    }
     sources["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts | sources})
@@ -109,13 +113,31 @@ def _sources(plan: Plan, content: Mapping[str, Content]) -> dict[str, dict[str, 
     return facts
 
 
-def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _parameter_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """How the parameters are treated, of each group of the optimizer."""
+    from trainer.lab.optimizers import is_for_muon
+    from trainer.training.optimizer import parameter_groups
+
+    table, found = config.optimizer, []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in parameter_groups(model, table):
+        optimizer = table.target or ("adamw" if table.name == "muon" and not is_for_muon(group) else table.name)
+        parameters = group.pop("params")
+        numbers = sum(parameter.numel() for parameter in parameters)
+        found.append({**group, "optimizer": optimizer, "numbers": numbers, "names": [names[id(p)] for p in parameters]})
+    return found
+
+
+def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[str]:
     for name, value in facts.items():
         if isinstance(value, dict):
             value = ", ".join(f"{part} {size:,.1f}" for part, size in value.items())
         elif isinstance(value, int):
             value = f"{value:,}"
         yield f"{name} = {value}"
+    for group in sources["parameter_groups"]:
+        settings = f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
+        yield f"{group['numbers']:,} {group['role']} parameters: {group['optimizer']}, {settings}: {few(group['names'])}"
     for kind, named in (("source", sources["sources"]), ("eval source", sources["eval_sources"])):
         yield from (f"{kind} {name}: {_in_words(found)}" for name, found in named.items())
 
