@@ -238,6 +238,65 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     return TokenTable(tokens, starts, lengths)
 
 
+# Of prose and of programs; not of tables, settings and records, such as .csv and .json.
+TEXT_SUFFIXES = (
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html", ".htm", ".css", ".scss", ".vue"),
+    *(
+        ".py",
+        ".pyi",
+        ".pyx",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".cxx",
+        ".hh",
+        ".hpp",
+        ".cu",
+        ".cuh",
+        ".m",
+        ".mm",
+        ".f90",
+        ".s",
+    ),
+    *(
+        ".java",
+        ".kt",
+        ".scala",
+        ".go",
+        ".rs",
+        ".swift",
+        ".cs",
+        ".fs",
+        ".js",
+        ".mjs",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".php",
+        ".rb",
+    ),
+    *(
+        ".pl",
+        ".pm",
+        ".lua",
+        ".r",
+        ".jl",
+        ".hs",
+        ".ml",
+        ".clj",
+        ".ex",
+        ".exs",
+        ".erl",
+        ".el",
+        ".lisp",
+        ".sh",
+        ".sql",
+        ".proto",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Format:
     suffixes: tuple[str, ...]  # file extensions that select the format
@@ -252,7 +311,7 @@ class Format:
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "text": Format((".txt", ".md", ".py"), load_text, ("text_split",), pieces=text_pieces),
+        "text": Format(TEXT_SUFFIXES, load_text, ("text_split",), pieces=text_pieces),
         "jsonl": Format((".jsonl",), None, ("column",), pieces=jsonl_pieces),
         "npy": Format((".npy",), documents.load_npy, ("eod",)),
         "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
@@ -264,6 +323,12 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 
 def suffixes() -> tuple[str, ...]:
     return tuple(dict.fromkeys(suffix for each in FORMATS.values() for suffix in each.suffixes))
+
+
+def known_suffixes() -> str:
+    """The extensions in words."""
+    others = [suffix for suffix in suffixes() if suffix not in TEXT_SUFFIXES]
+    return f".txt and others of text, {', '.join(dict.fromkeys(others))}"
 
 
 def index_suffixes() -> tuple[str, ...]:
@@ -294,7 +359,7 @@ def format_name(path: Path, name: str = "auto") -> str:
     if name != "auto":
         return name
     for found, each in FORMATS.items():
-        if path.suffix in each.suffixes and (each.beside is None or path.with_suffix(each.beside).exists()):
+        if path.suffix.lower() in each.suffixes and (each.beside is None or path.with_suffix(each.beside).exists()):
             return found
     raise damaged(path, f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
 

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
 
-from trainer.data.formats import FORMATS, format_name, index_suffixes, is_import_path, suffixes, takes_option
+from trainer.data.formats import (
+    FORMATS,
+    format_name,
+    index_suffixes,
+    is_import_path,
+    known_suffixes,
+    suffixes,
+    takes_option,
+)
 from trainer.errors import UserError
 from trainer.wording import counted, few, printable
 
@@ -56,7 +64,7 @@ def _files_below(directory: Path) -> list[Path]:
 
 def is_data(path: PurePath, format: str) -> bool:
     """Whether a layout reads a file, by its name below the root."""
-    is_known = format != "auto" or path.suffix in suffixes()
+    is_known = format != "auto" or path.suffix.lower() in suffixes()
     is_other = path.suffix in index_suffixes() or path.name == "manifest.json"
     return is_known and not is_other and not path.name.startswith(IGNORED)
 
@@ -75,9 +83,11 @@ def _sort_out(files: Mapping[str, PurePath], format: str) -> tuple[list[str], li
 
 def warn_unread(where: object, unread: Collection[str]) -> None:
     if unread:
-        text = "%s: does not read %s: %s; if they are data, rename or convert them (%s), or set format"
+        text = (
+            '%s: does not read %s: %s; if they are text, set format = "text", or copy them with train data build text'
+        )
         files = counted(len(unread), "file"), few(sorted(unread))
-        logger.warning(text, printable(str(where)), *files, " ".join(suffixes()))
+        logger.warning(text, printable(str(where)), *files)
 
 
 def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> UserError:
@@ -85,7 +95,7 @@ def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> Use
     problem = "has no stream files"
     if unread:
         problem += f" (it does not read {counted(len(unread), 'file')}: {few(sorted(unread))})"
-    return UserError(str(where), problem, fix or f"known extensions: {' '.join(suffixes())}")
+    return UserError(str(where), problem, fix or f"known extensions: {known_suffixes()}")
 
 
 def modalities_of(root: Path) -> dict[str, Path]:
@@ -161,7 +171,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
         streams += [_stream(str(base / name), name, modality) for name in read]
         unread += others
     if not streams:
-        fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
+        fix = f"put files into {base}/<modality>/ ({known_suffixes()})"
         fix += f', or set paths = ["{base}/*"] instead of root'
         raise _nothing_found(base, unread, fix)
     warn_unread(root, unread)

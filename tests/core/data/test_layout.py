@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.data.documents import ReadOptions
+from trainer.data.formats import load_documents
 from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
 from trainer.data.layout import discover_direct, discover_nested
+from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
 from trainer.tools.survey import discover
 
@@ -31,8 +34,8 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, t
     assert found == [(0, "a/x.md", "a"), (1, "b/deep/a.jsonl", "b"), (2, "b/z.txt", "b")]
     assert all(Path(s.path).is_file() for s in streams)
     assert [s.relative_path for s in discover_nested(root, ["b"])] == ["b/deep/a.jsonl", "b/z.txt"]
-    (root / "a" / "x.cpp").touch()
-    assert "a/x.cpp" in [s.relative_path for s in discover_nested(root, format="text")]
+    (root / "a" / "x.csv").touch()
+    assert "a/x.csv" in [s.relative_path for s in discover_nested(root, format="text")]
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "y.txt").touch()
     (root / "a" / "part").symlink_to(tmp_path / "scratch")
@@ -43,9 +46,9 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, t
 
 
 def test_direct_streams_take_their_parent_directory_as_modality(root):
-    (root / "a" / "x.cpp").touch()
-    streams = discover_direct([str(root / "b" / "**"), str(root / "a" / "x.cpp"), str(root / "b" / "z.txt")])
-    assert [(Path(s.path).name, s.modality) for s in streams] == [("x.cpp", "a"), ("a.jsonl", "deep"), ("z.txt", "b")]
+    (root / "a" / "x.csv").touch()
+    streams = discover_direct([str(root / "b" / "**"), str(root / "a" / "x.csv"), str(root / "b" / "z.txt")])
+    assert [(Path(s.path).name, s.modality) for s in streams] == [("x.csv", "a"), ("a.jsonl", "deep"), ("z.txt", "b")]
 
 
 def test_a_file_has_one_name_however_its_path_is_spelled(root, monkeypatch):
@@ -96,19 +99,23 @@ def test_files_that_are_not_read_do_not_vanish_silently(root, caplog, layout):
         "_part.jsonl.gz",
         "_part0.txt",
         ".x.csv",
-        "README.rst",
         "LICENSE",
         "tokenizer.json",
         "manifest.json",
         "y.idx",
     )
+    for name in ("w.rs", "v.R"):
+        (root / "b" / name).write_text("text")
     for name in ("x.csv", "y.txt.zst", "z.TXT", "noname", *no_data):
         (root / "b" / name).write_bytes(b"x")
     for name in (".git/objects/abc", "__pycache__/x.o", ".ipynb_checkpoints/f.txt", "deep/_old/f.txt"):
         (root / "a" / name).parent.mkdir(parents=True)
         (root / "a" / name).write_bytes(b"x")
     streams = discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
-    assert {Path(stream.path).name for stream in streams} >= {"z.txt"}
+    read = {Path(stream.path).name for stream in streams}
+    assert {"z.txt", "z.TXT", "w.rs", "v.R"} <= read
+    texts = [load_documents(str(root / "b" / name), ReadOptions(BytesTokenizer())) for name in ("z.TXT", "w.rs", "v.R")]
+    assert [text.num_documents for text in texts] == [1, 1, 1]
     everywhere = [*streams, *discover_direct([str(root / "**" / "*.txt")])]
     assert not [stream.path for stream in everywhere if "f.txt" in stream.path]
     assert discover_direct([str(root / "a" / "deep" / "_old" / "*.txt")])  # named
@@ -116,10 +123,10 @@ def test_files_that_are_not_read_do_not_vanish_silently(root, caplog, layout):
     discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
     (said,) = (record.getMessage() for record in caplog.records)
     b, where = ("b", root) if layout == "nested" else (root / "b", "paths")
-    number, files = 4, f"{b}/noname, {b}/x.csv, {b}/y.txt.zst and 1 more"
+    number, files = 3, f"{b}/noname, {b}/x.csv, {b}/y.txt.zst"
     if layout == "nested":
-        number, files = 5, "b/noname, b/x.csv, b/y.txt.zst and 2 more"
-    assert said.startswith(f"{where}: does not read {number} files: {files}; if they are data")
+        number, files = 4, "b/noname, b/x.csv, b/y.txt.zst and 1 more"
+    assert said.startswith(f"{where}: does not read {number} files: {files}; if they are text")
     caplog.clear()
     discover_direct([str(root / "b" / name) for name in ("z.txt", "z.TXT", "_part0.txt")])
     assert caplog.text == ""
