@@ -72,16 +72,26 @@ def evaluating(every: int, *, batches: int = 2, saves: int = 0, keep_last: int =
     return text
 
 
-def held_out_texts(directory: Path, fraction: float) -> list[bytes]:
-    """The held-out documents of the corpus below a directory, from its files."""
+def held_out_documents(directory: Path, fraction: float) -> dict[tuple[str, int], bytes]:
+    """(file, number) -> text of the held-out documents of the corpus below a directory, from its files."""
     from trainer.data.groups import held_out
 
-    found = []
+    found = {}
     for file in sorted((directory / "corpus").rglob("*.jsonl")):
-        lines = file.read_text().splitlines()
-        mask = held_out(str(file.relative_to(directory / "corpus")), len(lines), fraction)
-        found += [json.loads(line)["text"].encode() for line, is_held in zip(lines, mask, strict=True) if is_held]
+        lines, name = file.read_text().splitlines(), str(file.relative_to(directory / "corpus"))
+        for number in np.flatnonzero(held_out(name, len(lines), fraction)).tolist():
+            found[name, number] = json.loads(lines[number])["text"].encode()
     return found
+
+
+def held_out_texts(directory: Path, fraction: float) -> list[bytes]:
+    return [*held_out_documents(directory, fraction).values()]
+
+
+def losses_of_documents(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The lines that an evaluation has written."""
+    path = run_dir / "evaluations" / f"step_{step:08d}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED, Flags
 from trainer.data.loader import MicroBatch
-from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
+from trainer.metrics.noise_scale.estimate import Moments
 from trainer.objective import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator
 

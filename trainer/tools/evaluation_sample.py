@@ -8,11 +8,13 @@ those over the set in proportion.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,26 +22,39 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED, Ints, keyed_generator
+from trainer.data.collate import Located
 from trainer.data.documents import TokenArray, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.loader import MicroBatch
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
-from trainer.metrics.aggregate import Moments
+from trainer.files import remove_leftovers, write_file
+from trainer.metrics.noise_scale.estimate import Moments
+from trainer.metrics.sinks import strict
 from trainer.objective import ObjectiveOutput
+from trainer.on_device import to_device
 from trainer.training.build import evaluated_rows, make_held_out
-from trainer.training.evaluator import EvalRider, Evaluator
+from trainer.training.evaluator import EvalRider, EvalSet, Evaluator
 from trainer.training.plan import Plan
 from trainer.training.sources import Source
 from trainer.wording import counted
 
+if TYPE_CHECKING:
+    from trainer.training.open_run import Run
+    from trainer.training.run_dir import RunDir
+
+EVALUATIONS = "evaluations"  # in the run directory: a file for each step
 COUNTED_BYTES = 2_000_000_000  # of a set's files whose documents are counted at the start
 SHARE = 0.15
 """Cells that an evaluation may run by default, over those that a rank trains on between two.
 
 A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 LEAST = 8  # documents, or files, that are drawn: the error needs as many
+
+
+Document = tuple[str, str, int]  # source, stream and number in it
+Sums = dict[int, tuple[Document, float, float]]  # group id -> the document, its loss, its targets
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,7 @@ class Sample:
     num_units: int
     share: float  # of all documents; 0 where only some files were looked at, or documents read to a depth
     weight: float = 1.0  # of the loss of a token in the loss
+    names: Mapping[int, Document] = field(default_factory=dict)  # group id -> what was copied
 
     def error(self, losses: npt.NDArray[np.float64], tokens: npt.NDArray[np.float64]) -> float:
         """The error of the mean loss per token against the whole set's, by the sums of each unit:
@@ -58,50 +74,96 @@ class Sample:
         return self.weight * moments.wide_error() * math.sqrt(1 - self.share)
 
 
-class SampledLosses(EvalRider):
-    """The error of the loss of a sample: of its cross-entropy, or of what replaces that."""
+class DocumentLosses(EvalRider):
+    """The loss of each document of a set: for the record, and for the error of a sample's loss. It is
+    the cross-entropy, or what replaces that."""
 
-    def __init__(self, sample: Sample) -> None:
-        self.sample: Sample = sample
+    def __init__(self, name: str, sample: Sample | None) -> None:
+        self.key = f"eval/{name}/loss" if name else "eval_loss"
+        self._sample = sample
 
     def begin(self, evaluator: Evaluator) -> None:
         """Forget the last evaluation."""
         self._guard = evaluator.guard
-        self._sums: list[tuple[list[int], Tensor]] = []
+        self._names: dict[int, Document] = {} if self._sample is None else dict(self._sample.names)
+        self._waiting: list[tuple[list[int], Tensor]] = []
+        self.found: Sums = {}
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, result: ObjectiveOutput) -> None:
-        """Note the loss and the number of targets of each row."""
-        assert micro.carry is not None
-        if result.token_loss is not None:
-            units = [self.sample.units.get(group, -1) for group in micro.carry.group_ids.tolist()]
-            sums = [result.token_loss.double().sum(1), (micro.targets != IGNORED).double().sum(1)]
-            self._sums.append((units, torch.stack(sums, dim=1)))
+        """Note the loss and the number of targets of each document in the rows."""
+        if result.token_loss is None:
+            return
+        assert isinstance(micro.located, Located)  # sets are files
+        rows = micro.located.reads
+        losses, is_target = result.token_loss.double(), (micro.targets != IGNORED).double()
+        if max(map(len, rows)) <= 1:
+            groups = [row[0][0].group_id if row else -1 for row in rows]
+            sums = torch.stack([losses.sum(1), is_target.sum(1)], dim=1)
+        else:  # documents begin within rows; targets without one have no loss
+            groups = [of.group_id for row in rows for of, _, _ in row]
+            places = to_device(micro.extras["segment_ids"].clip(0).ravel(), losses.device)
+            columns = torch.stack([losses, is_target], dim=-1).flatten(0, 1)  # [B T, 2]
+            sums = columns.new_zeros(len(groups), 2).index_add_(0, places, columns)
+        for of, _, _ in chain.from_iterable(rows):
+            table = of.source.groups
+            self._names.setdefault(of.group_id, (table.namespace, table.relative_path, of.document))
+        self._waiting.append((groups, sums))
 
-    def part(self) -> npt.NDArray[np.float64] | None:
-        """Sums of losses and targets of each unit on this rank, [2, n]. Waits for the device."""
-        return self._guard.run(self._by_unit)
+    def part(self) -> Sums | None:
+        """The sums of this rank's documents by group. Waits for the device."""
+        return self._guard.run(self._part)
 
-    def _by_unit(self) -> npt.NDArray[np.float64]:
-        found = np.zeros((self.sample.num_units + 1, 2))  # the last one: rows that only fill a batch
-        for units, sums in self._sums:
-            np.add.at(found, units, sums.cpu().numpy())
-        return found[:-1].T
+    def _part(self) -> Sums:
+        totals: dict[int, Any] = {}  # [2] each
+        for groups, sums in self._waiting:
+            for group, own in zip(groups, sums.cpu().numpy(), strict=True):
+                totals[group] = totals.get(group, 0.0) + own
+        totals.pop(-1, None)  # rows that only fill a batch
+        return {group: (self._names[group], float(nats), float(n)) for group, (nats, n) in totals.items()}
+
+    def lines(self) -> Iterator[str]:
+        """Those of a file: the key whose mean they make up, and where the document is."""
+        for (source, stream, document), nats, tokens in sorted(self.found.values()):
+            where = {"key": self.key, "source": source, "stream": stream, "document": document}
+            yield json.dumps(strict({**where, "tokens": int(tokens), "nats": nats}), allow_nan=False) + "\n"
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """The error, if it is known and not all documents were read."""
-        error = self._guard.run(self._error, by_rank)
+        for part in by_rank:  # all ranks have one, or the evaluation is off
+            self.found |= part
+        error = None if self._sample is None else self._guard.run(self._error, self._sample)
         return {"loss_se": error} if error is not None and error > 0 else {}
 
-    def _error(self, by_rank: Sequence[Any]) -> float:
-        losses, tokens = np.sum([part for part in by_rank if part is not None], axis=0)
-        return self.sample.error(losses, tokens)
+    def _error(self, sample: Sample) -> float:
+        by_unit = np.zeros((2, sample.num_units))
+        for group, (_, *sums) in self.found.items():
+            by_unit[:, sample.units[group]] += sums
+        return sample.error(*by_unit)
+
+
+def record_losses(run: Run, step: int) -> None:
+    """Write the losses of an evaluation's documents into the run directory (rank 0)."""
+    if run.view.info.is_main and run.evaluator is not None and not run.evaluator.is_off:
+        write = run.view.diagnostics.best_effort("losses of documents").run
+        write(_record_losses, run.view.run_dir, step, run.evaluator.sets)
+
+
+def _record_losses(run_dir: RunDir, step: int, sets: Sequence[EvalSet]) -> None:
+    riders = [rider for each in sets for rider in each.riders if isinstance(rider, DocumentLosses)]
+    lines = [line for rider in riders for line in rider.lines()]
+    if lines:
+        run_dir.check_owner()
+        directory = run_dir.path / EVALUATIONS
+        directory.mkdir(exist_ok=True)
+        remove_leftovers(directory)  # of a process that was killed
+        write_file(directory / f"step_{step:08d}.jsonl", "".join(lines))
 
 
 def draw_sample(
     plan: Plan, name: str, read: Mapping[ShardSource, Source], info: RankInfo, num_batches: int, runs: int
-) -> tuple[str, list[ShardSource], SampledLosses | None]:
-    """How much of a set is read, in words, the data sets of that, and what measures it; None: all is
-    read. Equal on all ranks and at every resume.
+) -> tuple[str, list[ShardSource], Sample | None]:
+    """How much of a set is read, in words, the data sets of that, and the documents drawn; None: all
+    is read. Equal on all ranks and at every resume.
 
     Args:
         read: the data sets of whole sources.
@@ -144,8 +206,9 @@ def draw_sample(
     copied, groups = _copied(plan, read, info, drawn, depth)
     weight = objective.token_ce if "token_ce" in objective.components else 1.0
     of_group = dict(zip(groups, units.tolist(), strict=True))
-    sample = Sample(of_group, int(units.max()) + 1, share, weight)
-    return words, copied, SampledLosses(sample)
+    paths = [(owner.name, stream.relative_path, document) for owner, stream, document in drawn]
+    names = dict(zip(groups, paths, strict=True))
+    return words, copied, Sample(of_group, int(units.max()) + 1, share, weight, names)
 
 
 def _count(files: Sequence[tuple[ShardSource, Stream]]) -> tuple[Ints, Ints, Ints]:

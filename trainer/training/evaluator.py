@@ -39,8 +39,6 @@ OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 class EvalRider:
     """Measures more of a set in the pass of its evaluation."""
 
-    sample: Any = None  # the drawn documents that it is for, if any
-
     def begin(self, evaluator: Evaluator) -> None:
         """An evaluation of the set begins."""
 
@@ -254,17 +252,16 @@ def _eval_set(
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
     for dataset in datasets:  # an evaluation of nothing would report nothing
         dataset.refuse_nothing()
-    read, riders = "all documents", list[EvalRider]()
+    read, sample, more = "all documents", None, plan.parts.evaluations
     if num_batches < ALL:
-        more = need(plan.parts.evaluations, "eval.batches")
+        more = need(more, "eval.batches")
         whole = dict(zip(datasets, sources, strict=True))
-        read, datasets, rider = more.draw_sample(plan, name, whole, info, num_batches, runs)
-        if rider is not None:
-            riders.append(rider)
+        read, datasets, sample = more.draw_sample(plan, name, whole, info, num_batches, runs)
+        if sample is not None:
             shown = name or "held-out documents"
             logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
     # Each document begins a row where documents are told apart, and where depth counts from its cell.
-    is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
+    is_aligned = sample is not None or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],
         seed=plan.config.run.seed,
@@ -281,7 +278,7 @@ def _eval_set(
         return Loader((batch for batch in blend), device=device, accepted=accepted, prefetch=0)
 
     filler = next(Loader([blend.masked()], device=device, prefetch=0)).masked()
-    sample = riders[0].sample if riders else None
+    riders = [] if more is None else [more.DocumentLosses(name, sample)]
     return EvalSet(name, batches, filler, read, sample, riders)
 
 

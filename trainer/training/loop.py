@@ -292,7 +292,9 @@ def evaluate(run: Run) -> bool:
         run.saver.last_saved = -1  # its checkpoint says otherwise
     if found is None:
         return False
-    position.last_eval = position.step, found
+    position.last_eval, more = (position.step, found), run.view.plan.parts.evaluations
+    if more is not None:  # before the row, so that whoever sees that finds the documents
+        more.record_losses(run, position.step)
     run.tracker.log_eval(found, position.step)
     return True
 

@@ -67,6 +67,8 @@ def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_pat
     assert row_differences(whole, run_dir) == []
     assert checkpoint_differences(whole / "checkpoints" / "latest", run_dir / "checkpoints" / "latest") == []
     assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
+    for path in (whole / "evaluations").iterdir():
+        assert (run_dir / "evaluations" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_run_on_fewer_ranks_is_told_the_capacity_that_it_needs(uninterrupted, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
-from tests.support.runs import evaluating, read_rows, train, write_tiny_config
+from tests.support.runs import (
+    evaluating,
+    held_out_documents,
+    losses_of_documents,
+    read_rows,
+    train,
+    write_tiny_config,
+)
 
 pytestmark = pytest.mark.distributed
 EXTRA = evaluating(12, batches=1000, saves=6)
@@ -58,6 +66,22 @@ def test_no_number_depends_on_chunks_and_recomputation(tmp_path, common):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
 
 
+def check_losses_of_documents(run_dir: Path, row: Mapping[str, float]) -> None:
+    """Both ranks' documents are there, each once and with all its tokens, and make up the logged losses."""
+    lines, texts = losses_of_documents(run_dir, 12), held_out_documents(run_dir.parent, 0.2)
+    tokens = {(line["stream"], line["document"]): line["tokens"] for line in lines}
+    assert len(tokens) == len(lines)
+    assert tokens == {place: len(text) for place, text in texts.items()}
+    for key, kept in (
+        ("eval_objective/token_ce", "fs"),
+        ("eval_source/first/loss", "f"),
+        ("eval_source/second/loss", "s"),
+    ):
+        own = [line for line in lines if line["source"][0] in kept and line["key"] == "eval_loss"]
+        mean = sum(line["nats"] for line in own) / sum(line["tokens"] for line in own)
+        assert mean == pytest.approx(row[key], rel=1e-6)
+
+
 def test_diagnostics_change_no_number_and_no_weight(tmp_path):
     """Dropout draws what it would have drawn without a sample."""
     on = ("metrics.per_layer=true", "metrics.per_source=true", "sample.every=5", "train.spike_sigma=6")
@@ -71,5 +95,8 @@ def test_diagnostics_change_no_number_and_no_weight(tmp_path):
         ].items()
     found = rows["train", 12].keys() - expected["train", 12].keys()
     assert {name.partition("/")[0] for name in found} >= {"gns", "layer", "source"}
+    check_losses_of_documents(measured, rows["eval", 12])
+    files = [path / "evaluations" / "step_00000012.jsonl" for path in (measured, plain)]
+    assert files[0].read_bytes() == files[1].read_bytes()
     kept = weights(plain)
     assert all(torch.equal(kept[name], tensor) for name, tensor in weights(measured).items())

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
 from trainer.metrics.aggregate import (
-    Moments,
     Recorder,
     SumCount,
     Value,
@@ -21,6 +20,7 @@ from trainer.metrics.aggregate import (
     reduce_over_ranks,
 )
 from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.noise_scale.estimate import Moments
 
 PLAN = rank_operations(
     [

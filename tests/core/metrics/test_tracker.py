@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.metrics.aggregate import Moments
+from trainer.metrics.noise_scale.estimate import Moments
 from trainer.metrics.payload_contract import encode_payload, parse_payload
 from trainer.metrics.tracker import MetricsTracker, StepMetrics
 from trainer.options import TrackerOptions

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.runs import held_out_texts, write_tiny_config
+from tests.support.runs import held_out_documents, held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
@@ -164,11 +164,12 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
     rows = 'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}'
     torch.manual_seed(0)
     found: dict[str, dict[str, float]] = {}
+    by_document: list[dict[tuple[str, int], float]] = []
     for align, ranks in (("stream", 1), ("document", 1), ("stream", 3)):
         plan = plan_of(tmp_path, *sets, rows, f'data.align="{align}"', ranks=ranks)
         if not found:
             model = make_model(plan).double().eval()
-        sums: dict[str, float] = {}
+        sums, documents = dict[str, float](), dict[tuple[str, int], float]()
         for rank in range(ranks):
             (own,) = eval_sets(plan, RankInfo(rank, rank, ranks), CPU)
             micros = list(own.batches(None))
@@ -178,11 +179,15 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
                 map(len, held_out_texts(tmp_path, FRACTION))
             )
             each = evaluate(plan, model, [own])
+            documents |= {where[1:]: nats for where, nats, _ in own.riders[0].found.values()}
             for key in each if ranks == 1 else ("eval_loss", "eval_accuracy"):
                 sums[key] = sums.get(key, 0.0) + share * each[key]
         found[f"{align} {ranks}"] = sums
+        by_document.append(documents)
     known = [part for text in held_out_texts(tmp_path, FRACTION) for part in parts_of(plan, model, text)]
     loss = sum(loss for _, loss in known) / sum(tokens for tokens, _ in known)
+    own_losses = dict(zip(held_out_documents(tmp_path, FRACTION), (loss for _, loss in known), strict=True))
+    assert by_document == [pytest.approx(own_losses, rel=1e-6)] * 3
     assert [each["eval_loss"] for each in found.values()] == pytest.approx([loss] * 3, rel=1e-6)
     assert {"eval_modality/a/loss", "eval_token_type/text/loss"} & found["stream 1"].keys()
     assert found["stream 1"] == pytest.approx(found["document 1"], rel=1e-6)
