@@ -181,13 +181,18 @@ class MetricsTracker:
         yield
         parts[name] = parts.get(name, 0.0) + self._clock() - began
 
-    def times(self) -> dict[str, float]:
-        """Seconds per step of each section, since the last payload and with the step that ends
-        next; for `extra`, in which ranks combine them."""
-        means = {}
+    def measured(self) -> dict[str, float | None]:
+        """Seconds per step of each section, since the last payload and with the step that ends next,
+        and memory of a CUDA device; for `extra`, in which ranks combine them."""
+        found = self._memory() if self._device.type == "cuda" else {}
         for part, seconds in (self._since.parts + Counter(self._open[0].parts)).items():
-            means[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
-        return means
+            found[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
+        return found
+
+    def _memory(self) -> dict[str, float | None]:
+        # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
+        found = self.diagnostics.best_effort("memory").run(get_memory_stats, self._device) or {}
+        return {f"gpu/{name}": found.get(name) for name in _OF_MEMORY}
 
     def end_step(
         self,
@@ -252,26 +257,18 @@ class MetricsTracker:
         self, step: int, *, loss: Scalar | None, grad_norm: Scalar | None, lr: float, tokens_in_step: Scalar
     ) -> StepMetrics:
         """Log a step that has ended; see `end_step`."""
-        since, guard = self._since, self.diagnostics.best_effort
-        # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = None
-        if self._device.type == "cuda":
-            memory = guard("memory").run(get_memory_stats, self._device)
+        since = self._since
         # Times and speeds of a payload are those of all steps since the last one.
         self._since, step_time = _Since(), since.seconds / since.steps
         speed, mfu = self._rates(since.tokens, max(since.seconds, 0.0))
-        metrics = StepMetrics(
-            loss=None if loss is None else float(loss),
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            lr=float(lr),
-            tokens_per_sec=speed,
-            mfu=mfu,
-            step_time_sec=step_time,
-            **{name: (memory or {}).get(name) for name in _OF_MEMORY},
-        )
-        values: dict[str, float | None] = dict(vars(metrics))
-        for name in _OF_MEMORY:
-            values[f"gpu/{name}"] = values.pop(name)
+        values: dict[str, float | None] = {
+            "loss": None if loss is None else float(loss),
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "lr": float(lr),
+            "tokens_per_sec": speed,
+            "mfu": mfu,
+            "step_time_sec": step_time,
+        }
         values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
         values["tokens_per_sec_per_device"] = None if speed is None else speed / self._num_devices
         smooth_loss, smooth_tokens, smooth_time = map(Ema.read, self._smoothed.values())
@@ -285,8 +282,11 @@ class MetricsTracker:
             own = values.setdefault(f"time/{part}_sec", seconds / since.steps)
             if own is not None and step_time > 0.0:
                 values[f"time/{part}_share"] = own / step_time
+        if self._device.type == "cuda" and "gpu/peak_gb" not in values:  # the caller has reduced none over ranks
+            values |= self._memory()
         self._emit("train", step, values)
-        return metrics
+        memory = {name: values.get(f"gpu/{name}") for name in _OF_MEMORY}
+        return StepMetrics(values["loss"], values["grad_norm"], float(lr), speed, mfu, step_time, **memory)
 
     def _rates(self, tokens: Scalar | None, seconds: float | None) -> tuple[float | None, float | None]:
         """Tokens per second, and MFU; None where unknown."""

@@ -215,7 +215,7 @@ def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True
     grad_scale = run.train_step.grad_scale
     if grad_scale is not None:
         view.record("grad_scale", grad_scale)
-    view.recorder.add(run.tracker.times())
+    view.recorder.add(run.tracker.measured())
     if world_size > 1:
         # The same value twice: the keys are reduced to the maximum and the minimum over ranks.
         ready_after = ready_at - run.tracker.step_start

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.metrics import tracker
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.noise_scale.estimate import Moments
 from trainer.metrics.payload_contract import encode_payload, parse_payload
 from trainer.metrics.tracker import MetricsTracker, StepMetrics
@@ -117,15 +119,23 @@ def test_times_are_means_over_the_steps_since_the_last_payload() -> None:
     assert "grad_norm" not in found
 
 
-def test_times_of_all_ranks_replace_those_of_this_one() -> None:
-    run = Run()
+def test_what_all_ranks_measure_replaces_what_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "get_memory_stats", lambda _: {"allocated_gb": 2.0, "peak_gb": 3.0})
+    run = Run(device="cuda", peak_tflops=1.0)
     run.tracker.start_step()
     with run.tracker.section("data"):
         run.clock.now += 1.0
-    assert run.tracker.times() == {"time/data_sec": 1.0}
+    own = run.tracker.measured()
+    assert own["time/data_sec"] == 1.0
+    other = {**own, "time/data_sec": 3.0, "gpu/allocated_gb": 1.0, "gpu/peak_gb": 4.0}
+    extra = reduce_over_ranks([own, other], list(own), device="cpu", world_size=1)
     run.clock.now += 3.0
-    run.tracker.end_step(10, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={"time/data_sec": 3.0})
-    assert (run.metrics()["time/data_sec"], run.metrics()["time/data_share"]) == (3.0, 0.75)
+    step = run.tracker.end_step(10, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra=extra)
+    run.step(20)
+    assert step is not None
+    assert (step.allocated_gb, step.peak_gb) == (2.0, 4.0)
+    assert [run.metrics(row)["gpu/peak_gb"] for row in (0, 1)] == [4.0, 3.0], "this rank's, if no others are given"
+    assert (run.metrics(0)["time/data_sec"], run.metrics(0)["time/data_share"]) == (3.0, 0.75)
 
 
 def test_neither_a_non_finite_loss_nor_an_evaluation_whose_keys_are_prefixed_touches_the_smoothing() -> None:
@@ -239,7 +249,7 @@ def test_time_between_two_steps_is_in_none_of_their_times() -> None:
     assert run.metrics()["step_time_sec"] == 3.0
 
 
-@pytest.mark.parametrize("key", ["loss", "smoothed/mfu", "gpu/peak_gb", "time/data_share", "tokens_per_sec"])
+@pytest.mark.parametrize("key", ["loss", "smoothed/mfu", "time/data_share", "tokens_per_sec"])
 def test_the_tracker_s_own_names_are_kept(key: str, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(log_interval=2, flops_per_token=1e9, peak_tflops=2.0)
     for step in range(1, 7):
