@@ -130,12 +130,8 @@ def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_
         shutil.copytree(original, run_dir, symlinks=True)
         name = chance.choice(names)
         kind = spoil(run_dir / name, chance)
-        if (
-            name.startswith("checkpoints")
-            and not name.endswith("COMPLETE")
-            and (run_dir / name).is_file()
-            and chance.random() < 0.5
-        ):
+        is_part = name.startswith("checkpoints") and not name.endswith("COMPLETE") and (run_dir / name).is_file()
+        if is_part and chance.random() < 0.5:
             sign((run_dir / name).parent)
         for verb in [*chance.sample(VERBS, 3), *["resume"] * (number % 3 == 0)]:
             began = time.process_time()
@@ -165,10 +161,6 @@ class Malicious:
         return os.system, (f"touch {self._path}",)
 
 
-def as_plain_pickle(file: Path, proof: Path) -> None:
-    file.write_bytes(pickle.dumps({"model": Malicious(proof)}))
-
-
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory):
     directory = tmp_path_factory.mktemp("security")
@@ -182,7 +174,7 @@ def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, na
     run_dir, proof = tmp_path / "run", tmp_path / "proof"
     checkpoint = run_dir / "checkpoints" / "step_00000005"
     shutil.copytree(whole, run_dir, symlinks=True)
-    as_plain_pickle(checkpoint / name, proof)
+    (checkpoint / name).write_bytes(pickle.dumps({"model": Malicious(proof)}))
     # The plant works: plain unpickling runs it.
     pickle.loads((checkpoint / name).read_bytes())
     assert proof.exists()

@@ -58,8 +58,7 @@ def test_a_run_killed_ten_times_ends_as_the_one_nobody_touched(untouched, tmp_pa
     config, whole, strategy = untouched
     run_dir = tmp_path / "run"
     arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *CHAINS[chain])
-    arguments += STRATEGIES[strategy]
-    arguments += ("--set", f"distributed.timeout_sec={RENDEZVOUS_SEC}")
+    arguments += (*STRATEGIES[strategy], "--set", f"distributed.timeout_sec={RENDEZVOUS_SEC}")
     chance = random.Random(f"kill {chain}" if strategy == "ddp" else f"kill {strategy} {chain}")
     hits: list[str] = []
     needs_saves = KILLS_A_CHAIN if (strategy, chain) == ("fsdp", "often") else 0

@@ -18,7 +18,6 @@ from trainer.ledger import Ledger, LedgerOptions
 from trainer.model import ModelOutput, build
 
 VOCAB = 13
-WEIGHT_SEED = 5
 
 
 @dataclass(frozen=True)
