@@ -183,7 +183,7 @@ def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[
         if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
             return name, "ids", pyarrow.large_list(values)
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
-    problem = f"needs a column {column or 'text or tokens'} of strings or lists of integers (its columns: {columns})"
+    problem = f"needs one column {column or 'text or tokens'}, of strings or lists of integers (its columns: {columns})"
     raise damaged(path, problem, "name the one of the documents: column")
 
 
