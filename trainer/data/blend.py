@@ -107,6 +107,7 @@ class BlendDataset:
         if twice := next((name for name in names if names.count(name) > 1), ""):
             raise UserError("data.source", f"two sources are called {twice!r}", "give each a name of its own")
         self.sources = list(sources)
+        self.lane_sets: Mapping[int, int] = {}  # of full rows, see `LaneBlend`
         self._micro_batches = micro_batches
         self._begin()
         self._names = names

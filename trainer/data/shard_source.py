@@ -539,7 +539,8 @@ class ShardSource(StreamSource[Part | Few, Reader]):
         return few is not None and few.has_documents
 
     def __iter__(self) -> Iterator[list[Handed]]:
-        return iter(self.hand, [])
+        while groups := self.hand():
+            yield groups
 
     def hand(self, room: int = 1) -> list[Handed]:
         """The next groups, of `room` tokens or all that were picked ahead; none at the end

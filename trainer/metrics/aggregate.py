@@ -304,7 +304,7 @@ def reduce_loss_metrics(
     """Means and totals over ranks in one collective. Every rank must call it, with the same names.
 
     Args:
-        values: this rank's numbers, without those that it does not have.
+        values: this rank's numbers; one that it lacks is named by `counts` or `sum_keys` alone.
         counts: weight of this rank's mean, by name; without one, all ranks weigh the same.
         sum_keys: names of totals; `<name>_max` is the largest rank's.
 

@@ -18,6 +18,12 @@ ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
 _RESET: Final = "\033[0m"
+_IN_LINE: Final = (  # metrics in the line of a step: their name there, and format
+    ("lr", "lr", ".2e"),
+    ("grad_norm", "grad_norm", ".3f"),
+    ("tokens_per_sec", "tok/s", ",.0f"),
+    ("mfu", "mfu", ".1%"),
+)
 
 
 def _rank() -> int:
@@ -124,14 +130,6 @@ def format_metrics(step: int, values: Mapping[str, float | str]) -> str:
     """`[step 10] loss=2.3400 | tokens=1.2M`."""
     parts = " | ".join(f"{name}={format_number(value)}" for name, value in values.items())
     return f"[step {step}] {parts}"
-
-
-_IN_LINE: Final = (
-    ("lr", "lr", ".2e"),
-    ("grad_norm", "grad_norm", ".3f"),
-    ("tokens_per_sec", "tok/s", ",.0f"),
-    ("mfu", "mfu", ".1%"),
-)
 
 
 def format_train_line(step: int, metrics: Mapping[str, float]) -> str:

@@ -44,6 +44,7 @@ class Order:
     num_micros: int  # micro-batches of each data shard
     reached: int  # see `Length`
     lr: float
+    is_last: bool  # the data may end before
     is_logged: bool
     is_read_at_once: bool  # its numbers are needed right after it
 
@@ -64,6 +65,8 @@ def run_loop(run: Run) -> str:
     reason = _stopped_before_a_step(run)
     while reason is None and (position.last_step is None or position.step < position.last_step):
         order = next_order(run, before)
+        if order.is_last:
+            position.last_step = order.number
         if before is not None and (order.is_read_at_once or run.saver.must_save):
             # Settled before this step starts, so that the times of this step are its own.
             reason, before = settle(run, before), None
@@ -109,7 +112,7 @@ def _stopped_before_a_step(run: Run) -> str | None:
 
 
 def next_order(run: Run, before: InFlight | None) -> Order:
-    """The next step. Notes the last one in `run.position`."""
+    """The next step."""
     position, length, micro_batches = run.position, run.length, run.micro_batches
     number = 1 + (position.step if before is None else before.order.number)
     num_micros, reached, num_before = micro_batches.at(number), number, 0
@@ -119,10 +122,10 @@ def next_order(run: Run, before: InFlight | None) -> Order:
         # The tokens of `before` are not known: those through the step before it.
         tokens_before = position.tokens_before if before is None else position.tokens
         reached = min(tokens_before + (num_micros + num_before) * length.micro_tokens, length.total)
-    if reached >= length.total:
-        position.last_step = number
-    is_logged = run.tracker.will_log(number) or number == position.last_step
-    return Order(number, num_micros, reached, run.schedule(reached), is_logged, is_logged or is_boundary(run, number))
+    is_last = reached >= length.total
+    is_logged = is_last or run.tracker.will_log(number)
+    is_read_at_once = is_logged or is_boundary(run, number)
+    return Order(number, num_micros, reached, run.schedule(reached), is_last, is_logged, is_read_at_once)
 
 
 def is_boundary(run: Run, number: int) -> bool:
@@ -184,14 +187,10 @@ def end_step(run: Run, taken: InFlight, outcome: StepOutcome, *, is_logged: bool
     if is_logged:
         run.watchdog.at("logging", number)
         extra = reduced_metrics(run, number, taken.launched.ready_at, drains=drains)
-    loss: float | None = outcome.loss
-    grad_norm: float | None = outcome.grad_norm
-    if not outcome.tokens:  # unknown, not NaN
-        loss = grad_norm = None
     run.tracker.end_step(
         number,
-        loss=loss,
-        grad_norm=grad_norm,
+        loss=outcome.loss if outcome.tokens else None,  # unknown, not NaN
+        grad_norm=outcome.grad_norm if outcome.tokens else None,
         lr=taken.order.lr,
         tokens_in_step=outcome.tokens,
         tokens_trained=outcome.tokens_trained,

@@ -131,7 +131,7 @@ def open_run(
     waits for uploads while no rank waits."""
     placed = place(plan, launch, info, stack)
     built = build(placed, info, device, stack)
-    if _is_over(placed, built.position, info):
+    if _end_if_over(placed, built.position, info):
         return None
     contract = _check_contract(placed.plan, built, info, device)
     opened = open_files(placed, built, launch, info, stack, after_group)
@@ -346,7 +346,7 @@ def _make_saver(placed: Placed, view: RunView, extensions: Extensions, retain: C
             "config": view.config.model_dump(mode="json"),
             "environment": environment(view.info),
             FINGERPRINT_KEY: asdict(placed.fingerprint),
-            LANE_SETS: sorted(getattr(view.state.shards[0].dataset, "lane_sets", {}).items()),
+            LANE_SETS: sorted(view.state.shards[0].dataset.lane_sets.items()),
         },
         last_saved=-1 if placed.found is None else view.first_step,
         on_saving=partial(view.record, "checkpoint/save_sec"),
@@ -380,7 +380,7 @@ def _make_train_step(
         strategy=view.strategy,
         extensions=extensions,
         diagnostics=view.diagnostics,
-        lane_sets=getattr(state.shards[0].dataset, "lane_sets", {}),
+        lane_sets=state.shards[0].dataset.lane_sets,
         has_targets=any(source.table.target is not None for source in plan.sources),
         graphs=_make_graphs(view, auxiliary),
     )
@@ -432,8 +432,8 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
     return found
 
 
-def _is_over(placed: Placed, position: Position, info: RankInfo) -> bool:
-    """Whether the last step is done, which is logged. Notes the last step where it is known."""
+def _end_if_over(placed: Placed, position: Position, info: RankInfo) -> bool:
+    """Note the last step, where it is known; if it is done, say so, also in status.json. Returns whether it is."""
     run_dir, length, unit = placed.run_dir, placed.plan.length, "tokens"
     if not length.is_in_tokens:
         unit, position.last_step = "steps", length.total

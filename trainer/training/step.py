@@ -129,7 +129,7 @@ class TrainStep:
         if self.gns is not None:
             m = len(window) // len(self.shards)
             num_sets = self.lane_sets.get(m, 0)
-            spread, rows_apart = max(num_sets // m, 1), 1
+            spread, rows_apart = max(num_sets // m, 1), 1  # what `data.mixing.spread` has come to
             if self.has_targets:  # a document's next row comes after any number of steps, so many on average
                 spread, rows_apart = 1, spread
             about: dict[str, Any] = {"spread": spread, "by_rank": 0 < num_sets < m}

@@ -112,7 +112,8 @@ def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> 
     model = getattr(model, "_orig_mod", model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
-    with_resets = takes_resets(model)
+    _refuse_unknown_inputs(model)
+    with_resets = "resets" in inspect.signature(model.forward).parameters
     model = private_copy(model)
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     _find_state(model, seq_len)
@@ -216,15 +217,14 @@ def _place_of_forward(model: nn.Module) -> str:
     return f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
 
 
-def takes_resets(model: nn.Module) -> bool:
-    """Whether `forward` takes `resets`. Raises NotTestable: it needs inputs that are not known."""
+def _refuse_unknown_inputs(model: nn.Module) -> None:
+    """Raises NotTestable: `forward` needs inputs that are not known."""
     skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(model.forward).parameters
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in skipped]
     unknown = sorted({p.name for p in needed} - {"tokens", "state", "resets"})
     if unknown:
         raise NotTestable(f"forward needs {', '.join(unknown)}, beside tokens, state and resets")
-    return "resets" in parameters
 
 
 def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
