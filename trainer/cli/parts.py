@@ -50,6 +50,7 @@ PARTS = Parts(
         "spikes": "trainer.lab.extensions:LossSpikes",
         "sample": "trainer.lab.samples:Samples",
         "profile": "trainer.lab.extensions:StepProfile",
+        "progress": "trainer.lab.progress:ProgressBar",
     },
     families={
         "gated_delta": "trainer.lab.gated_delta:build",

@@ -30,6 +30,11 @@ def _rank() -> int:
     return int(os.environ.get("RANK") or 0)
 
 
+def is_terminal() -> bool:
+    """Whether somebody reads stderr as it is written."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class _RankFormatter(logging.Formatter):
     """`[rank N] LEVEL message`, on a terminal with a colored level, or after the time (UTC)."""
 

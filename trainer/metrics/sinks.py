@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Protocol, TextIO
 from trainer.files import open_descriptor, parse_json
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog import EVAL_PREFIX
-from trainer.metrics.logger import format_metrics, format_train_line, get_logger
+from trainer.metrics.logger import format_metrics, format_train_line, get_logger, is_terminal
 from trainer.metrics.payload_contract import all_values, encode_payload
 from trainer.metrics.run_status import LOCK_NAME, read_owner, refuse_taken_over
 
@@ -320,10 +320,13 @@ class StdoutSink:
         """Events are no payloads."""
 
     def _write(self, line: str) -> None:
+        stream = self._stream
+        if stream.isatty() and is_terminal() and os.path.sameopenfile(stream.fileno(), sys.stderr.fileno()):
+            stream = sys.stderr  # the same to a reader, and above a bar
         try:
             # In one write: lines of other writers must not end up within it.
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            stream.write(line + "\n")
+            stream.flush()
         except (OSError, ValueError) as error:
             self._mode = "off"
             logger.warning("stdout failed and is off: %s: %s", type(error).__name__, error)

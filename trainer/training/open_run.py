@@ -23,7 +23,7 @@ from trainer.import_path import resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog import plain_names
 from trainer.metrics.catalog_rows import RankReduction
-from trainer.metrics.logger import get_logger
+from trainer.metrics.logger import get_logger, is_terminal
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter, Output
 from trainer.metrics.tracker import MetricsTracker
@@ -405,6 +405,7 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "sample": (config.sample.every, "sample.every"),
         "profile": (view.info.is_main and config.metrics.profile, "metrics.profile"),
+        "progress": (view.info.is_main and "progress" in view.plan.parts.extensions and is_terminal(), "stderr"),
     }
     found: dict[str, Extension] = {"step_details": make_details(view.plan, view.diagnostics, auxiliary)}
     if auxiliary.metric_keys:

@@ -8,14 +8,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
 from tests.support.runs import TIMEOUT_SEC, evaluating, run, write_tiny_config
 from tests.support.terminal import Terminal
 from trainer.metrics.payload_contract import PayloadError, parse_payload, validate_stream
+from trainer.metrics.sinks import StdoutSink
 
 STEPS = 6
+BAR = re.compile(r"step \d/\d")
 HUMAN = re.compile(
     r"\[step (\d+)\] loss=\d\.\d{4} \| lr=\d\.\d\de-\d\d \| grad_norm=\d+\.\d{3} \| tok/s=[\d,]+ \| step_time=[\d.]+s"
 )
@@ -43,11 +46,25 @@ def pipe(path: Path) -> Iterator[list[str]]:
     reader.join(TIMEOUT_SEC)
 
 
+class Recorded:
+    """A stream, and what is written to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.written = stream, list[str]()
+
+    def write(self, text: str) -> int:
+        self.written.append(text)
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def steps_of(lines: Sequence[str], form: re.Pattern[str]) -> list[int]:
     return [int(found[1]) for line in lines if (found := form.fullmatch(line))]
 
 
-def test_with_stdout_piped_the_terminal_shows_lines_and_the_pipe_holds_only_payloads(tmp_path):
+def test_with_stdout_piped_the_terminal_shows_lines_and_the_pipe_holds_only_payloads(tmp_path: Path) -> None:
     terminal, path = Terminal(), tmp_path / "pipe"
     with pipe(path) as piped:
         train(tmp_path, path, terminal.path)
@@ -58,9 +75,27 @@ def test_with_stdout_piped_the_terminal_shows_lines_and_the_pipe_holds_only_payl
     assert steps_of(lines, HUMAN) == [*range(1, STEPS + 1)]
     assert steps_of(lines, EVALUATION) == [3, 6]
     assert "schema_version" not in shown
+    bars = [line for line in lines if BAR.search(line)]
+    assert re.search(rf"step {STEPS}/{STEPS} .* loss \d\.\d{{4}}, [\d,]+ tokens/s", bars[-1]), bars
+    assert shown.rindex("\x1b[2K") > shown.rindex(f"{STEPS}/{STEPS}"), "the bar is erased at the end"
+    assert "\x1b[?25l" not in shown, "the cursor is hidden, for ever if the process is killed"
 
 
-def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path):
+def test_on_one_terminal_a_row_goes_the_way_of_the_messages_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    with terminal.path.open("w") as out, terminal.path.open("w") as err:
+        above = Recorded(err)
+        monkeypatch.setattr("sys.stderr", above)
+        monkeypatch.setenv("TERM", "xterm")
+        StdoutSink("line", stream=out).log({"mode": "train", "global_step": 3, "metrics": {"loss": 2.0}})
+        other = Terminal()
+        with other.path.open("w") as elsewhere:
+            StdoutSink("line", stream=elsewhere).log({"mode": "train", "global_step": 4, "metrics": {"loss": 2.0}})
+    assert (above.written, terminal.text().splitlines()) == (["[step 3] loss=2.0000\n"], ["[step 3] loss=2.0000"])
+    assert other.text().splitlines() == ["[step 4] loss=2.0000"]
+
+
+def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path: Path) -> None:
     out, err = Terminal(), Terminal()
     train(tmp_path, out.path, err.path)
     stdout, stderr = out.text(), err.text()
@@ -83,7 +118,7 @@ def build(vocab_size, dim, num_layers):
 
 
 @pytest.mark.distributed
-def test_four_ranks_on_one_pipe_break_no_line(tmp_path):
+def test_four_ranks_on_one_pipe_break_no_line(tmp_path: Path) -> None:
     """All ranks talk into the pipe that also carries the payloads, as under a launcher that merges the streams."""
     (tmp_path / "chatty.py").write_text(CHATTY)
     config = write_tiny_config(tmp_path, "per_source = true\n")

@@ -1,0 +1,71 @@
+"""The bar of a run on a terminal, by rich: step, loss, tokens per second, time left, and what takes the main
+thread's time while no step does.
+
+It stands below the lines of the log and of stdout, and is gone when the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from trainer.training.extension import Extension, RunView
+from trainer.training.outcome import Step
+
+NAMED = ("evaluation", "checkpoint", "extensions")
+"""What the watchdog is told and the bar names: that which comes between steps."""
+
+
+class _Terminal(Console):
+    """stderr, whose cursor stays visible: a process that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+class _Between(ProgressColumn):
+    def __init__(self, run: RunView) -> None:
+        super().__init__()
+        self._run = run
+
+    def render(self, task: Task) -> Text:
+        """What the main thread does between steps; drawn by rich's own thread."""
+        doing = self._run.watchdog.doing
+        return Text(f"{doing} ..." if doing in NAMED else "", style="yellow")
+
+
+class ProgressBar(Extension):
+    """On rank 0."""
+
+    def __init__(self, run: RunView) -> None:
+        super().__init__(run)
+        # The width is left to the terminal: wrapped by rich, a command could not be copied.
+        console = _Terminal(stderr=True, soft_wrap=True)
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), _Between(run), console=console, transient=True, refresh_per_second=4
+        )
+        self._task = self._bar.add_task("", total=run.plan.facts.steps, completed=run.first_step, numbers="")
+        self._tokens = self._steps = 0
+
+    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
+        """Show a step. The first one also begins the bar: what comes before has lines of its own."""
+        self._steps += 1
+        self._tokens += step.outcome.tokens
+        numbers, speed = f"loss {step.outcome.loss:.4f}", self._bar.tasks[0].speed
+        if speed is not None:
+            numbers += f", {speed * self._tokens / self._steps:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step.number, numbers=numbers)
+        self._bar.start()
+
+    def closed(self) -> None:
+        """Remove it."""
+        self._bar.stop()
