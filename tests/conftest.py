@@ -16,6 +16,7 @@ from hypothesis import settings
 from scripts.check_budgets import CEILINGS
 from tests.support.forks import LAUNCHES, count_subprocess
 from tests.support.long_tests import is_left
+from trainer.cli import parts as parts  # all formats
 
 if TYPE_CHECKING:
     import torch

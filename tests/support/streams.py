@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
@@ -136,3 +137,11 @@ def write_megatron(
     pointers = [sum(array.nbytes for array in arrays[:number]) for number in range(len(arrays))]
     indices = range(len(sequences) + 1) if documents is None else documents
     path.with_suffix(".idx").write_bytes(index_bytes(sizes, pointers, indices, code=CODES[dtype]))
+
+
+def write_arrow(path: Path, columns: Mapping[str, Any], *, kind: str = "new_stream", rows: int = 2) -> None:
+    """As `save_to_disk` writes it, or in the file format (`new_file`)."""
+    pyarrow = pytest.importorskip("pyarrow", reason="extra parquet")
+    table = pyarrow.table(columns)
+    with pyarrow.OSFile(str(path), "wb") as file, getattr(pyarrow.ipc, kind)(file, table.schema) as stream:
+        stream.write_table(table, rows)

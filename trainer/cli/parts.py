@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats import FORMATS, Format, called_later
 from trainer.training import Parts
 
 VERBS = {
@@ -43,6 +45,23 @@ else:
     remote, tensorboard = _Later("trainer.lab.remote"), _Later("trainer.lab.tensorboard")
     evaluation_sample, summary = _Later("trainer.tools.evaluation_sample"), _Later("trainer.tools.summary")
 
+
+def _of_records(name: str) -> Any:
+    return partial(called_later, f"trainer.lab.records:{name}")
+
+
+FORMATS["jsonl_compressed"] = Format(
+    (".jsonl.gz", ".jsonl.zst"), None, ("column",), pieces=_of_records("compressed_pieces"), cannot_be_mapped=True
+)
+FORMATS["arrow"] = Format(
+    (".arrow",),
+    None,
+    ("column",),
+    pieces=_of_records("arrow_pieces"),
+    cannot_be_mapped=True,
+    marks=("state.json", "dataset_dict.json"),
+    listed=_of_records("files_of_data_sets"),
+)
 
 PARTS = Parts(
     extensions={  # checkpoints have their states under these names

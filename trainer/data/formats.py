@@ -12,19 +12,18 @@ import json
 import re
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data import documents
 from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
-from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
+from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
 
@@ -113,20 +112,25 @@ def _columns(column: str | None) -> tuple[str, ...]:
 
 def jsonl_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while they are read; blank lines are skipped."""
+    with path.open("rb") as lines:
+        yield from pieces_of_lines(path, lines, options)
+
+
+def pieces_of_lines(path: Path, lines: Iterable[bytes], options: ReadOptions) -> Iterator[TokenArray]:
+    """The same of the lines of a file."""
     batch: list[tuple[str, str | TokenArray]] = []
     size = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}: line {number}"
-                document: Any = document_of(line, where, options.column)
-                if isinstance(document, list):
-                    document = _checked(document, options.tokenizer, where)
-                batch.append((where, document))
-            size += len(line)
-            if size >= BATCH:
-                yield from _encoded(batch, options)
-                batch, size = [], 0
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}: line {number}"
+            document: Any = document_of(line, where, options.column)
+            if isinstance(document, list):
+                document = _checked(document, options.tokenizer, where)
+            batch.append((where, document))
+        size += len(line)
+        if size >= BATCH:
+            yield from _encoded(batch, options)
+            batch, size = [], 0
     yield from _encoded(batch, options)
 
 
@@ -154,24 +158,30 @@ def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) ->
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[tuple[Any, Any]]:
-    """pyarrow and the opened file. Raises UserError: no package, or the file is damaged."""
+def pyarrow_for(path: Path, kind: str) -> Iterator[Any]:
+    """The package. Raises UserError: it is not installed, or the file is damaged."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise damaged(path, "needs the package pyarrow, which is not installed", "run: pip install pyarrow") from error
+        fix = "run: pip install pyarrow (extra parquet)"
+        raise damaged(path, "needs the package pyarrow, which is not installed", fix) from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield pyarrow, file
+        yield pyarrow
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many types for a damaged file
-        raise damaged(path, f"is not a readable Parquet file ({error})") from error
+        raise damaged(path, f"is not a readable {kind} file ({error})") from error
 
 
-def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[str, Kind, Any]:
-    """The column of documents, its kind, and the one type of strings or lists to read it as."""
+class Column(NamedTuple):
+    name: str
+    kind: Kind
+    plain: Any  # the one type of strings or lists to read it as
+
+
+def find_column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> Column:
+    """The column of documents."""
     found = [name for name in _columns(column) if name in schema.names]
     if len(found) == 1:
         name, kind = found[0], schema.field(found[0]).type
@@ -179,9 +189,9 @@ def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[
         if pyarrow.types.is_dictionary(kind):  # of strings, each written once
             kind, values = values, None
         if str(kind) in ("string", "large_string", "string_view") and name in (column, "text"):
-            return name, "text", pyarrow.large_string()
+            return Column(name, "text", pyarrow.large_string())
         if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
-            return name, "ids", pyarrow.large_list(values)
+            return Column(name, "ids", pyarrow.large_list(values))
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
     problem = f"needs one column {column or 'text or tokens'}, of strings or lists of integers (its columns: {columns})"
     raise damaged(path, problem, "name the one of the documents: column")
@@ -200,19 +210,24 @@ def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
 
 def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while row groups are read."""
-    with _parquet(path) as (pyarrow, file):
-        column, kind, plain = _column(path, file.schema_arrow, pyarrow, options.column)
-        row = 0
-        for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
-            array = batch.column(0).cast(plain)
-            where = f"{path}: rows {row} to {row + len(array) - 1}"
-            if array.null_count:
-                raise damaged(where, f"{column} is null in one", "remove such rows")
-            if kind == "text":
-                yield from _ended(encode_all(options.tokenizer, array.to_pylist()), options)
-            else:
-                yield from _tokens(where, array, options.tokenizer)
-            row += len(array)
+    with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
+        column = find_column(path, file.schema_arrow, pyarrow, options.column)
+        yield from pieces_of_rows(path, file.iter_batches(BATCH_ROWS, columns=[column.name]), column, options)
+
+
+def pieces_of_rows(path: Path, batches: Iterable[Any], column: Column, options: ReadOptions) -> Iterator[TokenArray]:
+    """The same of pyarrow's batches of rows."""
+    row = 0
+    for batch in batches:
+        array = batch.column(column.name).cast(column.plain)
+        where = f"{path}: rows {row} to {row + len(array) - 1}"
+        if array.null_count:
+            raise damaged(where, f"{column.name} is null in one", "remove such rows")
+        if column.kind == "text":
+            yield from _ended(encode_all(options.tokenizer, array.to_pylist()), options)
+        else:
+            yield from _tokens(where, array, options.tokenizer)
+        row += len(array)
 
 
 def is_import_path(format: str) -> bool:
@@ -239,86 +254,48 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
 
 
 # Of prose and of programs; not of tables, settings and records, such as .csv and .json.
-TEXT_SUFFIXES = (
-    *(".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html", ".htm", ".css", ".scss", ".vue"),
-    *(
-        ".py",
-        ".pyi",
-        ".pyx",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".cxx",
-        ".hh",
-        ".hpp",
-        ".cu",
-        ".cuh",
-        ".m",
-        ".mm",
-        ".f90",
-        ".s",
-    ),
-    *(
-        ".java",
-        ".kt",
-        ".scala",
-        ".go",
-        ".rs",
-        ".swift",
-        ".cs",
-        ".fs",
-        ".js",
-        ".mjs",
-        ".jsx",
-        ".ts",
-        ".tsx",
-        ".php",
-        ".rb",
-    ),
-    *(
-        ".pl",
-        ".pm",
-        ".lua",
-        ".r",
-        ".jl",
-        ".hs",
-        ".ml",
-        ".clj",
-        ".ex",
-        ".exs",
-        ".erl",
-        ".el",
-        ".lisp",
-        ".sh",
-        ".sql",
-        ".proto",
-    ),
+TEXT_SUFFIXES = tuple(
+    """
+    .txt .text .md .markdown .rst .adoc .org .tex .html .htm .css .scss .vue .py .pyi .pyx .c .h .cc .cpp .cxx .hh
+    .hpp .cu .cuh .m .mm .f90 .s .java .kt .scala .go .rs .swift .cs .fs .js .mjs .jsx .ts .tsx .php .rb .pl .pm
+    .lua .r .jl .hs .ml .clj .ex .exs .erl .el .lisp .sh .sql .proto
+    """.split()  # noqa: SIM905 - easier to read
 )
+
+
+Pieces = Callable[[Path, ReadOptions], Iterator[TokenArray]]
 
 
 @dataclass(frozen=True)
 class Format:
-    suffixes: tuple[str, ...]  # file extensions that select the format
+    suffixes: tuple[str, ...]  # ends of file names that select the format
     load: Callable[[Path, ReadOptions], TokenTable] | None  # None: tokenizes its `pieces`
     # The keys that the user may set for such files.
     options: tuple[Literal["dtype", "eod", "text_split", "column"], ...] = ()
     # Extension of a second file that must be there too, and is not a stream of its own.
     beside: str | None = None
     # Of a format that can hold text: the ids of each document.
-    pieces: Callable[[Path, ReadOptions], Iterator[TokenArray]] | None = None
+    pieces: Pieces | None = None
+    cannot_be_mapped: bool = False  # so that a copy of its tokens is worth its space
+    marks: tuple[str, ...] = ()  # files by which a directory is known as one of the format
+    # Those of its files that are data; a UserError if they are not meant to be read together.
+    listed: Callable[[Sequence[str]], Collection[str]] | None = None
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        "text": Format(TEXT_SUFFIXES, load_text, ("text_split",), pieces=text_pieces),
-        "jsonl": Format((".jsonl",), None, ("column",), pieces=jsonl_pieces),
-        "npy": Format((".npy",), documents.load_npy, ("eod",)),
-        "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
-        "bin": Format((".bin",), documents.load_bin, ("dtype", "eod")),
-        "parquet": Format((".parquet",), None, ("column",), pieces=parquet_pieces),
-    }
-)
+def called_later(target: str, *arguments: Any) -> Any:
+    """Call the function of an import path: partly applied, a function that is imported when called."""
+    return resolve_target(target, "format")(*arguments)
+
+
+# `cli.parts` adds those that are read beyond the core.
+FORMATS: dict[str, Format] = {
+    "text": Format(TEXT_SUFFIXES, load_text, ("text_split",), pieces=text_pieces),
+    "jsonl": Format((".jsonl",), None, ("column",), pieces=jsonl_pieces),
+    "npy": Format((".npy",), documents.load_npy, ("eod",)),
+    "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
+    "bin": Format((".bin",), documents.load_bin, ("dtype", "eod")),
+    "parquet": Format((".parquet",), None, ("column",), pieces=parquet_pieces),
+}
 
 
 def suffixes() -> tuple[str, ...]:
@@ -344,6 +321,14 @@ def is_read_whole(path: Path | str, options: ReadOptions) -> bool:
     return is_import_path(name) or FORMATS[name].load is None
 
 
+def is_copied(path: str, format: str, tokenizer: Tokenizer) -> bool:
+    """Whether the tokens of a file are worth a copy: tokenizing is slow, or it cannot be mapped."""
+    row = FORMATS.get(format_name(Path(path), format))
+    if row is None or row.pieces is None:
+        return False
+    return row.cannot_be_mapped or isinstance(tokenizer, HuggingFaceTokenizer)
+
+
 def takes_option(name: str, option: str) -> bool:
     """Whether the option changes how files of the format `name` are read."""
     return name in FORMATS and option in FORMATS[name].options
@@ -359,7 +344,8 @@ def format_name(path: Path, name: str = "auto") -> str:
     if name != "auto":
         return name
     for found, each in FORMATS.items():
-        if path.suffix.lower() in each.suffixes and (each.beside is None or path.with_suffix(each.beside).exists()):
+        fits = path.name.lower().endswith(each.suffixes)
+        if fits and (each.beside is None or path.with_suffix(each.beside).exists()):
             return found
     raise damaged(path, f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
 

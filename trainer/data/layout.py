@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -25,9 +25,11 @@ from trainer.errors import UserError
 from trainer.wording import counted, few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put next to data (`_SUCCESS`)
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
 # Stems of files that explain data, or belong to a tokenizer.
-ABOUT_DATA = ("readme", "license", "manifest", "tokenizer", "tokenizer_config", "special_tokens_map", "vocab")
+ABOUT_DATA = (
+    *("readme", "license", "manifest", "tokenizer", "tokenizer_config", "special_tokens_map", "vocab"),
+    *("state", "dataset_info", "dataset_dict"),
+)
 logger = logging.getLogger("trainer.data")
 
 
@@ -64,7 +66,7 @@ def _files_below(directory: Path) -> list[Path]:
 
 def is_data(path: PurePath, format: str) -> bool:
     """Whether a layout reads a file, by its name below the root."""
-    is_known = format != "auto" or path.suffix.lower() in suffixes()
+    is_known = format != "auto" or path.name.lower().endswith(suffixes())
     is_other = path.suffix in index_suffixes() or path.name == "manifest.json"
     return is_known and not is_other and not path.name.startswith(IGNORED)
 
@@ -138,8 +140,13 @@ def _stream(path: str, relative_path: str, modality: str) -> Stream:
     return Stream(0, os.path.join(os.getcwd(), path), relative_path, modality)
 
 
-def numbered(streams: Iterable[Stream]) -> list[Stream]:
+def numbered(streams: Collection[Stream]) -> list[Stream]:
     """The streams, sorted by relative path, in the same order on every machine."""
+    for row in FORMATS.values():
+        own = [each.path for each in streams if row.listed and each.path.endswith(row.suffixes)]
+        if row.listed is not None and own:
+            left_out = {*own} - {*row.listed(own)}
+            streams = [each for each in streams if each.path not in left_out]
     ordered = sorted(streams, key=lambda stream: stream.relative_path)
     return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
 
@@ -194,6 +201,10 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     for given in paths:
         text = os.path.normpath(str(given))
         names = {path: PurePath(os.path.basename(path)) for path in find_files(text)}
+        for row in FORMATS.values():
+            if any(os.path.isfile(os.path.join(text, mark)) for mark in row.marks):
+                below = find_files(f"{glob.escape(text)}/**/*")
+                names = {path: PurePath(path) for path in below if path.endswith(row.suffixes)}
         read, others = _sort_out(names, format)
         if os.path.isfile(text):
             read, others = [text], []

@@ -1,5 +1,5 @@
 """Tokenizes text once for all ranks of a node, with many processes, into a cache: always the same
-bytes.
+bytes. Ids in files that cannot be mapped, compressed ones and Arrow's, are copied there, too.
 
 CACHE/<key>/000000.bin, .idx    tokens of a source's files (`load_megatron`)
 CACHE/<key>.making/             the same, before all are there
@@ -36,9 +36,9 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, damaged, read_index
-from trainer.data.formats import FORMATS, format_name
+from trainer.data.formats import FORMATS, Format, format_name, is_copied
 from trainer.data.layout import Stream
-from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, load_tokenizer
+from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
 from trainer.metrics.logger import get_logger
@@ -80,6 +80,7 @@ class How(NamedTuple):
     text_split: Any
     column: str | None
     text_eod: int | None
+    vocab_size: int = 0
 
 
 Spelled: TypeAlias = Counter[tuple[str, ...]]
@@ -102,8 +103,7 @@ class Spelling(IdsTokenizer):
 
 def spelled(path: str, options: ReadOptions) -> Spelled:
     """What the documents of a file of text spell."""
-    assert isinstance(options.tokenizer, HuggingFaceTokenizer)
-    look, found = Spelling(options.tokenizer.special_tokens), Spelled()
+    look, found = Spelling(getattr(options.tokenizer, "special_tokens", ())), Spelled()
     if look.tokens:
         options = replace(options, tokenizer=look, text_eod=None)
         with suppress(UserError, OSError):  # of which reading will tell
@@ -136,7 +136,7 @@ def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, report:
     found = Spelled()
     done, total, last = sum(sizes.values()) - sum(sizes[path] for path in missing), sum(sizes.values()), ""
     # With fewer files than processes, each has the tokenizer's threads.
-    settings = (how, len(missing) < workers)
+    settings = (how, dict(FORMATS), len(missing) < workers)
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
@@ -163,14 +163,16 @@ def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, report:
 _options: ReadOptions  # of a process of the pool
 
 
-def _begin(how: How, has_threads: bool) -> None:
+def _begin(how: How, formats: Mapping[str, Format], has_threads: bool) -> None:
     """Load in a process of the pool what all of its files need."""
     global _options
+    FORMATS.update(formats)
     # A terminal sends it to all processes: the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = str(has_threads).lower()
-    words = load_tokenizer(how.tokenizer, parse_special=how.parse_special, eod=how.text_eod)
+    given: dict[str, Any] = {"vocab_size": how.vocab_size, "parse_special": how.parse_special, "eod": how.text_eod}
+    words = load_tokenizer(how.tokenizer, **given)
     _options = ReadOptions.of(how, tokenizer=words)
 
 
@@ -241,8 +243,12 @@ def tokenize_source(
     if it has little text. Raises UserError: a file is damaged, or the cache cannot be used;
     Stopped."""
     data, table = plan.config.data, source.table
-    how = How(data.tokenizer, data.parse_special, table.format, table.text_split, table.column, data.eod)
-    streams = [each for each in source.streams if not source.is_off and _reader(each.path, how)]
+    how = How(
+        data.tokenizer, data.parse_special, table.format, table.text_split, table.column, data.eod, data.vocab_size
+    )
+    streams = [
+        each for each in source.streams if not source.is_off and is_copied(each.path, table.format, plan.tokenizer)
+    ]
     say = partial(_say, source.name, parse_special=how.parse_special)
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:  # not worth a process
@@ -312,8 +318,11 @@ def _key(streams: Sequence[Stream], how: How) -> str:
     """The key of the tokens of these files: another one for files that changed."""
     found = [(os.path.abspath(each.path), os.stat(each.path)) for each in streams]
     files = [(path, status.st_size, status.st_mtime_ns) for path, status in found]
-    digest = hashlib.sha256(Path(how.tokenizer).read_bytes()).hexdigest()
-    text = json.dumps(["tokens 2", digest, *how[1:], files])
+    tokenizer = how.tokenizer
+    if tokenizer.endswith(".json"):
+        tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+    settings = [*how[1:6], *filter(None, how[6:])]
+    text = json.dumps(["tokens 2", tokenizer, *settings, files])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 

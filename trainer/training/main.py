@@ -13,7 +13,7 @@ import torch
 
 from trainer.config.rules import needs_of_cuda
 from trainer.config.schema import RunConfig
-from trainer.data.tokenizer import HuggingFaceTokenizer
+from trainer.data.formats import is_copied
 from trainer.distributed.env import (
     GroupError,
     RankInfo,
@@ -91,8 +91,11 @@ def train(config: RunConfig, launch: Launch) -> int:
 
 
 def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
-    """The plan, with tokenized copies of text if encoding is slow; None: stopped meanwhile."""
-    if not isinstance(plan.tokenizer, HuggingFaceTokenizer):
+    """The plan, with copies of the tokens of what is slow to read; None: stopped meanwhile."""
+    sources = (*plan.sources, *plan.eval_sources)
+    if not any(
+        is_copied(stream.path, each.table.format, plan.tokenizer) for each in sources for stream in each.streams
+    ):
         return plan
     if plan.parts.data is None:
         logger.info("text is tokenized again whenever it is read: %s", MISSING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.streams import index_bytes, write_megatron
+from tests.support.streams import index_bytes, write_arrow, write_megatron
 from trainer.data.documents import ReadOptions
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
@@ -90,8 +91,19 @@ def parquet(columns):
     return file.getvalue()
 
 
+def arrow(columns, **kwargs):
+    with tempfile.TemporaryDirectory() as folder:
+        write_arrow(Path(folder, "a"), columns, **kwargs)
+        return Path(folder, "a").read_bytes()
+
+
+def zstd(content):
+    return pytest.importorskip("pyarrow").compress(content, codec="zstd", asbytes=True)
+
+
 LONG = np.arange(100, dtype=np.uint16)
-FILES = [  # a dict holds the columns of a Parquet file; a .bin is read as uint16
+LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(1000))
+FILES = [  # a dict holds the columns of a Parquet file, or a function makes the content; a .bin is read as uint16
     ("a.txt", b"", "the file is empty"),
     ("a.xyz", b"abc", "no format is known"),
     ("a.jsonl", b"\n\n", "no documents"),
@@ -111,6 +123,22 @@ FILES = [  # a dict holds the columns of a Parquet file; a .bin is read as uint1
     ("a.parquet", {"tokens": [[1], [2, None]]}, "null token"),
     ("a.parquet", {"tokens": [[1], [], [2, 257]]}, "rows 0 to 2: token id 257 at token 2"),
     ("a.parquet", b"PAR1 and so on", "not a readable Parquet file"),
+    ("cut.jsonl.gz", lambda: gzip.compress(LINES)[:-9], "not a whole gzip file .*ended before the end"),
+    ("crc.jsonl.gz", lambda: gzip.compress(LINES)[:-5] + b"12345", "not a whole gzip file .*CRC"),
+    ("none.jsonl.gz", lambda: gzip.compress(b""), "no documents"),
+    ("plain.jsonl.gz", LINES, "not a whole gzip file .*Not a gzipped"),
+    ("gz.jsonl", lambda: gzip.compress(LINES), "line 1: is not JSON in UTF-8"),
+    ("cut.jsonl.zst", lambda: zstd(LINES) * 2 + zstd(LINES)[:-9], "not a readable zstandard file .*Truncated"),
+    ("head.jsonl.zst", lambda: zstd(LINES)[:6], "not a readable zstandard file"),
+    ("plain.jsonl.zst", LINES, "not a readable zstandard file .*Unknown frame"),
+    ("line.jsonl.zst", lambda: zstd(LINES + b"{"), "line 1001: is not JSON"),
+    ("cut.arrow", lambda: arrow({"text": [*"abcdef"]})[:-20], "has no end of an Arrow stream"),
+    ("file.arrow", lambda: arrow({"text": [*"abcdef"]}, kind="new_file")[:-9], "not a readable Arrow file"),
+    ("parquet.arrow", lambda: parquet({"text": ["a"]}), "has no end of an Arrow stream"),
+    ("arrow.parquet", lambda: arrow({"text": ["a"]}), "not a readable Parquet file"),
+    ("null.arrow", lambda: arrow({"text": ["a", "b", "c", None]}), "rows 2 to 3: text is null in one"),
+    ("kind.arrow", lambda: arrow({"text": [1]}), "needs a column text or tokens of strings"),
+    ("id.arrow", lambda: arrow({"tokens": [[1], [2], [999]]}), "rows 2 to 2: token id 999"),
 ]
 
 
@@ -119,7 +147,7 @@ def test_a_damaged_file_is_refused(tmp_path, name, content, message):
     path = tmp_path / name
     if path.suffix == ".parquet":
         pytest.importorskip("pyarrow")
-    path.write_bytes(parquet(content) if isinstance(content, dict) else content)
+    path.write_bytes(parquet(content) if isinstance(content, dict) else content() if callable(content) else content)
     options = {"dtype": "uint16"} if name == "a.bin" else {}
     assert refusal(path, message, **options).startswith(str(path))
     assert not list(Path(tempfile.gettempdir()).glob(f"unpickled-{os.getpid()}"))
@@ -150,7 +178,7 @@ def test_what_is_no_file_is_refused(tmp_path):
         assert "cannot be read (No such file or directory)" in refusal(tmp_path / name)
 
 
-@pytest.mark.parametrize("kind", ["npy", "idx", "parquet", "jsonl"])
+@pytest.mark.parametrize("kind", ["npy", "idx", "parquet", "jsonl", "arrow", "jsonl.gz", "jsonl.zst"])
 def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path, kind):
     write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     whole = {
@@ -158,6 +186,9 @@ def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path
         "idx": lambda: WHOLE,
         "parquet": lambda: parquet({"text": ["abc", "d"]}),
         "jsonl": lambda: b'{"text": "a\\u00e9b"}\n{"tokens": [1, 2]}\n',
+        "arrow": lambda: arrow({"text": ["abc", "d", "éf"]}),
+        "jsonl.gz": lambda: gzip.compress(LINES[:300]),
+        "jsonl.zst": lambda: zstd(LINES[:300]),
     }[kind]()
     damaged, generator, messages = tmp_path / f"a.{kind}", np.random.default_rng(0), []
     places = generator.permutation(len(whole))[:150].tolist()

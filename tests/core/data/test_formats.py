@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import sys
@@ -12,13 +13,14 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import ROOT
-from tests.support.streams import index_bytes, mixing_dataset, spaced, write_megatron
+from tests.support.streams import index_bytes, mixing_dataset, spaced, write_arrow, write_megatron
 from trainer.data import formats as registry
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import format_name, load_documents
 from trainer.data.layout import discover_direct, discover_nested
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
+from trainer.lab import records
 from trainer.lab.tokenized import write_index
 from trainer.tools.survey import file_kind
 
@@ -81,10 +83,87 @@ def write_parquet(path, columns):
     pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table(columns), path)
 
 
-WRITERS = {".jsonl": write_jsonl, ".parquet": write_parquet}
+def save_to_disk(folder, columns, *, files=2):
+    """The directory of a data set; there is a cache, too, as `map` leaves one."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
+    for number, name in enumerate(names):
+        write_arrow(folder / name, {key: values[number::files] for key, values in columns.items()})
+    write_arrow(folder / "cache-00ff.arrow", columns)
+    state = {"_data_files": [{"filename": name} for name in names], "_format_columns": None, "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text('{"features": {}}')
 
 
-@pytest.mark.parametrize("name", ["jsonl", "parquet"])
+WRITERS = {".jsonl": write_jsonl, ".parquet": write_parquet, ".arrow": write_arrow}
+
+
+def compressed(suffix, *parts):
+    """A member or frame for each part."""
+    if suffix == ".gz":
+        return b"".join(map(gzip.compress, parts))
+    compress = pytest.importorskip("pyarrow").compress
+    return b"".join(compress(part, codec="zstd", asbytes=True) for part in parts)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_lines_are_read_across_members_and_frames(tmp_path, monkeypatch, suffix):
+    path, lines = (
+        tmp_path / "m" / f"a.jsonl{suffix}",
+        [b'{"text": "n\u00e9"}\n', b'{"text": "two"}\r\n{"tok', b'ens": [7]}'],
+    )
+    path.parent.mkdir()
+    path.write_bytes(compressed(suffix, b"", *lines))
+    assert tokens(path) == [list("né".encode()), list(b"two"), [7]]
+    assert [stream.relative_path for stream in discover_nested(tmp_path)] == [f"m/{path.name}"]
+    long = b'{"text": "' + b"a" * 100_000 + b'"}\n'
+    path.write_bytes(compressed(suffix, long))
+    assert path.stat().st_size < 1000
+    assert tokens(path) == [[97] * 100_000]
+    monkeypatch.setattr(records, "LONGEST_LINE", 50_000)  # before it fills the memory
+    with pytest.raises(UserError, match="has a line of more than 50,000 bytes"):
+        tokens(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    if suffix == ".zst":
+        with pytest.raises(UserError, match=r"pyarrow, which is not installed; .*extra parquet"):
+            tokens(path)
+
+
+@pytest.mark.parametrize("kind", ["new_stream", "new_file"])
+def test_arrow_is_read_in_both_of_its_formats(tmp_path, kind):
+    path, values = tmp_path / "a.arrow", [f"tëxt {i}" for i in range(3000)]
+    write_arrow(path, {"text": values, "n": [*range(3000)]}, kind=kind, rows=2500)
+    assert texts(path) == values
+    write_arrow(path, {"tokens": [[1, 2], [], [3]]}, kind=kind)
+    assert tokens(path) == [[1, 2], [], [3]]
+
+
+def test_a_directory_by_save_to_disk_has_the_files_that_it_lists(tmp_path, caplog):
+    columns = {"text": [f"row {number}" for number in range(9)]}
+    for folder in ("alone", "two/train", "two/test"):
+        save_to_disk(tmp_path / folder, columns)
+    (tmp_path / "two" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for streams in (
+        discover_direct([tmp_path / "alone"]),
+        discover_direct([tmp_path / "alone" / "*.arrow"]),
+        discover_nested(tmp_path, ["alone"]),
+        discover_nested(tmp_path / "two", ["train"]),
+    ):
+        assert [Path(stream.path).name for stream in streams] == names
+    assert sorted(text for stream in streams for text in texts(stream.path)) == columns["text"]
+    assert caplog.messages == []
+    for discover in (discover_nested, lambda path: discover_direct([path]), lambda path: discover_nested(path.parent)):
+        with pytest.raises(
+            UserError, match=r"two: is a data set of splits: test, train; name one: paths = \[\".*two/train\"\]"
+        ):
+            discover(tmp_path / "two")
+    (tmp_path / "alone" / names[1]).unlink()
+    with pytest.raises(UserError, match=f"lacks {names[1]}, which its state.json lists"):
+        discover_direct([tmp_path / "alone"])
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet", "arrow"])
 def test_the_column_of_the_documents_may_have_any_name(tmp_path, capsys, name):
     path = tmp_path / f"m/train-00000-of-00042.{name}"
     path.parent.mkdir()
@@ -159,7 +238,7 @@ def write_ids(path, ids):
             write_index(path, np.array([len(ids)]), array.dtype)
 
 
-@pytest.mark.parametrize("name", ["a.npy", "a.bin", "a.idx", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.npy", "a.bin", "a.idx", "a.jsonl", "a.parquet", "a.arrow"])
 def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path, name):
     write_ids(tmp_path / name, [3, 499, 500, 7])
     path = (tmp_path / name).with_suffix(name[1:].replace(".idx", ".bin"))
@@ -255,7 +334,7 @@ def test_every_format_has_a_row_in_the_docs():
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "json"])
-@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet", "arrow"])
 def test_each_text_but_an_empty_one_gets_the_id_that_ends_documents(tmp_path, ending, tokenizer):
     path, texts = tmp_path / f"a.{ending}", ["al", "beta beta", "", "beta\n\n"]
     if ending == "txt":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from tests.support.in_process import program
 from tests.support.ranks import children, wait_for_end
 from tests.support.runs import ROOT, command, fresh, losses, train, write_tiny_config
+from tests.support.streams import write_arrow
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import ReadOptions, load_documents
 from trainer.data.documents import HEADER, MAGIC
@@ -137,6 +139,28 @@ def once(source, monkeypatch):
         return [Path(path) for path in tokenize_source(plan, given, RankInfo()).values()]
 
     return call
+
+
+@pytest.mark.parametrize("vocab_size", [0, 300])
+def test_what_cannot_be_mapped_is_copied_once_with_any_tokenizer(tmp_path, in_threads, monkeypatch, vocab_size):
+    monkeypatch.setattr(tokenized, "LEAST_BYTES", 1)
+    (tmp_path / "root" / "m").mkdir(parents=True)
+    columns = {"tokens": [[1, 299], [2], []]} if vocab_size else {"text": TEXTS}
+    lines = "".join(json.dumps({name: value}) + "\n" for name in columns for value in columns[name]).encode()
+    for name, content in (("a.jsonl", lines), ("b.jsonl.gz", gzip.compress(lines))):
+        (tmp_path / "root" / "m" / name).write_bytes(content)
+    write_arrow(tmp_path / "root" / "m" / "c.arrow", columns)
+    table = SourceTable(name="s", root=str(tmp_path / "root"))
+    name = "ids" if vocab_size else "bytes"
+    data = DataTable(source=[table], tokenizer=name, vocab_size=vocab_size, cache_dir=str(tmp_path / "cache"))
+    words = load_tokenizer(name, vocab_size=vocab_size)
+    plan = SimpleNamespace(config=SimpleNamespace(data=data), tokenizer=words)
+    given = Source("s", table, ConstantWeight(1.0), discover_nested(table.root))
+    for _ in range(2):
+        made = {Path(path).name: Path(tokens) for path, tokens in tokenize_source(plan, given, RankInfo()).items()}
+    assert made.keys() == {"b.jsonl.gz", "c.arrow"}
+    for path in made.values():
+        assert documents(path, words) == documents(tmp_path / "root" / "m" / "a.jsonl", words)
 
 
 def test_once_a_full_disk_has_room_the_tokens_are_made_and_then_kept_until_a_file_changes(

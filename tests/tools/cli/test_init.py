@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus, train
-from tests.support.streams import write_megatron
+from tests.support.streams import write_arrow, write_megatron
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.errors import UserError
@@ -66,6 +67,17 @@ def parquet(path: Path) -> str:
     return ""
 
 
+def compressed(path: Path) -> str:
+    lines = (json.dumps({"text": paragraph}) for paragraph in TEXT.split("\n\n"))
+    (path / "all.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    return ""
+
+
+def arrow(path: Path) -> str:
+    write_arrow(path / "all.arrow", {"text": TEXT.split("\n\n")})
+    return ""
+
+
 def nested(path: Path) -> str:
     make_corpus(path)
     return ""
@@ -79,6 +91,8 @@ KINDS = {
     "bin": (bin_file, "direct", "ids", 50257),
     "megatron": (megatron, "direct", "ids", 901),
     "parquet": (parquet, "direct", "bytes", 0),
+    "jsonl_compressed": (compressed, "direct", "bytes", 0),
+    "arrow": (arrow, "direct", "bytes", 0),
     "nested": (nested, "nested", "bytes", 0),
 }
 QUICK = ("npy", "nested")
