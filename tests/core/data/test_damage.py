@@ -137,7 +137,7 @@ FILES = [  # a dict holds the columns of a Parquet file, or a function makes the
     ("parquet.arrow", lambda: parquet({"text": ["a"]}), "has no end of an Arrow stream"),
     ("arrow.parquet", lambda: arrow({"text": ["a"]}), "not a readable Parquet file"),
     ("null.arrow", lambda: arrow({"text": ["a", "b", "c", None]}), "rows 2 to 3: text is null in one"),
-    ("kind.arrow", lambda: arrow({"text": [1]}), "needs a column text or tokens of strings"),
+    ("kind.arrow", lambda: arrow({"text": [1]}), "needs one column text or tokens"),
     ("id.arrow", lambda: arrow({"tokens": [[1], [2], [999]]}), "rows 2 to 2: token id 999"),
 ]
 
