@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.metrics.services import WandbSink
+from trainer.lab.services import WandbSink
 from trainer.metrics.sinks import JsonlSink, Sink, StdoutSink
 from trainer.metrics.tracker import MetricsTracker
 

@@ -28,7 +28,7 @@ VERBS = {
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 
 if TYPE_CHECKING:  # so that the modules are checked against the signatures of `Parts`
-    from trainer.lab import models, own_batches, remote, tensorboard
+    from trainer.lab import models, own_batches, remote, services
     from trainer.tools import evaluation_sample, summary
 else:
 
@@ -42,7 +42,7 @@ else:
             return getattr(import_module(self._name), attribute)
 
     models, own_batches = _Later("trainer.lab.models"), _Later("trainer.lab.own_batches")
-    remote, tensorboard = _Later("trainer.lab.remote"), _Later("trainer.lab.tensorboard")
+    remote, services = _Later("trainer.lab.remote"), _Later("trainer.lab.services")
     evaluation_sample, summary = _Later("trainer.tools.evaluation_sample"), _Later("trainer.tools.summary")
 
 
@@ -82,6 +82,6 @@ PARTS = Parts(
     evaluations=evaluation_sample,
     models=models,
     data=own_batches,
-    sinks=tensorboard,
+    sinks=services,
 )
 """The parts that a run is given."""

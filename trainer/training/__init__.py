@@ -89,8 +89,10 @@ class Data(Protocol):  # of the user's own; and text that is tokenized once (Non
     def tokenize_once(self, plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None: ...
 
 
-class Sinks(Protocol):  # more of them
-    def TensorboardSink(self, log_dir: Path, config: Mapping[str, Any]) -> Sink: ...
+class Sinks(Protocol):  # more of them, and the run's id in wandb
+    def to_services(
+        self, config: RunConfig, run_dir: RunDir, found: Found | None, diagnostics: Diagnostics
+    ) -> tuple[list[Sink], str | None]: ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config.load import flatten
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
@@ -18,7 +17,6 @@ from trainer.files import discard
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead, last_step
-from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode, unused_step
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
 from trainer.training import Found, Uploads, checkpoint, need
@@ -182,46 +180,23 @@ def make_sinks(
 ) -> tuple[list[Sink], str | None]:
     """The sinks of a run, and its id in wandb. All but the record and a terminal's have a thread."""
 
-    def in_background(sink: Sink, name: str, close_sec: float = 10.0) -> Sink:
-        return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)
-
     config, mode = plan.config, plan.config.metrics.stdout
     if mode == "auto":
         mode = "line" if stdout.isatty() else "json"
     # The record first: if it cannot be written, no other sink should report the step.
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if mode != "off":
-        to_stdout = StdoutSink(mode, stream=stdout)
-        sinks.append(to_stdout if stdout.isatty() else in_background(to_stdout, "stdout"))
+        to_stdout: Sink = StdoutSink(mode, stream=stdout)
+        if not stdout.isatty():
+            to_stdout = BackgroundSink(to_stdout, name="stdout", guard=diagnostics.best_effort("stdout"))
+        sinks.append(to_stdout)
     if mode == "json" and sys.stderr.isatty():
         # Payloads go to a program, and a terminal is open: human-readable lines go to stderr.
         sinks.append(StdoutSink("line", stream=sys.stderr))
-    table = config.metrics.wandb
-    wandb_mode, wandb_run_id, first_step = table.mode, None, 0
-    if found is not None:
-        wandb_run_id = found[1].get("wandb_run_id")
-    if wandb_mode == "auto":
-        wandb_mode, why = resolve_mode()
-        logger.info("wandb: %s, since %s", wandb_mode, why)
-    if wandb_mode != "disabled":
-        guard = diagnostics.best_effort("wandb")
-        if found is not None:
-            # The run's earlier attempts may stand elsewhere: beside a checkpoint that was named.
-            records = {run_dir.path.resolve(), found[0].resolve().parent.parent}
-            files = [file for path in records for file in (RunDir(path).metrics, RunDir(path).events)]
-            first_step = guard.run(unused_step, files) or 0
-        wandb = WandbSink(
-            mode=wandb_mode,
-            project=table.project,
-            run_dir=run_dir.path,
-            run_id=wandb_run_id,
-            first_step=first_step,
-            config=config.model_dump(mode="json"),
-            guard=guard,
-        )
-        wandb_run_id = wandb.run_id
-        sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
-    if config.metrics.tensorboard:
-        more, settings = need(plan.parts.sinks, "metrics.tensorboard"), flatten(config.model_dump(mode="json"))
-        sinks.append(in_background(more.TensorboardSink(run_dir.path / "tensorboard", settings), "tensorboard"))
-    return sinks, wandb_run_id
+    services, table = plan.parts.sinks, config.metrics
+    if table.tensorboard or table.wandb.mode not in ("auto", "disabled"):
+        services = need(services, "metrics.wandb.mode, metrics.tensorboard")
+    if services is None:
+        return sinks, None
+    further, wandb_run_id = services.to_services(config, run_dir, found, diagnostics)
+    return [*sinks, *further], wandb_run_id

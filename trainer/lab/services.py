@@ -1,4 +1,5 @@
-"""Weights & Biases, best effort: online where there is a login, otherwise offline.
+"""The sinks of a run that are services: TensorBoard's files, and Weights & Biases, best effort: online where
+there is a login, otherwise offline.
 
 wandb drops a second `log` of a committed step with only a warning, so the training and evaluation
 payloads of a step are held back until the step is over and sent as one row. It also drops steps
@@ -22,12 +23,16 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from trainer.config.load import flatten
+from trainer.config.schema import RunConfig
 from trainer.ending import within
 from trainer.files import read_lines
-from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import all_values
-from trainer.metrics.sinks import SAMPLE, display_key
+from trainer.metrics.sinks import SAMPLE, BackgroundSink, Sink, display_key
+from trainer.training import Found
+from trainer.training.run_dir import RunDir
 
 logger = get_logger(__name__)
 messages = get_logger(f"{__name__}.wandb")  # wandb's own
@@ -39,6 +44,43 @@ _GRACE_SEC = 5.0
 TIMEOUT_SEC = 60.0  # for an unreachable server, at the start and at the end
 CLOSE_SEC = TIMEOUT_SEC + 2 * _GRACE_SEC
 """Longest `close` if the service does not answer: timeout, grace period and teardown."""
+
+
+def to_services(
+    config: RunConfig, run_dir: RunDir, found: Found | None, diagnostics: Diagnostics
+) -> tuple[list[Sink], str | None]:
+    """The sinks that the config asks for, each in a thread, and the run's id in wandb."""
+    table, settings, sinks = config.metrics, config.model_dump(mode="json"), list[Sink]()
+    mode, run_id, first_step = table.wandb.mode, None, 0
+    if found is not None:
+        run_id = found[1].get("wandb_run_id")
+    if mode == "auto":
+        mode, why = resolve_mode()
+        logger.info("wandb: %s, since %s", mode, why)
+    if mode != "disabled":
+        guard = diagnostics.best_effort("wandb")
+        if found is not None:
+            # The run's earlier attempts may stand elsewhere: beside a checkpoint that was named.
+            records = {run_dir.path.resolve(), found[0].resolve().parent.parent}
+            files = [file for path in records for file in (RunDir(path).metrics, RunDir(path).events)]
+            first_step = guard.run(unused_step, files) or 0
+        wandb = WandbSink(
+            mode=mode,
+            project=table.wandb.project,
+            run_dir=run_dir.path,
+            run_id=run_id,
+            first_step=first_step,
+            config=settings,
+            guard=guard,
+        )
+        run_id = wandb.run_id
+        sinks.append(BackgroundSink(wandb, name="wandb", guard=guard, close_sec=CLOSE_SEC))
+    if table.tensorboard:
+        from trainer.lab.tensorboard import TensorboardSink
+
+        files_of_it = TensorboardSink(run_dir.path / "tensorboard", flatten(settings))
+        sinks.append(BackgroundSink(files_of_it, name="tensorboard", guard=diagnostics.best_effort("tensorboard")))
+    return sinks, run_id
 
 
 def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, str]:
