@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -130,6 +131,22 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path):
         differs = page.locator("#what-differs").inner_text()
         assert [word in differs for word in ("optimizer.lr", "0.02", "run.name")] == [True, True, False]
         assert drawn_points(page, "Gradient norm") == [*norms.values()]
+        saved = {}
+        for kind in ("svg", "csv"):
+            with page.expect_download() as download:
+                page.locator("article", has=page.locator("h3", has_text="Gradient")).locator(
+                    f"[data-save={kind}]"
+                ).click()
+            saved[kind] = Path(download.value.path()).read_text()
+        assert saved["svg"].startswith("<svg")
+        head, *lines = csv.reader(saved["csv"].splitlines())
+        assert head == ["run", "key", "step", "value", "two_standard_errors"]
+        points = [(run, step) for run in runs for step in (1, 2)]
+        assert lines == [[str(run), "grad_norm", f"{at}", f"{norms[run.name][at - 1]:g}", ""] for run, at in points]
+        page.set_viewport_size({"width": 420, "height": 900})
+        pieces = page.locator("th code").evaluate_all("all => all.map(each => each.getClientRects().length)")
+        assert {*pieces} == {1}, "no key is broken"
+        assert page.evaluate("document.documentElement.scrollWidth") == 420
         assert seen.complaints == []
         assert seen.requests == []
 
@@ -171,8 +188,11 @@ def test_compare_as_json_agrees_with_the_records(runs, capsys):
 
 def test_any_number_of_runs_is_compared_side_by_side_one_without_rows_too(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    three, two = (program(["compare", *runs[at:]], capsys).stdout for at in (0, 1))
+    (runs[0].parent / "killed").mkdir()
+    three, two = (program(["compare", *runs[at:], runs[0].parent / "killed"], capsys).stdout for at in (0, 1))
+    assert re.search("optimizer.lr .* 0.01", three)
+    assert "optimizer.lr" not in two, "of the others no settings are known"
     for shown in (three, two):
-        assert re.search("optimizer.lr .* 0.01", shown)
         assert re.search(r"State .*\bfailed\b", shown)
-        assert "KeyError: 'x'" in shown
+        assert "failed at step 0: KeyError: 'x'" in shown
+        assert "killed: metrics.jsonl cannot be read: No such file" in shown

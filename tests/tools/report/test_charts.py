@@ -145,7 +145,7 @@ def test_a_run_without_rows_is_shown_with_the_reason():
     for runs in ([failed], [record_of({"loss": [2.0, 1.0]}, label="a"), failed]):
         page = render_page([diagnose(run) for run in runs])
         assert "the run failed: KeyError: &#39;x&#39;" in page
-        assert "1 finding: ending" in page
+        assert "failed at step 0: KeyError: &#39;x&#39;" in page
 
 
 def test_a_page_of_many_logged_steps_and_restarts_stays_below_15_mb():
@@ -185,14 +185,20 @@ def test_the_loss_against_depth_of_each_set_is_drawn_with_the_errors_that_are_kn
     values = {**numbers(), **numbers(name="books/")}
     run = record_of({key: [value] for key, value in values.items() if key != "eval/depth/32/carry_gain_se"})
     held_out, books = make_charts([run])
-    assert [chart.title.split(", ")[1] for chart in (held_out, books)] == ["held out", "books"]
+    assert [chart.title for chart in (held_out, books)] == ["held out", "books"]
     assert held_out.notes[0].startswith("over documents, carrying lowers the loss by 0.2000")
     carried, from_zero, gain = held_out.figure["data"]
     assert carried["y"] == [loss for _, loss in LOSSES]
     assert carried["x"] == pytest.approx([start * math.sqrt(2) for start, _ in LOSSES])
     assert (from_zero["y"], gain["y"]) == ([2.5, 2.5, 2.5], [0.0, 0.1, 0.2])
     assert gain["error_y"]["array"] == [0.04, None, 0.04]
+    assert carried["error_y"]["array"] == [0.04] * len(LOSSES)
     assert gain["text"][-1] == "gain of carrying, 64 tokens on: 0.2000 +- 0.0400 (95 %)"
+    both = make_charts([replace(run, label="a"), record_of({"loss": [1.0]}, label="b"), replace(run, label="c")])[0]
+    assert [(line["meta"], line["line"]["color"]) for line in both.figure["data"]] == [(["a"], "c0")] * 3 + [
+        (["c"], "c2")
+    ] * 3
+    assert [note[:3] for note in both.notes] == ["a: ", "c: "]
     title = "Is context worth its cost?"
     assert re.search(f"{re.escape(title)}.*over documents, carrying", render_page([diagnose(run)]), re.S)
     assert title not in render_page([diagnose(record_of({"loss": [1.0, 2.0]}))])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 
-from tests.support.records import record_of
+import numpy as np
+import pytest
+
+from tests.support.records import record_of, write_record
+from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.metrics.payload_contract import Restart
-from trainer.tools.report.run_summary import config_differences, summarize
+from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, summarize
+from trainer.tools.runs.load import load_run
 
 
 def results(run):
@@ -19,10 +25,11 @@ def notes(run):
 
 def test_results_come_from_the_rows_and_are_none_if_unknown():
     train = {"loss": [4.0, 3.0, 1.0, 2.0], "tokens_per_sec": [5.0, 100.0, 110.0, 120.0]}
+    train |= {"tokens_in_step": [4096.0] * 4, "tokens_seen": [0.0, 0.0, 4096.0, 8192.0]}  # two steps were rejected
     train |= {"ledger/cold_starts": [1.0, 0.0, 2.0, 0.0], "data/fill": [1.0, 1.0, 1.0, 0.6]}
     run = record_of(train, {2: {"eval_loss": 2.0, "eval_bits_per_byte": 1.5}, 4: {"eval_loss": 2.5}})
     expected = {"Steps": 4, "Final loss": 2.0, "Held-out loss": 2.5, "Held out": 1.5}
-    expected |= {"Speed": 105.0, "Fill": 0.9, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
+    expected |= {"Speed": 105.0, "Fill": 0.9, "Cold starts": 3.0, "Noise scale": None, "Batch": 4096.0}
     unknown = ("Parameters", "MFU", "Peak memory", "Time of all steps")
     expected |= dict.fromkeys(unknown)
     assert results(run) == results(run) | expected
@@ -34,6 +41,54 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
     assert results(run) == results(run) | expected
     resumed = record_of({"step_time_sec": {110: 11.0, 120: 12.0}}, restarts=[Restart(100)])
     assert results(resumed)["Time of all steps"] == 10 * 11 + 10 * 12
+
+
+TOKENS = [10, 7, 20, 25, 6, 3, 9]
+
+
+def evaluated(directory, nats, tokens=TOKENS, logged=None):
+    """A run with these losses of documents."""
+    row = {"eval_loss": logged or sum(nats) / sum(tokens[: len(nats)])}
+    path = write_record(directory, {"loss": [2.0]}, {4: row}) / "evaluations" / "step_00000004.jsonl"
+    path.parent.mkdir()
+    of = {"key": "eval_loss", "source": "s", "stream": "f"}
+    pairs = enumerate(zip(tokens, nats, strict=False))
+    path.write_text("".join(json.dumps({**of, "document": at, "tokens": n, "nats": y}) + "\n" for at, (n, y) in pairs))
+    return load_run(directory)
+
+
+def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have(tmp_path):
+    first, second = [21.0, 17.5, 39.0, 61.0, 13.0, 8.0, 20.0], [20.0, 15.0, 38.5, 55.0, 12.5, 8.5, 99.0]
+    before, after = evaluated(tmp_path / "a", first), evaluated(tmp_path / "b", second, [*TOKENS[:6], 80])
+    few, wrong = evaluated(tmp_path / "few", second[:4]), evaluated(tmp_path / "wrong", second, logged=2.5)
+    cut = evaluated(tmp_path / "cut", second)
+    (tmp_path / "cut" / "evaluations" / "step_00000004.jsonl").write_text('{"key": "eval_loss"')
+    _, row, *others = summaries([before, after, few, wrong, cut])[-1]
+    d, w = np.subtract(second, first)[:6], np.array(TOKENS)[:6]  # the last one was read further
+    effective = w.sum() ** 2 / np.square(w).sum()
+    error = math.sqrt(np.square(d - d.sum() / w.sum() * w).sum() * effective / (effective - 1)) / w.sum()
+    assert row.value == pytest.approx(d.sum() / w.sum()) == pytest.approx(-10 / 71)
+    assert row.error == pytest.approx(error * t_quantile(1.96, effective - 1) / 1.96)
+    assert [each.value for each in others] == [None] * 3
+    for each, word in zip(
+        others, ("4 documents in common: too few", "not give the logged eval_loss", "is damaged"), strict=True
+    ):
+        assert word in each.note
+
+
+def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):
+    def run(loss, seed, lr=0.1, step=4, ranks=1):
+        config, world = {"run": {"seed": seed}, "optimizer": {"lr": lr}}, {"world_size": ranks}
+        return record_of({}, {step: {"eval_loss": loss}}, config=config, environment=world, label=f"r{loss}")
+
+    others = [run(9.0, 4, lr=0.2), run(8.0, 5, step=2), run(7.0, 6, ranks=2), run(2.1, 1)]
+    found = over_seeds([run(2.0, 1), run(2.2, 2), run(2.6, 3), *others, record_of({}, {4: {"eval_loss": 6.0}})])
+    mean, *singles = found
+    # Their standard deviation is 0.3055, and Student's t with 2 degrees of freedom 4.303.
+    assert (mean["mean"], 2 * mean["error"]) == pytest.approx((6.8 / 3, 4.303 * 0.30551 / math.sqrt(3)), rel=1e-4)
+    assert mean["text"] == "r2.0, r2.2, r2.6: held-out loss 2.2667, +- 0.759 (95 %), mean of 3 seeds"
+    assert [(each["mean"], each["error"]) for each in singles] == [(9.0, None), (8.0, None), (7.0, None)]
+    assert "one seed: its scatter over seeds is not known" in singles[0]["text"]
 
 
 def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps():
@@ -59,3 +114,8 @@ def test_differing_settings_are_dotted_keys_and_sources_go_by_name():
         ("env.world_size", [None, 2]),
     ]
     assert config_differences([a, a]) == []
+    more = {"name": "web", "weight": 1.0, "root": "web", "format": "auto"}
+    both = record_of({}, config={"optimizer": {"lr": 1e-3}, "data": {"source": [source, more]}})
+    differing = [("data.source[].name", [["books"], ["books", "web"]]), ("data.source.web.root", [None, "web"])]
+    assert config_differences([a, both]) == differing
+    assert config_differences([a, record_of({}), a]) == []

@@ -121,7 +121,11 @@ class Diagnosis:
 
     @property
     def brief(self) -> str:
-        """A few words: the names of the findings, `healthy`, or that little could be checked."""
+        """A few words: the names of the findings, `healthy`, that little could be checked, or why the
+        run ended before its first row."""
+        state, step, reason = map(self.run.status.get, ("state", "last_step", "reason"))
+        if not self.run.steps and state in ("failed", "died"):
+            return f"{state} at step {step or 0:,}: {reason or 'no reason is recorded'}"
         return {
             None: "no training rows",
             "findings": f"{counted(len(self.findings), 'finding')}: {', '.join(each.rule.name for each in self.findings)}",

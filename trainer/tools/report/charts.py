@@ -26,8 +26,14 @@ DASHES: Final = ("solid", "dot", "dash", "dashdot")
 OTHER_GROUP: Final = "Not in the catalog"
 DEPTH_GROUP: Final = "Is context worth its cost?"
 BUCKETS: Final = "points are buckets: the line is the mean, the shade the range"
-HEIGHT, ROW_HEIGHT, DEPTH_HEIGHT = 228, 20, 380  # pixels; of a row of the legend, which holds six keys
+HEIGHT, ROW_HEIGHT, DEPTH_HEIGHT = 228, 20, 380  # pixels; of a row of the legend, of about 70 characters
 PLACES: Final = {spec.name: place for place, spec in enumerate(CATALOG)}
+DEPTH_LAYOUT: Final = {  # x is logarithmic
+    "xaxis": {"type": "log", "anchor": "y2", "title": {"text": "tokens of the document before"}},
+    "yaxis": {"title": {"text": "loss, nats per token"}, "domain": [0.42, 1.0]},
+    "yaxis2": {"title": {"text": "gain, nats per token"}, "domain": [0.0, 0.34], "zeroline": True},
+    "hovermode": "closest",
+}
 Floats = NDArray[np.float64]
 Json = dict[str, Any]
 
@@ -95,8 +101,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         # Next to the values, standard errors would lie on the axis.
         chart = _row(key).removesuffix("_low").removesuffix("_high"), key.endswith(ERROR_SUFFIX)
         shared.setdefault(chart, []).append(key)
-    depth = [chart for run in runs for chart in _depth_charts(run)]
-    return depth + [_make_chart(runs, together) for together in shared.values()]
+    return [*_depth_charts(runs)] + [_make_chart(runs, together) for together in shared.values()]
 
 
 def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
@@ -130,7 +135,7 @@ def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
             band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high}
             layout["shapes"] = [{**band, "fillcolor": "good/0.11", "line": {"width": 0}}]
     layout["yaxis"] = {"title": {"text": chart.unit or "no unit"}}
-    return replace(chart, height=HEIGHT + ROW_HEIGHT * (len(keys) // 6))
+    return replace(chart, height=HEIGHT + ROW_HEIGHT * (sum(len(key) + 6 for key in keys) // 70))
 
 
 def _traces(curve: Curve, color: str, dash: str) -> list[Json]:
@@ -162,45 +167,46 @@ def _numbers(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.8g}") for value in values]
 
 
-def _depth_charts(run: RunRecord) -> Iterator[Chart]:
-    """What carrying is worth, for each set of the last evaluation."""
-    cell, (_, curves) = run.setting("data.seq_len", 0), last_curves(run)
-    for name, curve in curves.items():
-        title, words = f"{run.name}, {name or 'held out'}", in_words(curve, cell)
-        yield Chart((), _depth_figure(curve), title, [words], group=DEPTH_GROUP, height=DEPTH_HEIGHT)
+def _depth_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """What carrying is worth: for each set of the last evaluations, that of all runs on one scale."""
+    every = [last_curves(run)[1] for run in runs]
+    for name in dict.fromkeys(name for curves in every for name in curves):
+        traces, notes = list[Json](), list[str]()
+        for number, (run, curves) in enumerate(zip(runs, every, strict=True)):
+            if name not in curves:
+                continue
+            words, colors = in_words(curves[name], run.setting("data.seq_len", 0)), ["c0", "c1", "c2"]
+            if len(runs) > 1:
+                words, colors = f"{run.name}: {words}", [f"c{number % NUM_COLORS}"] * 3
+            notes.append(words)
+            shift = 1.03**number  # so that error bars do not cover each other
+            for trace in _depth_traces(curves[name], colors, shift):
+                traces.append({**trace, "meta": [run.name], "showlegend": len(notes) == 1})
+        figure = {"data": traces, "layout": DEPTH_LAYOUT, "isOfDepth": True}
+        yield Chart((), figure, name or "held out", notes, group=DEPTH_GROUP, height=DEPTH_HEIGHT)
 
 
-def _depth_figure(curve: DepthCurve) -> Json:
-    """Both losses over the depth on a logarithmic axis; below, the gain with its errors.
-
-    The losses have no error bars: how hard documents are cancels in the gain.
-    """
+def _depth_traces(curve: DepthCurve, colors: Sequence[str], shift: float) -> Iterator[Json]:
+    """Both losses over the depth, and below them the gain. The errors of the losses are mostly how
+    hard documents are, which cancels in the gain."""
     points = [point for point in curve.points if point.start]
-    gains = [(point.start, point.gain) for point in points if point.gain]
-    from_zero = [(point.start, point.from_zero) for point in points if point.from_zero]
-    bars = [ERRORS_SHOWN * gain.error if math.isfinite(gain.error) else None for _, gain in gains]
-    errors = {"array": bars, "color": "c2/0.5", "thickness": 1}
-    traces = [
-        _depth_trace("carried", "c0", [(point.start, point.loss) for point in points]),
-        _depth_trace("from zero at each cell", "c1", from_zero),
-        _depth_trace("gain of carrying", "c2", gains) | {"yaxis": "y2", "error_y": errors},
+    lines: list[tuple[str, str, str, list[tuple[int, Number]]]] = [
+        ("carried", "solid", "y", [(point.start, point.loss) for point in points]),
+        ("from zero at each cell", "dot", "y", [(each.start, each.from_zero) for each in points if each.from_zero]),
+        ("gain of carrying", "solid", "y2", [(point.start, point.gain) for point in points if point.gain]),
     ]
-    layout = {
-        "xaxis": {"type": "log", "anchor": "y2", "title": {"text": "tokens of the document before"}},
-        "yaxis": {"title": {"text": "loss, nats per token"}, "domain": [0.42, 1.0]},
-        "yaxis2": {"title": {"text": "gain, nats per token"}, "domain": [0.0, 0.34], "zeroline": True},
-        "hovermode": "closest",
-    }
-    return {"data": traces, "layout": layout, "isOfDepth": True}
-
-
-def _depth_trace(label: str, color: str, line: Sequence[tuple[int, Number]]) -> Json:
-    return {
-        "name": label,
-        "x": [start * math.sqrt(2) for start, _ in line],  # the geometric middle of a bucket
-        "y": [number.value for _, number in line],
-        "text": [f"{label}, {start:,} tokens on: {number}" for start, number in line],
-        "hovertemplate": "%{text}<extra></extra>",
-        "mode": "lines+markers",
-        "line": {"color": color},
-    }
+    for color, (label, dash, axis, line) in zip(colors, lines, strict=True):
+        bars = [ERRORS_SHOWN * each.error if math.isfinite(each.error) else None for _, each in line]
+        yield {
+            "name": label,
+            "legendgroup": label,
+            "x": [start * math.sqrt(2) * shift for start, _ in line],  # the geometric middle of a bucket
+            "customdata": [start for start, _ in line],
+            "y": [number.value for _, number in line],
+            "yaxis": axis,
+            "error_y": {"array": bars, "color": f"{color}/0.5", "thickness": 1},
+            "text": [f"{label}, {start:,} tokens on: {number}" for start, number in line],
+            "hovertemplate": "%{text} %{meta[0]}<extra></extra>",
+            "mode": "lines+markers",
+            "line": {"color": color, "dash": dash},
+        }

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from trainer.config.load import flatten
 from trainer.tools.diagnostics.diagnose import Diagnosis
 from trainer.tools.report.charts import NUM_COLORS, Chart, make_charts, restart_marks
-from trainer.tools.report.run_summary import config_differences, rows_text, summaries, value_text
+from trainer.tools.report.run_summary import config_differences, over_seeds, rows_text, summaries, value_text
 from trainer.wording import few
 
 
@@ -27,17 +27,19 @@ def render_page(diagnoses: Sequence[Diagnosis]) -> str:
     for chart in make_charts(runs):
         groups.setdefault(chart.group, []).append(chart)
     figures = [chart.figure for group in groups.values() for chart in group]
+    title = ", ".join(run.name for run in runs)
     assets = resources.files("trainer.tools.report") / "assets"
     layout = json.loads((assets / "layout.json").read_text())
     return environment.get_template("page.html").render(
         diagnoses=diagnoses,
         num_colors=NUM_COLORS,
-        title=", ".join(run.name for run in runs),
+        title=title,
         notes=[(run.name, note) for run in runs for note in run.notes],
         results=summaries(runs),
         differences=config_differences(runs),
+        seeds=over_seeds(runs) if len(runs) > 1 else [],
         groups=groups,
-        page={"figures": figures, "layout": layout, "marks": restart_marks(runs)},
+        page={"title": title, "figures": figures, "layout": layout, "marks": restart_marks(runs)},
         css=(assets / "report.css").read_text(encoding="utf-8"),
         script=(assets / "report.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),

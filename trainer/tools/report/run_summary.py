@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
 from typing import Any
 
-from trainer.config.load import recorded_settings
+import numpy as np
+
+from trainer.config.data_tables import EvalSourceTable, SourceTable
+from trainer.config.load import flatten, recorded_settings
 from trainer.metrics.catalog import ERRORS_SHOWN
+from trainer.metrics.noise_scale.estimate import Moments, t_quantile
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import noise_scale_of
-from trainer.wording import number_text
+from trainer.tools.runs.readings import Losses, losses_of_documents, noise_scale_of
+from trainer.wording import counted, number_text
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
+_DEFAULTS = flatten(SourceTable.model_construct().model_dump() | EvalSourceTable.model_construct().model_dump())
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182}  # Student's t where `t_quantile` is 1 % or more too large
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class SummaryRow:
     value: float | str | None  # None if the run does not have it
     unit: str = ""
     note: str = ""  # the rows that it was made of, or why there is no value, in words
+    error: float | None = None  # `ERRORS_SHOWN` are 95 %
 
     @property
     def text(self) -> str:
@@ -69,8 +76,9 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
         SummaryRow("State", run.status.get("state"), note=run.status.get("reason") or ""),
         SummaryRow("Steps", float(max(run.steps, default=0)) or None, note=rows_text(run.steps)),
         _time(run),
+        SummaryRow("Batch", _reduced(run, statistics.median, "tokens_in_step"), "tokens/step"),
         SummaryRow("Tokens seen", _reduced(run, _last, "tokens_seen"), "tokens"),
-        SummaryRow("Data read", _reduced(run, _last, "data/epochs_most"), "epochs", "at most"),
+        SummaryRow("Data read", _reduced(run, _last, "data/epochs_most"), "epochs at most"),
         SummaryRow("Parameters", float(run.environment.get("parameters") or 0) or None),
         SummaryRow("Fill", _reduced(run, statistics.fmean, "data/fill"), "of full rows"),
         SummaryRow("Speed", _reduced(run, statistics.median, "tokens_per_sec"), "tokens/s"),
@@ -136,8 +144,70 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
 
 def summaries(runs: Sequence[RunRecord]) -> list[tuple[SummaryRow, ...]]:
     """The results that any of the runs has, those of all side by side."""
-    rows = zip(*map(summarize, runs), strict=True)
+    rows = [*zip(*map(summarize, runs), strict=True)]
+    if len(runs) > 1:
+        rows += _paired(runs)
     return [results for results in rows if any(each.value is not None or each.note for each in results)]
+
+
+def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
+    """The held-out losses minus those of the first run that has recorded them, over the same documents."""
+    held = [losses_of_documents(run) for run in runs]
+    first = next((number for number, (own, _) in enumerate(held) if own), 0)
+    label = f"minus that of {runs[first].name}"
+    for key, losses in (held[first][0] or {"eval_loss": {}}).items():
+        row = []
+        for number, (own, problem) in enumerate(held):
+            found: dict[str, Any] = {"value": None, "note": problem}
+            if key in own and number != first:
+                found = difference(losses, own[key])
+            row.append(SummaryRow(f"{key} {label}", unit="nats/token", **found))
+        yield tuple(row)
+
+
+def difference(before: Losses, after: Losses) -> dict[str, Any]:
+    """The mean loss per token of `after` minus that of `before` over the documents that both have read
+    as far, as fields of a `SummaryRow`.
+
+    With d the difference of a document's losses and w its tokens, it is the ratio sum(d) / sum(w), and
+    its error that of `Moments` (Cochran 1977, section 6.4): how hard each document is cancels.
+    """
+    both = [where for where in before if where in after and before[where][1] == after[where][1]]
+    tokens = np.array([before[where][1] for where in both], np.float64)
+    moments = Moments.of(np.array([after[where][0] - before[where][0] for where in both]), tokens)
+    error, shown = moments.wide_error(), f"{counted(len(both), 'document')} in common"
+    if not math.isfinite(error):
+        return {"value": None, "note": f"{shown}: too few for an error, or not finite"}
+    note = f"+- {number_text(ERRORS_SHOWN * error)} (95 %), {shown}, {counted(tokens.sum(), 'token')}"
+    return {"value": moments.mean(), "error": error, "note": note}
+
+
+def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Means of the last held-out loss over runs that share all but `run.seed`: settings, also those that
+    a resume changed, ranks, machine, versions and step. Of runs with one seed the first counts.
+
+    `error`: of the mean, by Student's t; `ERRORS_SHOWN` are 95 %. None for one seed.
+    """
+    groups: dict[str, dict[str, tuple[str, float]]] = {}
+    for run in runs:
+        settings, (steps, losses) = recorded_settings(run.config, run.environment), run.evals.column("eval_loss")
+        seed = value_text(settings.pop("run.seed", None))
+        changed = [each.details["changed"] for each in run.restarts if each.details.get("changed")]
+        if run.config and steps and math.isfinite(losses[-1]):
+            same = json.dumps([steps[-1], settings, changed], sort_keys=True, default=str)
+            groups.setdefault(same, {}).setdefault(seed, (run.name, losses[-1]))
+    found: list[dict[str, Any]] = []
+    for group in groups.values():
+        names, values = zip(*group.values(), strict=True)
+        mean, error, shown = statistics.fmean(values), None, "one seed: its scatter over seeds is not known"
+        if len(values) > 1:
+            freedom = len(values) - 1
+            quantile = _T95.get(freedom) or t_quantile(1.96, freedom)
+            error = quantile / ERRORS_SHOWN * statistics.stdev(values) / math.sqrt(len(values))
+            shown = f"+- {number_text(ERRORS_SHOWN * error)} (95 %), mean of {len(values)} seeds"
+        text = f"{', '.join(names)}: held-out loss {number_text(mean, 5)}, {shown}"
+        found.append({"runs": names, "mean": mean, "error": error, "text": text})
+    return found
 
 
 def value_text(value: Any) -> str:
@@ -150,9 +220,19 @@ def value_text(value: Any) -> str:
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """(key, its value in each run) for settings that differ; None where a run lacks one.
 
-    Keys are those of `recorded_settings`; values are those of the last launch.
+    Keys are those of `recorded_settings`; values are those of the last launch. Of a source that not
+    all runs have, only what it sets.
     """
     flat = [recorded_settings(run.config, run.environment) for run in runs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = [(key, [one.get(key) for one in flat]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    known = [one for one in flat if one]  # a run may have no record of its settings
+    unset: dict[str, Any] = {}
+    for table in ("data.source", "eval.source"):
+        names = [set(one.get(f"{table}[].name") or ()) for one in known]
+        for name in set().union(*names) - set.intersection(*names or [set()]):
+            unset |= {f"{table}.{name}.{key}": value for key, value in _DEFAULTS.items()}
+    found = []
+    for key in dict.fromkeys(key for one in flat for key in one):
+        values = [one.get(key) for one in known]
+        if any(value != values[0] for value in values) and any(value not in (None, unset.get(key)) for value in values):
+            found.append((key, [one.get(key) for one in flat]))
+    return found

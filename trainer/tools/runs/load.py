@@ -196,13 +196,14 @@ def _parse(line: bytes) -> Payload:
     return found
 
 
-def load_run(path: Path | str) -> RunRecord:
+def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
     """Read a run directory, or a file of payloads; beside a metrics.jsonl, the others too.
 
     A run that has logged no row yet gives a record without rows.
-    Raises UserError: there is no run, it cannot be read, or none of its lines is a payload.
+    Raises UserError: there is no run, it cannot be read, or none of its lines is a payload. Of a
+    directory that `is_one_of_many` this becomes a note: the others are looked at all the same.
     """
-    path, metrics, reader = Path(path), Path(path), _Reader()
+    path, metrics, reader, problem, fix = Path(path), Path(path), _Reader(), "", ""
     if path.is_dir():
         metrics = path / METRICS_NAME
     try:
@@ -211,11 +212,13 @@ def load_run(path: Path | str) -> RunRecord:
         # Only a run that has logged nothing yet may do without; what a link leads to may be gone.
         if os.path.lexists(metrics) or not (path / STATUS_NAME).is_file():
             problem, fix = f"cannot be read: {error.strerror}", f"pass a run directory or a {METRICS_NAME}"
-            raise UserError(str(metrics), problem, fix) from None
     if reader.first_error and not reader.train.steps and not reader.evals.steps:
         problem = f"has no row that this reader can use; {reader.first_error}"
-        raise UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
-    notes, others = list(reader.notes()), dict[str, Any]()
+        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
+    if problem and not (is_one_of_many and path.is_dir()):
+        raise UserError(str(metrics), problem, fix)
+    notes, others = [f"{METRICS_NAME} {problem}"] * bool(problem), dict[str, Any]()
+    notes += reader.notes()
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         others = _read_others(metrics.parent, notes)
         reached = others["status"].get("last_step")

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from trainer.files import parse_json, read_lines
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import number_text
+from trainer.wording import error_text, number_text
 
 B_BIG: Final = "gns/b_big"
 B_NOW: Final = "gns/b_now"
@@ -75,6 +76,35 @@ def noise_scale_of(run: RunRecord) -> NoiseScale | None:
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:
     return dict(zip(*run.train.column(key), strict=True))
+
+
+# ---- The losses of held-out documents
+
+Losses = dict[tuple[str, str, int], tuple[float, int]]
+"""Source, stream and number of a document: the sum of its losses in nats, and its targets."""
+
+
+def losses_of_documents(run: RunRecord) -> tuple[dict[str, Losses], str]:
+    """Those of the last evaluation, by the key of their mean; and in words why there are none."""
+    found: dict[str, Losses] = {}
+    step = max(run.evals.steps, default=0)
+    path = run.path / "evaluations" / f"step_{step:08d}.jsonl"
+    try:
+        for each in map(parse_json, read_lines(path)):
+            where = str(each["source"]), str(each["stream"]), int(each["document"])
+            found.setdefault(str(each["key"]), {})[where] = float(each["nats"]), int(each["tokens"])
+    except (FileNotFoundError, NotADirectoryError):
+        return {}, "no losses of documents are recorded" if step else ""
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        return {}, f"evaluations/{path.name} is damaged: {error_text(error)}"
+    # With further parts of the objective, a logged loss is not the mean of these.
+    parts = [run.setting(f"objective.{part}") for part in ("z_loss", "coord", "losses")]
+    for key, losses in found.items():
+        logged = dict(zip(*run.evals.column(key), strict=True)).get(step, math.nan)
+        mean = sum(nats for nats, _ in losses.values()) / max(sum(tokens for _, tokens in losses.values()), 1)
+        if abs(mean - logged) > 1e-4 * abs(logged) and not any(parts) and run.setting("objective.token_ce", 1) == 1:
+            return {}, f"evaluations/{path.name} does not give the logged {key}"
+    return found, ""
 
 
 # ---- The loss against depth

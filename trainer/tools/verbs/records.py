@@ -219,7 +219,8 @@ def report(
     target = Path(out)
     refuse_existing(out, force=force)
     # The paths tell several runs apart.
-    diagnoses = [diagnose(replace(load_run(path), label=path * (len(runs) > 1))) for path in runs]
+    many = len(runs) > 1
+    diagnoses = [diagnose(replace(load_run(path, is_one_of_many=many), label=path * many)) for path in runs]
     # Names of files may hold any bytes.
     content = render_page(diagnoses).encode("utf-8", "backslashreplace")
     with writing(out):
@@ -231,13 +232,14 @@ def report(
 def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> None:
     """Compare the settings, results and verdicts of runs side by side."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.run_summary import config_differences, summaries, value_text
+    from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, value_text
     from trainer.tools.runs.load import load_run
 
     if len(paths) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
-    runs = [replace(load_run(path), label=path) for path in paths]
-    differing, results, diagnoses = config_differences(runs), summaries(runs), list(map(diagnose, runs))
+    runs = [replace(load_run(path, is_one_of_many=True), label=path) for path in paths]
+    differing, results, seeds = config_differences(runs), summaries(runs), over_seeds(runs)
+    diagnoses = list(map(diagnose, runs))
     if as_json:
         found = []
         for each in diagnoses:
@@ -246,9 +248,9 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
         config = [{"key": key, "values": values} for key, values in differing]
         outcome = []
         for rows in results:
-            values, notes = [row.value for row in rows], [row.note for row in rows]
-            outcome.append({"label": rows[0].label, "unit": rows[0].unit, "values": values, "notes": notes})
-        print_json({"runs": found, "config": config, "outcome": outcome})
+            columns = {f"{name}s": [getattr(row, name) for row in rows] for name in ("value", "error", "note")}
+            outcome.append({"label": rows[0].label, "unit": rows[0].unit, **columns})
+        print_json({"runs": found, "config": config, "outcome": outcome, "seeds": seeds})
         return
     heads = [f"{rows[0].label} {rows[0].unit}" for rows in results]
     columns = {"": [*(escape(key) for key, _ in differing), *heads, "Verdict"]}
@@ -260,6 +262,6 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
             coloured(str(each.verdict), each.brief.replace(", ", "\n")),
         ]
     print_table(columns, box=SIMPLE_HEAD, pad_edge=False)
-    for run in runs:
-        for note in run.notes:
-            echo(f"{run.name}: {note}")
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    for line in [*(each["text"] for each in seeds), *notes]:
+        echo(line)

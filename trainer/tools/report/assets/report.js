@@ -104,6 +104,29 @@
     drawAll();
   }
 
+  /* A chart as it is shown, or the numbers behind it: without a request, so that it works offline. */
+  const SAVED = {
+    svg: (plot) => Plotly.toImage(plot, { format: "svg", imageDataOnly: true, width: plot.clientWidth, height: plot.clientHeight }),
+    csv: (plot) => {
+      const { data, isOfDepth } = page.figures[plots.indexOf(plot)];
+      const rows = [["run", "key", isOfDepth ? "first_depth" : "step", "value", "two_standard_errors"]];
+      for (const trace of data.filter(({ fill }) => !fill)) {
+        const error = trace.error_y?.array ?? [], at = trace.customdata ?? trace.x;
+        at.forEach((x, i) => rows.push([trace.meta[0] || page.title, trace.legendgroup, x, trace.y[i], error[i] ?? ""]));
+      }
+      return rows.map((row) => row.map((cell) => `"${String(cell).replaceAll('"', '""')}"`).join(",") + "\r\n").join("");
+    },
+  };
+  document.addEventListener("click", async ({ target }) => {
+    const { save } = target.dataset;
+    if (!save) return;
+    const plot = target.closest(".card").querySelector(".plot"), link = document.createElement("a");
+    const type = { svg: "image/svg+xml", csv: "text/csv" }[save];
+    link.href = URL.createObjectURL(new Blob([await SAVED[save](plot)], { type }));
+    link.download = `${plot.getAttribute("aria-label").replace(/[^\w-]+/g, "_")}.${save}`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1e4);
+  });
   reset.addEventListener("click", () => setRange(null));
   smoothing.addEventListener("click", () => {
     isSmooth = !isSmooth;
