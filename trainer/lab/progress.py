@@ -1,5 +1,5 @@
-"""The bar of a run on a terminal, by rich: step, loss, tokens per second, time left, and what takes the main
-thread's time while no step does.
+"""The bar of a run on a terminal, by rich: step, loss, tokens per second, time left, and what
+takes the main thread's time while no step does.
 
 It stands below the lines of the log and of stdout, and is gone when the run ends.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, Task
 from rich.text import Text
 
 from trainer.training.extension import Extension, RunView
@@ -57,7 +58,7 @@ class ProgressBar(Extension):
         self._tokens = self._steps = 0
 
     def settled(self, step: Step, sums: Sequence[float] | None) -> None:
-        """Show a step. The first one also begins the bar: what comes before has lines of its own."""
+        """Show a step. The first also begins the bar: what comes before has lines of its own."""
         self._steps += 1
         self._tokens += step.outcome.tokens
         numbers, speed = f"loss {step.outcome.loss:.4f}", self._bar.tasks[0].speed

@@ -1,5 +1,5 @@
-"""The sinks of a run that are services: TensorBoard's files, and Weights & Biases, best effort: online where
-there is a login, otherwise offline.
+"""The sinks of a run that are services: TensorBoard's files, and Weights & Biases, best effort:
+online where there is a login, otherwise offline.
 
 wandb drops a second `log` of a committed step with only a warning, so the training and evaluation
 payloads of a step are held back until the step is over and sent as one row. It also drops steps

@@ -19,8 +19,8 @@ GATE_SHARPNESS: Final = 8.0
 FEW_TOKENS = 8
 CHUNK_KEY = "objective.chunk_tokens"
 Role = Literal["embedding", "output", "matrix", "kernel", "vector"]
-"""Of a parameter: a table of embeddings; the layer that gives the logits; another matrix; one with more
-dimensions; norms, biases, decay rates and whatever else is one number for each of some features."""
+"""Of a parameter: a table of embeddings; the layer that gives the logits; another matrix; one with
+more dimensions; norms, biases, decay rates and what else is a number for each of some features."""
 _TABLES = {"embed", "embedding", "embeddings", "embed_tokens", "tok_emb", "pos_emb", "pos_embed", "wte", "wpe"}
 _OUTPUTS = {"head", "lm_head", "output", "unembed", "unembedding", "embed_out"}
 _VECTORS = {"A_log", "D", "dt_bias", "bias", "gain", "scale"}
@@ -125,11 +125,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    """The role of each parameter, by its name, from what the model says of it, and not from sizes that happen
-    to agree: `get_input_embeddings`, `get_output_embeddings` (of any part of it), the kind of the layer, the
-    attribute `_no_weight_decay` of a parameter, and names in common use where there is none of these.
+    """The role of each parameter, by its name, from what the model says of it, and not from sizes
+    that agree: `get_input_embeddings`, `get_output_embeddings` (of any part of it), the kind of the
+    layer, a parameter's attribute `_no_weight_decay`, and names in common use otherwise.
 
-    A tied table is an embedding. Call it before parameters are sharded, which drops their attributes.
+    A tied table is an embedding. To be called before sharding, which drops parameters' attributes.
     """
     tables, outputs, roles = set(), set(), dict[str, Role]()
     for path, module in model.named_modules():
@@ -139,7 +139,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         if isinstance(module, nn.Linear) and name in _OUTPUTS and not any(each.isdigit() for each in above):
             outputs.add(id(module.weight))  # in a numbered layer, `output` is that layer's own
         for getter, found in (("get_input_embeddings", tables), ("get_output_embeddings", outputs)):
-            with suppress(AttributeError, NotImplementedError, TypeError):  # a part of the model may have none
+            with suppress(AttributeError, NotImplementedError, TypeError):  # a part may have none
                 found.add(id(getattr(module, getter)().weight))
     for path, parameter in model.named_parameters():
         owner, _, name = path.rpartition(".")

@@ -132,9 +132,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
-    Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and custom
-    optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if a group
-    matches no parameter, or the optimizer is missing or cannot be made.
+    Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and
+    custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if
+    a group matches no parameter, or the optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table, roles)
     if table.target is not None or table.name == "muon":
@@ -191,9 +191,9 @@ def load_named_state(
 def parameter_groups(
     model: nn.Module, table: OptimizerTable, roles: Mapping[str, Role] | None = None
 ) -> list[ParameterGroup]:
-    """A group for each role of parameters in each `[[optimizer.group]]` and in the rest, in this order.
+    """A group for each role of parameters in each `[[optimizer.group]]`, and in the rest.
 
-    A group says its `role`, which an optimizer of one's own may go by; `roles`: see `build_optimizer`.
+    A group has its `role`, for optimizers of one's own; `roles`: see `build_optimizer`.
     """
     found: dict[tuple[int, Role], ParameterGroup] = {}
     roles = roles or parameter_roles(model)
