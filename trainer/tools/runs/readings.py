@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from trainer.files import parse_json, read_lines
+from trainer.files import is_count, parse_json, read_lines
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
@@ -91,8 +91,10 @@ def losses_of_documents(run: RunRecord) -> tuple[dict[str, Losses], str]:
     path = run.path / "evaluations" / f"step_{step:08d}.jsonl"
     try:
         for each in map(parse_json, read_lines(path)):
-            where = str(each["source"]), str(each["stream"]), int(each["document"])
-            found.setdefault(str(each["key"]), {})[where] = float(each["nats"]), int(each["tokens"])
+            where, nats = (str(each["source"]), str(each["stream"]), int(each["document"])), float(each["nats"])
+            if not is_count(each["tokens"]) or 1e60 < abs(nats) < math.inf:  # whose squares are no floats
+                raise ValueError(f"{nats} nats of {each['tokens']} tokens")
+            found.setdefault(str(each["key"]), {})[where] = nats, each["tokens"]
     except (FileNotFoundError, NotADirectoryError):
         return {}, "no losses of documents are recorded" if step else ""
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
