@@ -106,7 +106,15 @@
 
   /* A chart as it is shown, or the numbers behind it: without a request, so that it works offline. */
   const SAVED = {
-    svg: (plot) => Plotly.toImage(plot, { format: "svg", imageDataOnly: true, width: plot.clientWidth, height: plot.clientHeight }),
+    svg: (plot) => {
+      // Apart from the page, the legend has to name the runs.
+      const isNamed = ({ meta, hoverinfo }) => meta[0] && hoverinfo !== "skip";
+      const named = (trace) => ({ ...trace, name: `${trace.meta[0]}: ${trace.name}`, showlegend: true });
+      const data = plot.data.map((trace) => (isNamed(trace) ? named(trace) : trace)), count = data.filter(isNamed).length;
+      const figure = { data, layout: { ...plot.layout, showlegend: count > 0 || plot.layout.showlegend } };
+      const size = { width: plot.clientWidth, height: plot.clientHeight + 20 * Math.ceil(count / 3) };
+      return Plotly.toImage(figure, { format: "svg", imageDataOnly: true, ...size });
+    },
     csv: (plot) => {
       const { data, isOfDepth } = page.figures[plots.indexOf(plot)];
       const rows = [["run", "key", isOfDepth ? "first_depth" : "step", "value", "two_standard_errors"]];
