@@ -21,6 +21,19 @@ Flags: TypeAlias = NDArray[np.bool_]
 IGNORED: Final = -100  # target without anything to predict, as torch's default `ignore_index`
 
 
+def is_known(targets: Any) -> Any:
+    """Where the targets, an array or a tensor, are known: ids but `IGNORED`, floats but NaN."""
+    if "float" in str(targets.dtype):
+        return targets == targets  # not so of NaN alone
+    return targets != IGNORED
+
+
+def weights_of(targets: Any) -> Any:
+    """How much each position of targets [B, T, ...] counts, [B, T]: the number of its known values."""
+    known = is_known(targets)
+    return known if known.ndim == 2 else known.reshape(*known.shape[:2], -1).sum(-1)
+
+
 def splitmix64(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The output function of SplitMix64 (Steele, Lea, Flood 2014), element by element.
 

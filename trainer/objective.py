@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainer.arrays import IGNORED
+from trainer.arrays import IGNORED, is_known
 from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.metrics.best_effort import BestEffort
@@ -152,7 +152,8 @@ class Objective:
         self._has_built_in = bool(options.token_ce or options.z_loss or options.coord is not None)
 
     def __call__(self, logits: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
-        """The loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
+        """The loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked), or of a
+        custom loss floats [B, T, ...] (NaN: unknown; a value counts as a token).
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A
         non-finite loss is returned like any other; the optimizer step handles it. Raises
@@ -163,9 +164,14 @@ class Objective:
         token_loss, is_correct = None, None
         has_scores = logits.shape == (*targets.shape, self._vocab_size)
         num_tokens = (targets != IGNORED).sum()
+        if targets.is_floating_point():
+            num_tokens = is_known(targets).sum()
         if self._own is not None:
             terms["own"], token_loss = self._custom(self._own, logits, targets, num_tokens)
         elif self._has_built_in:
+            if targets.is_floating_point():
+                fix = "name a loss of numbers (docs/mixing.md#data-of-your-own), or give ids as integers"
+                raise UserError("objective.target", "is not set, and the targets are floats", fix)
             if logits.shape[:-1] != targets.shape:
                 shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
                 raise ObjectiveError("token_ce", shapes, meta)
@@ -211,10 +217,10 @@ class Objective:
                 raise ValueError("what it returned has no gradient: nothing would be trained")
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
             if not is_sum:
-                loss = loss.masked_fill(targets == IGNORED, 0.0)
+                loss = loss.masked_fill(~is_known(targets), 0.0)
             # A sum over other tokens would give a plausible, wrong mean. NaN needs no wait.
             total = loss.sum().masked_fill(num_tokens != torch.as_tensor(count), math.nan)
-        return Term(total, num_tokens), None if is_sum else loss
+        return Term(total, num_tokens), None if is_sum else loss.reshape(*shape[:2], -1).sum(-1)
 
 
 class TokenTypeMismatch(ValueError):

@@ -210,7 +210,7 @@ def refuse_lone_args(table: Any) -> None:
 
 
 class FilesTable(Table):
-    """Files of documents, for training or evaluation."""
+    """Files of documents, or a data set of the user's own, for training or evaluation."""
 
     name: Annotated[str, Field(pattern=SOURCE_NAME, max_length=100)]
     """The source's name in messages, `--set` and metric keys."""
@@ -230,9 +230,14 @@ class FilesTable(Table):
     """Documents of text files. file: each file; blank_line: each block between blank lines."""
     column: Text | None = None
     """Field of JSON lines or Parquet with texts or lists of ids; absent: text or tokens."""
+    target: ImportPath | None = None
+    """Import path `package.module:function`: returns your own iterable of micro-batches."""
+    args: Args = {}
+    """Keyword arguments of the target."""
 
     def check(self) -> None:
-        """Refuse files of no origin or of several."""
+        """Refuse files of no origin or of several, and arguments of nothing."""
+        refuse_lone_args(self)
         keys = [key for key in ("root", "paths", "include", "target") if key in type(self).model_fields]
         origins = [key for key in keys if getattr(self, key) is not None]
         if len(origins) != 1:
@@ -247,19 +252,10 @@ class SourceTable(FilesTable):
 
     include: Text | None = None
     """A dataset file with `[[source]]` tables, relative to this file; weights are multiplied."""
-    target: ImportPath | None = None
-    """Import path `package.module:function`: returns your own iterable of micro-batches."""
-    args: Args = {}
-    """Keyword arguments of the target."""
     weight: Weight = 1.0
     """Share of the tokens (micro-batches, if rows are not full): a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
-
-    def check(self) -> None:
-        """Refuse arguments of nothing."""
-        super().check()
-        refuse_lone_args(self)
 
 
 class DatasetFile(Table):
@@ -296,7 +292,7 @@ class DataTable(Table):
 
 
 class EvalSourceTable(FilesTable):
-    """`[[eval.source]]`: a validation set, with the keys `name` to `column` of a source."""
+    """`[[eval.source]]`: a validation set, with the keys `name` to `args` of a source."""
 
     batches: WholeNumber = 0
     """Number of random micro-batches per rank and evaluation, about; 0: the whole set."""

@@ -208,7 +208,7 @@ class BlendDataset:
             self._ended[index] = True
             return None
         if "dataset_labels" not in batch:
-            batch["dataset_labels"] = [self.sources[index].name] * len(batch["tokens"])
+            batch["dataset_labels"] = [self.sources[index].name] * len(batch.get("tokens", batch.get("targets", ())))
         return batch
 
     @property

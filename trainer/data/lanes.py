@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import IGNORED, as_list, keyed_generator
+from trainer.arrays import as_list, is_known, keyed_generator
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.documents import ReadOptions
@@ -324,7 +324,7 @@ class LaneBlend(BlendDataset):
             self._note_open()
         if self._time_names:
             self._seconds[f"time/own_code/{self._time_names[index]}"] += time.perf_counter() - began
-        num_targets = int((np.asarray(batch["targets"]) != IGNORED).sum())
+        num_targets = int(is_known(np.asarray(batch["targets"])).sum())
         # At least 1, or batches without targets would come again and again.
         self._charge(index, max(num_targets, 1))
         return batch

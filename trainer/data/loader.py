@@ -5,6 +5,7 @@ them to the device by one thread; `Reading` gives the windows of a run.
 from __future__ import annotations
 
 import inspect
+import math
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.arrays import IGNORED
+from trainer.arrays import IGNORED, is_known
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
@@ -99,6 +100,8 @@ class MicroBatch:
             return {**values, **{key: v[kept] for key, v in by_row.items() if len(v) == num_rows}}
 
         targets = torch.full_like(self.targets[kept], IGNORED)
+        if targets.is_floating_point():
+            targets = torch.full_like(targets, math.nan)
         carry = self.carry and Carry.of_no_group(len(targets))
         before = self.metrics.get(FILL)
         full = before[1] if isinstance(before, tuple) else targets.numel()
@@ -157,7 +160,7 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
 
 logger = get_logger(__name__)
 CLOSE_SEC = 5.0
-TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
+TENSOR_KEYS = ("tokens", "features", "targets", "resets", "token_types")
 
 
 class Loader:
@@ -260,6 +263,8 @@ class Loader:
         # A tensor on a device must not be waited for.
         if targets is not None and not is_on_device:
             is_target = np.asarray(targets) != IGNORED
+            if np.asarray(targets).dtype.kind == "f":
+                is_target = is_known(np.asarray(targets))
             num_targets = np.count_nonzero(is_target)
             fill = num_targets, self._full_tokens or is_target.size
             metrics = {**metrics, MASKED_SHARE: float(num_targets == 0), FILL: fill}

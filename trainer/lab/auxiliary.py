@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.arrays import IGNORED
+from trainer.arrays import weights_of
 from trainer.errors import UserError
 from trainer.metrics.catalog import is_built_in
 from trainer.model.protocol import extras_of
@@ -92,8 +92,8 @@ class AuxiliaryLosses(Auxiliary):
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
         """Find the factor of losses by rows, since the step divides by tokens. All ranks must call
         it, with their micro-batches."""
-        masks = [micro.targets != IGNORED for micro in window]
-        counts = torch.stack([torch.stack([mask.sum(), mask.any(dim=1).sum()]) for mask in masks]).sum(0)
+        weights = [weights_of(micro.targets) for micro in window]
+        counts = torch.stack([torch.stack([each.sum(), each.any(dim=1).sum()]) for each in weights]).sum(0)
         if world_size > 1:
             dist.all_reduce(counts)
         self._tokens_per_row = counts[0] / counts[1].clamp(min=1).double()
@@ -101,18 +101,18 @@ class AuxiliaryLosses(Auxiliary):
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """See `Auxiliary`. Without gradient, losses by rows are only among the parts: rows have not
         been counted."""
-        trains, mask = torch.is_grad_enabled(), micro.targets != IGNORED  # [B, T]
+        trains, weights = torch.is_grad_enabled(), weights_of(micro.targets)  # [B, T]
         found, metrics = extras_of(output)
-        refuse_output(loss_problem(found, self._declared, mask.shape, needs_all=trains))
+        refuse_output(loss_problem(found, self._declared, weights.shape, needs_all=trains))
         total, parts = result.loss_sum, dict(result.parts)
         for name, each in self.losses.items():
             if name not in found:
                 continue
-            applies = mask
+            applies = weights
             if each.by == "rows":
-                applies = mask.any(dim=1)
+                applies = weights.any(dim=1)
             value = found[name].to(torch.promote_types(found[name].dtype, torch.float32)).expand(applies.shape)
-            term = each.weight * value.masked_fill(~applies, 0.0).sum()
+            term = each.weight * (value.masked_fill(applies == 0, 0.0) * applies).sum()
             if each.by == "tokens":
                 total = total + term
             elif trains:

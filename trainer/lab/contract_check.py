@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from trainer.arrays import IGNORED
-from trainer.config.schema import ModelTable
-from trainer.data.loader import accepted_inputs, check_inputs
+from trainer.config.schema import ModelTable, RunConfig
+from trainer.data.loader import MicroBatch, accepted_inputs, check_inputs
 from trainer.errors import UserError
 from trainer.import_path import users_code
+from trainer.lab.numbers import OnPositions, first_batch
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating, run_few_tokens
 from trainer.training import NO_PARTS, Parts
@@ -72,7 +73,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         return OFF
     from trainer.lab.contracts import check_model  # takes a while, and few runs need it
 
-    size = find_size(table, plan.vocab_size, tokens, plan.parts)
+    size = find_size(table, plan.vocab_size, tokens, plan.parts, plan.config)
     if isinstance(size, str):
         return size
     is_full = (size.dim, size.num_layers) == (table.dim, table.num_layers)
@@ -87,29 +88,41 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if accepted is not None and is_read_here:
             refuse_align(plan, model, accepted)
             check_inputs({"tokens"}, accepted)
-        report = check_model(
-            model,
-            vocab_size=plan.vocab_size,
-            build=build,
-            seq_len=tokens,
-            autocast=AUTOCAST[plan.config.train.precision],
-            rows=evaluated_rows(plan),
-        )
-        if plan.config.objective.target is not None and report["forward"].status == "held":
-            run, loss = model_and_loss(model, plan, device)
-            with evaluating(model):
-                output = run_few_tokens(run, device, seq_len=tokens, below=plan.vocab_size).logits
-            targets = torch.arange(output.shape[1], device=device)[None] % plan.vocab_size
-            targets[:, 0] = IGNORED
-            with users_code("objective.target"):
-                if loss(output, targets).loss_sum.isnan():
-                    fix = "with a sum, return the number of unmasked targets"
-                    raise ValueError(f"the loss of a few tokens is NaN: {fix}")
+        micro = first_batch(model, plan.config, plan.vocab_size)
+        given: dict[str, Any] = {"vocab_size": plan.vocab_size, "build": build, "seq_len": tokens}
+        judged = model
+        if micro is not None:
+            judged = OnPositions(model, micro)
+            given = {"vocab_size": judged.num, "build": lambda: OnPositions(build().to(device), micro)}
+            given["seq_len"] = micro.targets.shape[1]
+        autocast = AUTOCAST[plan.config.train.precision]
+        report = check_model(judged, autocast=autocast, rows=evaluated_rows(plan), **given)
+        if (plan.config.objective.target or micro) and report["forward"].status == "held":
+            _check_loss(plan, model, micro, device)
     if is_full:  # nothing to add to what was checked
         return report
     reduction = f"at dim {size.dim} and {size.num_layers} layers"
     how = f"{report.how}, {reduction} instead of {table.dim} and {table.num_layers}"
     return replace(report, how=how)
+
+
+def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: torch.device) -> None:
+    """Refuse a loss that cannot be computed, or has no gradient, of a few tokens or the first batch."""
+    run, loss = model_and_loss(model, plan, device, vocab_size=plan.vocab_size)
+    with evaluating(model), torch.no_grad():
+        if micro is None:
+            output = run_few_tokens(run, device, seq_len=plan.config.data.seq_len, below=plan.vocab_size).logits
+            targets = torch.arange(output.shape[1], device=device)[None] % plan.vocab_size
+            targets[:, 0] = IGNORED
+        else:
+            output, targets = run(**micro.inputs, state=None).logits, micro.targets
+    with users_code("objective.target", "fails on the first batch" if micro else "fails on a few tokens"):
+        with torch.enable_grad():
+            found = loss(output.requires_grad_(), targets).loss_sum
+        if found.isnan():
+            raise ValueError("the loss is NaN: with a sum, return the number of known targets")
+        if found.requires_grad and not torch.autograd.grad(found, output)[0].isfinite().all():
+            raise ValueError("the gradient is not finite: compute with targets.nan_to_num()")
 
 
 def check_here(plan: Plan) -> Report | str:
@@ -159,13 +172,15 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     raise UserError(key, f"{name}: {problem}", fix)
 
 
-def find_size(table: ModelTable, vocab_size: int, tokens: int, parts: Parts = NO_PARTS) -> Size | str:
+def find_size(
+    table: ModelTable, vocab_size: int, tokens: int, parts: Parts = NO_PARTS, config: RunConfig | None = None
+) -> Size | str:
     """The real size, or a smaller one that is checked faster; why none can be checked."""
     if tokens * vocab_size > MAX_LOGITS:
         return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
 
     def size(dim: int, layers: int) -> Size:
-        model = weightless(table.model_copy(update={"dim": dim, "num_layers": layers}), vocab_size, tokens, parts)
+        model = weightless(table.model_copy(update={"dim": dim, "num_layers": layers}), vocab_size, config, parts)
         return Size(dim, layers, sum(parameter.numel() for parameter in model.parameters()))
 
     real, dim, layers = size(table.dim, table.num_layers), table.dim, min(table.num_layers, 2)

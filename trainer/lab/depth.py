@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.arrays import IGNORED, Flags
+from trainer.arrays import Flags, weights_of
 from trainer.data.loader import MicroBatch
 from trainer.metrics.best_effort import BestEffort, SkipBatch
 from trainer.metrics.noise_scale.estimate import Moments
@@ -95,7 +95,7 @@ class Depth(EvalRider):
         zero = losses
         if from_zero is not None:
             zero = torch.where(is_continued, from_zero.double(), losses)
-        columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
+        columns = torch.stack([weights_of(targets).double(), losses, zero], dim=-1)  # [B, T, 3]
         bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]

@@ -8,14 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from trainer.data.loader import MicroBatch
 from trainer.errors import UserError
+from trainer.lab.numbers import first_batch, some_rows
 from trainer.model.protocol import FEW_TOKENS, ModelOutput, evaluating, extras_of
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
 
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
 
@@ -110,18 +115,23 @@ class NestLayout:
         return ", ".join(f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves)
 
 
-def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
+def carry_flat(
+    model: nn.Module, *, lengths: Sequence[int] = (), config: RunConfig | None = None, vocab_size: int = 0
+) -> nn.Module:
     """Let a model take and return a nested state as rows [B, state_width], by hooks.
 
     Sets `model.state_layout` and `model.state_width`: the layout of the state that forwards without
     gradient return in `eval()`, or None and 0 if they return none.
 
     `lengths`: tokens of the rows that the model is for, tried after `FEW_TOKENS`; the forward's own
-    error is raised if it takes none. Raises UserError: the state's tensors do not have the batch
-    first.
+    error is raised if it takes none. `config`: of a run, whose first batch is tried in their place if
+    the model takes more than tokens. Raises UserError: the state's tensors do not have the batch first.
     """
+    micro = None
+    if config is not None:
+        lengths, micro = (*lengths, config.data.seq_len), first_batch(model, config, vocab_size)
     with evaluating(model):
-        states = _first_states(model, lengths)
+        states = _first_states(model, lengths, micro)
     layout, width = None, 0
     if all(state is not None for state in states):
         try:
@@ -140,15 +150,18 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
     return model
 
 
-def _first_states(model: nn.Module, lengths: Sequence[int]) -> list[Any]:
-    """The states after rows of the first length that the model takes, for each of `TRIED_ROWS`."""
+@torch.no_grad()
+def _first_states(model: nn.Module, lengths: Sequence[int], micro: MicroBatch | None) -> list[Any]:
+    """The states after rows of the first batch, or of the first length that the model takes, for each
+    of `TRIED_ROWS`."""
+    if micro is not None:
+        return [model(**some_rows(micro, rows), state=None).state for rows in TRIED_ROWS]
     device = next(model.parameters(), torch.empty(0)).device
     problem = None
     for length in (FEW_TOKENS, *lengths):
         try:
-            with torch.no_grad():
-                tried = [torch.zeros(rows, length, dtype=torch.long, device=device) for rows in TRIED_ROWS]
-                return [model(tokens=tokens, state=None).state for tokens in tried]
+            tried = [torch.zeros(rows, length, dtype=torch.long, device=device) for rows in TRIED_ROWS]
+            return [model(tokens=tokens, state=None).state for tokens in tried]
         except Exception as error:  # noqa: BLE001 - a custom model may raise anything
             problem = error  # that of the last length, the model's own, tells its author most
     assert problem is not None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
-from trainer.data.loader import CARRY_KEYS
+from trainer.data.loader import BATCH_EXTRAS, CARRY_KEYS, OPTIONAL_CARRY_KEYS, Loader, MicroBatch, take_apart
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
 from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
 from trainer.lab.tokenized import tokenize_once as tokenize_once
 from trainer.metrics.best_effort import BestEffort, as_number, checked
-from trainer.on_device import forked_rng
-from trainer.training.evaluator import Evaluator
+from trainer.on_device import forked_rng, to_device
+from trainer.training import need
+from trainer.training.evaluator import ALL, EvalSet, Evaluator
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -32,23 +34,30 @@ if TYPE_CHECKING:
     from trainer.training.sources import Source
 
 IDS = ("tokens", "targets")
+HOST_KEYS = {*CARRY_KEYS, *OPTIONAL_CARRY_KEYS, *BATCH_EXTRAS}
 
 
-def own_batches(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
-    """The custom data set of a source on this data shard. A UserError if it fails, or cannot be iterated."""
-    key, path = f"source {source.name}: target", source.table.target
-    assert path is not None
+def own_batches(
+    plan: Plan, source: Source, info: RankInfo, model: nn.Module | None, kind: str = "source", **how: Any
+) -> OwnBatches:
+    """The data set of a source on this data shard, for a model if one is given. A UserError if it
+    fails, or cannot be iterated."""
+    path, run, key = str(source.table.target), plan.config.run, f"{kind} {source.name}: "
+    given = {"rank": info.rank, "world_size": info.world_size, "seed": run.seed, "seq_len": plan.config.data.seq_len}
+    dataset, how["keeps_groups"] = make_own(path, {**given, **source.table.args}, f"{key}target"), info.world_size > 1
+    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"{key}{path}", model=model, **how)
+
+
+def make_own(path: str, given: Mapping[str, Any], key: str) -> Any:
+    """The user's data set. A UserError if it fails, or cannot be iterated."""
     target = resolve_target(path, key)
-    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
-    given |= {"seq_len": plan.config.data.seq_len, **source.table.args}
     refuse_arguments(target, path, given, key=key)
     with users_code(key):
         dataset = target(**given)
     if not hasattr(dataset, "__iter__"):
         problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
         raise UserError(key, problem, "return an iterable of dicts")
-    own = f"source {source.name}: {path}"
-    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=own, keeps_groups=info.world_size > 1)
+    return dataset
 
 
 class OwnBatches:
@@ -58,14 +67,25 @@ class OwnBatches:
     that was trained on. A data set that fills one buffer again and again, or whose `state_dict`
     returns the object that it counts in, would otherwise lose batches and resume too far ahead.
     `vocab_size`: ids beyond it are refused, if they are on the host. `key` names the data set in
-    messages. `keeps_groups`: refuse a cell of a group whose first cell was not read here, until
-    the data set resumes: states stay with the rank, or data shard, that reads their group.
+    messages; what it has besides is for the `model`, and its device. `keeps_groups`: refuse a cell of a
+    group whose first cell was not read here, until the data set resumes: states stay with the rank, or
+    data shard, that reads their group.
     """
 
     now_reading = ""  # not the data set's: another thread asks, and must not run a user's code
 
-    def __init__(self, dataset: Any, *, vocab_size: int, key: str, keeps_groups: bool = False) -> None:
-        self._dataset, self._vocab_size, self._key = dataset, vocab_size, key
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        vocab_size: int,
+        key: str,
+        model: nn.Module | None = None,
+        device: torch.device | None = None,
+        keeps_groups: bool = False,
+    ) -> None:
+        self._dataset, self._vocab_size, self._key, self._model = dataset, vocab_size, key, model
+        self._device = device if model is None else next(model.parameters()).device
         self._begun: set[int] | None = set() if keeps_groups else None  # and not ended; None: not known
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -93,9 +113,39 @@ class OwnBatches:
             problem = f"fails after {counted(self._num_given, 'batch')}: {format_error(error)}"
             raise UserError(self._key, problem, "fix it there") from error
         self._num_given += 1
+        if isinstance(batch, Mapping):
+            batch = {key: self._copied(key, value) for key, value in batch.items()}
         for problem, fix in chain(_problems(batch, self._vocab_size), self._strays(batch)):  # the first is enough
             raise UserError(self._key, f"a batch {problem}", fix)
-        return {key: (_widened if key in IDS else copy.deepcopy)(value) for key, value in batch.items()}
+        if self._model is not None:
+            given = {"state": None, **{key: value for key, value in batch.items() if key not in HOST_KEYS}}
+            del given["targets"]
+            refuse_arguments(
+                self._model.forward, "the model", given, key=self._key, fix="change the batches, or the model"
+            )
+        return dict(batch)
+
+    def _copied(self, key: str, values: Any) -> Any:
+        """A copy. Numbers for the model become a tensor, on the device but for ids, which are looked at:
+        integers int64, floats the type of the weights. All else stays as it is."""
+        if key not in HOST_KEYS and not isinstance(values, Tensor):
+            with suppress(ValueError):  # lists of unequal lengths stay lists
+                array = np.asarray(values)
+                if array.ndim and array.dtype.kind in "biuf":
+                    values = torch.tensor(array.astype(np.int64) if array.dtype.kind == "u" else array)
+        if key in HOST_KEYS or not isinstance(values, Tensor):
+            return copy.deepcopy(values)
+        dtype = torch.get_default_dtype() if values.is_floating_point() else torch.long
+        if values.is_complex() or values.dtype == torch.bool:
+            dtype = values.dtype
+        found = values.to(dtype, copy=True)
+        return found if self._device is None or key in IDS else to_device(found, self._device)
+
+    def first(self) -> dict[str, Any]:
+        """The first batch. Raises UserError: there is none."""
+        for batch in self:
+            return batch
+        raise UserError(self._key, "gives no batch", "let it give one at least, on each rank")
 
     def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Groups that continue here and did not begin here."""
@@ -117,27 +167,27 @@ class OwnBatches:
 def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
     """The problems of a batch, each with its fix. Reads from no device."""
     if not isinstance(batch, Mapping):
-        yield f"is a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
-    missing = " and no ".join(key for key in IDS if key not in batch)
-    if missing:
-        has = ", ".join(sorted(map(str, batch))) or "nothing"
-        yield f"has no {missing}; it has {has}", "add it, as int64 [B, T]"
-    shape, given = np.shape(batch["targets"]), np.shape(batch["tokens"])
-    is_row = len(shape) == 2 and 0 not in shape and given[:1] == shape[:1]
-    if not is_row or (len(given) == 2 and given != shape):  # tokens may be features [B, T, D]
-        shapes = f"has tokens {list(given)} and targets {list(shape)}"
-        yield shapes, "give both as [B, T], with at least one row"
+        yield f"is a {type(batch).__name__}, not a dict", "yield dicts with targets and the inputs of the model"
+    if "targets" not in batch:
+        yield f"has no targets; it has {', '.join(sorted(map(str, batch))) or 'nothing'}", "add them, [B, T]"
+    targets = batch["targets"]
+    if not isinstance(targets, Tensor) or targets.dtype not in (torch.long, torch.get_default_dtype()):
+        yield "has targets that are neither integers nor floats", "give them as an array, a tensor or lists"
+    shape, given = np.shape(targets), np.shape(batch.get("tokens", targets))
+    is_row = len(shape) == 2 or (len(shape) > 2 and targets.is_floating_point())
+    is_row = is_row and 0 not in shape and given[:1] == shape[:1]
+    if not is_row or (len(given) == 2 and given != shape[:2]):  # tokens may be features [B, T, D]
+        shapes = " and ".join(f"{key} {list(np.shape(batch[key]))}" for key in IDS if key in batch)
+        yield f"has {shapes}", "give ids as [B, T], and targets that are floats as [B, T, ...], with at least one row"
     for key in IDS:
-        array = _on_host(batch[key])
-        if array is not None and array.dtype.kind in "iu":  # floats may be features
+        array = _on_host(batch.get(key))
+        if array is not None and array.dtype.kind == "i":  # floats may be features
             is_judged = (key == "tokens") | (array != IGNORED)
             wrong = array[((array < 0) & is_judged) | (array >= vocab_size)]
             if wrong.size:
                 problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {vocab_size - 1}"
                 fix = f"mark targets that are not to be predicted with {IGNORED}"
                 yield problem, f"{fix}, or set data.vocab_size to the number of ids"
-        elif array is not None and key == "targets":
-            yield f"has targets of type {array.dtype}", "give them as int64"
     for key in CARRY_KEYS:
         if key in batch and np.shape(batch[key]) != shape[:1]:
             found = list(np.shape(batch[key]))
@@ -163,15 +213,20 @@ def _on_host(values: Any) -> np.ndarray | None:
     return np.asarray(values)
 
 
-def _widened(values: Any) -> Any:
-    """A copy, with unsigned ids as int64: torch indexes with int32 and int64 alone."""
-    if isinstance(values, Tensor):
-        if values.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
-            return values.long()
-        return values.clone()
-    if np.asarray(values).dtype.kind == "u":
-        return np.asarray(values).astype(np.int64)
-    return copy.deepcopy(values)
+def own_set(plan: Plan, source: Source, info: RankInfo, device: torch.device, num_batches: int) -> EvalSet:
+    """A validation set of the user's own, made anew for each evaluation, and read to its end or to so
+    many micro-batches. A UserError if this rank has none."""
+    made = partial(own_batches, plan, source, info, None, "eval source", device=device)
+
+    def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
+        return islice(Loader(made(), device=device, accepted=accepted, prefetch=0), num_batches)
+
+    first = take_apart(made().first(), None).to(device)
+    read = "all batches" if num_batches == ALL else f"at most {counted(num_batches, 'batch')} per rank"
+    objective, part = plan.config.objective, need(plan.parts.evaluations, "eval.source")
+    weight = objective.token_ce if "token_ce" in objective.components else 1.0
+    losses = part.DocumentLosses(source.name, part.Sample({}, 0, 0.0, weight))  # all groups are draws
+    return EvalSet(source.name, batches, first.masked(), read, riders=[losses])
 
 
 class OwnTask:

@@ -21,12 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.arrays import IGNORED, Ints, keyed_generator
-from trainer.data.collate import Located
+from trainer.arrays import Ints, keyed_generator, weights_of
 from trainer.data.documents import TokenArray, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
-from trainer.data.loader import MicroBatch
+from trainer.data.loader import Carry, MicroBatch
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.files import remove_leftovers, write_file
@@ -61,7 +60,7 @@ Sums = dict[int, tuple[Document, float, float]]  # group id -> the document, its
 class Sample:
     """The documents that were drawn, and what is an independent draw of each: itself, or its file."""
 
-    units: Mapping[int, int]  # group id -> the document, or the drawn file that it is in; from 0
+    units: Mapping[int, int]  # group id -> the document, or the drawn file that it is in; from 0; empty: all groups
     num_units: int
     share: float  # of all documents; 0 where only some files were looked at, or documents read to a depth
     weight: float = 1.0  # of the loss of a token in the loss
@@ -84,30 +83,40 @@ class DocumentLosses(EvalRider):
 
     def begin(self, evaluator: Evaluator) -> None:
         """Forget the last evaluation."""
-        self._guard = evaluator.guard
+        self._guard, self._info = evaluator.guard, evaluator.info
         self._names: dict[int, Document] = {} if self._sample is None else dict(self._sample.names)
         self._waiting: list[tuple[list[int], Tensor]] = []
+        self._num_rows = 0
         self.found: Sums = {}
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, result: ObjectiveOutput) -> None:
         """Note the loss and the number of targets of each document in the rows."""
         if result.token_loss is None:
             return
-        assert isinstance(micro.located, Located)  # sets are files
-        rows = micro.located.reads
-        losses, is_target = result.token_loss.double(), (micro.targets != IGNORED).double()
-        if max(map(len, rows)) <= 1:
-            groups = [row[0][0].group_id if row else -1 for row in rows]
-            sums = torch.stack([losses.sum(1), is_target.sum(1)], dim=1)
+        losses, weights = result.token_loss.double(), weights_of(micro.targets).double()
+        rows: Any = getattr(micro.located, "reads", ())  # none: a data set of the user's own
+        if max(map(len, rows), default=0) <= 1:
+            groups = [row[0][0].group_id if row else -1 for row in rows] or self._own_groups(micro)
+            sums = torch.stack([losses.sum(1), weights.sum(1)], dim=1)
         else:  # documents begin within rows; targets without one have no loss
             groups = [of.group_id for row in rows for of, _, _ in row]
             places = to_device(micro.extras["segment_ids"].clip(0).ravel(), losses.device)
-            columns = torch.stack([losses, is_target], dim=-1).flatten(0, 1)  # [B T, 2]
+            columns = torch.stack([losses, weights], dim=-1).flatten(0, 1)  # [B T, 2]
             sums = columns.new_zeros(len(groups), 2).index_add_(0, places, columns)
         for of, _, _ in chain.from_iterable(rows):
             table = of.source.groups
             self._names.setdefault(of.group_id, (table.namespace, table.relative_path, of.document))
         self._waiting.append((groups, sums))
+
+    def _own_groups(self, micro: MicroBatch) -> list[int]:
+        """The groups of the user's own rows. A row of none is a document, of a number below -1 that no
+        other rank has."""
+        groups = (micro.carry or Carry.of_no_group(len(micro.targets))).group_ids
+        alone = -2 - self._info.rank - self._info.world_size * (self._num_rows + np.arange(len(groups)))
+        self._num_rows += len(groups)
+        found: list[int] = np.where(groups < 0, alone, groups).tolist()
+        self._names |= {group: ("", "", group) for group in found}
+        return found
 
     def part(self) -> Sums | None:
         """The sums of this rank's documents by group. Waits for the device."""
@@ -119,7 +128,7 @@ class DocumentLosses(EvalRider):
             for group, own in zip(groups, sums.cpu().numpy(), strict=True):
                 totals[group] = totals.get(group, 0.0) + own
         totals.pop(-1, None)  # rows that only fill a batch
-        return {group: (self._names[group], float(nats), float(n)) for group, (nats, n) in totals.items()}
+        return {group: (self._names[group], float(nats), float(n)) for group, (nats, n) in totals.items() if n}
 
     def lines(self) -> Iterator[str]:
         """Those of a file: the key whose mean they make up, and where the document is."""
@@ -135,9 +144,10 @@ class DocumentLosses(EvalRider):
         return {"loss_se": error} if error is not None and error > 0 else {}
 
     def _error(self, sample: Sample) -> float:
-        by_unit = np.zeros((2, sample.num_units))
+        units = sample.units or {group: at for at, group in enumerate(self.found)}
+        by_unit = np.zeros((2, sample.num_units or len(units)))
         for group, (_, *sums) in self.found.items():
-            by_unit[:, sample.units[group]] += sums
+            by_unit[:, units[group]] += sums
         return sample.error(*by_unit)
 
 

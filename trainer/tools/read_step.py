@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.arrays import IGNORED
+from trainer.arrays import weights_of
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.config.rules import data_shards
@@ -108,7 +108,7 @@ def read_step(origin: Origin, step: int, *, with_text: bool) -> list[dict[str, A
 def _rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Targets, source, stream, documents and cell of each row, as far as its data set says."""
     meta = parse_json(str(batch.get("instability_meta_json", "{}")))
-    counts = (np.asarray(batch["targets"]) != IGNORED).sum(1).tolist()
+    counts = weights_of(np.asarray(batch["targets"])).sum(1).tolist()
     for number, tokens in enumerate(counts):
         row: dict[str, Any] = {"row": number, "tokens": tokens}
         if "rows" not in meta:  # of a data set of the user's own

@@ -176,7 +176,7 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
     """The model of a config with weights from `source`. Raises UserError: they do not fit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)  # as the run did: it may draw more than its state_dict holds
-        model = build_model(config.model, vocab_size, seq_len=config.data.seq_len, parts=PARTS)
+        model = build_model(config.model, vocab_size, config=config, parts=PARTS)
     check_fit(model, weights, key=str(source), path="the file")
     model.load_state_dict(dict(weights))
     return model

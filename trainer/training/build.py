@@ -91,7 +91,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
 def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
     """The model of a plan, or of another table, as `[train]` runs it."""
     config = plan.config
-    model = build_model(table or config.model, plan.vocab_size, seq_len=config.data.seq_len, parts=plan.parts)
+    model = build_model(table or config.model, plan.vocab_size, config=config, parts=plan.parts)
     if config.train.activation_checkpointing == "block":
         need(plan.parts.models, "train.activation_checkpointing").recompute_blocks(model)
     return model
@@ -316,7 +316,7 @@ def make_blend(
         elif source.table.target is None:  # files, read by the core
             dataset = make_dataset(plan, source, info, num_lanes)
         else:
-            dataset = need(plan.parts.data, f"source {source.name}: target").own_batches(plan, source, info)
+            dataset = need(plan.parts.data, f"source {source.name}: target").own_batches(plan, source, info, model)
         blended.append(BlendSource(source.name, dataset, source.weight))
     config = plan.config
     options: dict[str, Any] = {

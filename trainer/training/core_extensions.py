@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainer.arrays import IGNORED, Ints
+from trainer.arrays import IGNORED, Ints, weights_of
 from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import own_part
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
@@ -122,14 +122,14 @@ class StepDetails(Extension):
             raise SkipBatch(f"{len(labels)} labels for {len(micro.targets)} rows")
         for name in names:
             rows = torch.tensor([label == name for label in labels], device=loss.device)
-            num_tokens = (micro.targets[rows] != IGNORED).sum()
+            num_tokens = weights_of(micro.targets[rows]).sum()
             self._put(f"{kind}/{name}/loss", loss[rows].sum(), num_tokens)
 
     def _add_segments(
         self, kind: str, names: Sequence[str], labels: Sequence[str], segments: Ints, micro: MicroBatch, loss: Tensor
     ) -> None:
-        mask = micro.targets != IGNORED
-        columns = torch.stack([loss.double(), mask.double()], dim=-1).flatten(0, 1)  # [B T, 2]
+        weights = weights_of(micro.targets)
+        columns = torch.stack([loss.double(), weights.double()], dim=-1).flatten(0, 1)  # [B T, 2]
         # Positions without a segment count to the first: their loss and mask are 0.
         places = to_device(segments.clip(0).ravel(), loss.device)
         sums = columns.new_zeros(max(len(labels), 1), 2).index_add_(0, places, columns)

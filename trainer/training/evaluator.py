@@ -25,7 +25,7 @@ from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
 from trainer.objective import Auxiliary, Loss, ObjectiveOutput
-from trainer.options import LedgerOptions
+from trainer.options import DEFAULT_CAPACITY, LedgerOptions
 from trainer.training import need
 from trainer.training.build import autocast_context, evaluated_rows, make_held_out, runs_on
 from trainer.training.core_extensions import StepDetails
@@ -92,6 +92,8 @@ class Evaluator:
         self.info, self.device, self.is_off = info, device, False  # off: the same on all ranks
         self._token_ce = config.objective.token_ce
         width, rows = width_of(model), evaluated_rows(plan)
+        if any(each.target is not None for each in table.source):  # whose groups wait as in training
+            rows += DEFAULT_CAPACITY
         self.make_ledger = None
         if width:  # the empty ledger of a set: a slot for each row, never swept
             options = LedgerOptions(wipe_mode="none", capacity=rows, dtype=config.ledger.dtype)
@@ -240,7 +242,12 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
             runs = 2
         sets.append(_eval_set("", plan, own, table.batches, info, device, runs))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
-        sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device, 1))
+        num = each.batches or ALL
+        if each.target is None:
+            sets.append(_eval_set(each.name, plan, [source], num, info, device, 1))
+        else:
+            part = need(plan.parts.data, f"eval source {each.name}: target")
+            sets.append(part.own_set(plan, source, info, device, num))
     return sets
 
 

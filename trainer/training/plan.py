@@ -66,12 +66,12 @@ class Plan:
 
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""
-        return weightless(self.config.model, self.vocab_size, self.config.data.seq_len, self.parts)
+        return weightless(self.config.model, self.vocab_size, self.config, self.parts)
 
 
-def weightless(table: ModelTable, vocab_size: int, seq_len: int, parts: Parts) -> nn.Module:
+def weightless(table: ModelTable, vocab_size: int, config: RunConfig | None, parts: Parts) -> nn.Module:
     """As `build_model`, without memory for the weights where the model can be built so."""
-    build = partial(build_model, table, vocab_size, seq_len=seq_len, parts=parts)
+    build = partial(build_model, table, vocab_size, config=config, parts=parts)
     try:
         with torch.device("meta"):
             return build()
@@ -167,12 +167,12 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
 
 
 def build_model(
-    table: ModelTable, vocab_size: int, *, seq_len: int | None = None, parts: Parts = NO_PARTS
+    table: ModelTable, vocab_size: int, *, config: RunConfig | None = None, parts: Parts = NO_PARTS
 ) -> nn.Module:
     """The model of `[model]`. A UserError if its target fails, or returns no trainable module.
 
     Args:
-        seq_len: tokens of a cell; a model without `state_width` may take rows of no other length.
+        config: says what is read; a model without `state_width` may take nothing else.
         parts: contain the families that the core does not have.
     """
     key, name, target, own = resolve_builder(table, parts)
@@ -204,7 +204,7 @@ def build_model(
         models = need(parts.models, key)
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
             # Run once, to find the structure of its state.
-            models.carry_flat(model, lengths=() if seq_len is None else (seq_len,))
+            models.carry_flat(model, config=config, vocab_size=vocab_size)
     built: nn.Module = model
     return built
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.arrays import IGNORED
+from trainer.arrays import IGNORED, weights_of
 from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
@@ -183,6 +183,8 @@ class TrainStep:
         scaled.backward()
         if self.gns is not None:
             row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
+            if micro.targets.is_floating_point():
+                row_tokens = weights_of(micro.targets).sum(dim=1)
             scale = self.scaler.get_scale()  # 1 where it is off
             # In float64: integers times a float would be a float32, and rounding the only error.
             tokens = row_tokens.sum().double()

@@ -75,11 +75,11 @@ def good(**changed):
     ("batch", "message"),
     [
         (None, "is a NoneType, not a dict"),
-        ({"targets": np.zeros((2, 3), int)}, "no tokens; it has targets"),
+        ({"tokens": np.zeros((2, 3), int)}, "no targets; it has tokens"),
         (good(targets=np.arange(6)), r"targets \[6\]"),
         (good(tokens=np.zeros((3, 3), int)), r"tokens \[3, 3\] and targets \[2, 3\]"),
         (good(targets=np.zeros((0, 3), int)), "at least one row"),
-        (good(targets=np.zeros((2, 3))), "targets of type float64"),
+        (good(targets=np.full((2, 3), "a")), "targets that are neither integers nor floats"),
         (good(targets=np.full((2, 3), -1)), "target id -1, .*not to be predicted with -100"),
         (good(tokens=np.full((2, 3), 256)), "token id 256, and the vocabulary has 0 to 255"),
         (good(targets=torch.full((2, 3), 300)), "target id 300, and the vocabulary has 0 to 255"),
@@ -105,6 +105,43 @@ def test_arrays_tensors_and_lists_are_accepted_and_unsigned_ids_are_widened(kind
     assert next(iter(OwnBatches([audio], vocab_size=256, key="own")))["tokens"].min() == -7.5
     masked = good(targets=np.full((2, 3), -100))
     assert next(iter(OwnBatches([masked], vocab_size=256, key="own")))["targets"].tolist() == masked["targets"].tolist()
+
+
+class OfFeatures(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, features, scale=None, state=None):
+        return features
+
+
+def test_what_a_model_takes_arrives_as_tensors_and_what_it_needs_must_be_there():
+    numbers = {"targets": np.full((2, 3, 4), np.nan), "group_ids": np.array([5, 6]), "note": ["a", "b"]}
+    numbers |= {"features": np.ones((2, 3, 4)).tolist(), "scale": np.ones(2, np.uint8), "resets": np.ones((2, 3), bool)}
+    missing = [{key: value for key, value in numbers.items() if key != "features"}]
+    how = {"vocab_size": 256, "key": "own"}
+    given = next(iter(OwnBatches([numbers], **how)))
+    types = {key: value.dtype for key, value in given.items() if isinstance(value, torch.Tensor)}
+    assert types == {
+        "targets": torch.float32,
+        "features": torch.float32,
+        "scale": torch.int64,
+        "resets": torch.bool,
+    }
+    assert given["note"] == ["a", "b"]
+    del numbers["note"], numbers["resets"]
+    assert len(list(OwnBatches([numbers], model=OfFeatures(), **how))) == 1
+    for wrong, problem in (
+        (missing[0], "missing a required argument: 'features'"),
+        ({**numbers, "odd": 1}, "got an unexpected keyword argument 'odd'"),
+    ):
+        wrong = {key: value for key, value in wrong.items() if key not in ("note", "resets")}
+        with pytest.raises(
+            UserError, match=f"own: cannot call the model with state, .*: {problem}; change the batches"
+        ):
+            list(OwnBatches([numbers, wrong], model=OfFeatures(), **how))
+    with pytest.raises(UserError, match=r"has targets \[6\]"):
+        next(iter(OwnBatches([{**numbers, "targets": np.ones(6)}], **how)))
 
 
 def batch(**more):

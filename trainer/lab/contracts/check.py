@@ -113,7 +113,7 @@ def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> 
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
     _refuse_unknown_inputs(model)
-    with_resets = "resets" in inspect.signature(model.forward).parameters
+    with_resets = "resets" in inspect.signature(model.forward).parameters or getattr(model, "takes_resets", False)
     model = private_copy(model)
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     _find_state(model, seq_len)

@@ -194,7 +194,7 @@ def doctor(
     if (model is None) == (hf is None):
         raise UserError("train doctor", "needs one model", "name it with --model or with --hf")
     on, name = pick_device(device), str(hf or model)
-    build: Callable[[], Any] = partial(_build, name, given, vocab_size, dim, num_layers, seq_len)
+    build: Callable[[], Any] = partial(_build, name, given, vocab_size, dim, num_layers)
     if hf is not None:
         build = partial(_read, hf, trust_code=trust_code)
     built = build().to(on)
@@ -217,7 +217,7 @@ def _read(folder: str, *, trust_code: bool) -> nn.Module:
     return HuggingFace(read_pretrained(folder, "--hf", trust_code=trust_code))
 
 
-def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
+def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int) -> nn.Module:
     """The model of `--model`, which may take its arguments as it likes."""
     from torch import nn
 
@@ -227,7 +227,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
 
     if ":" not in name:
         table = ModelTable.model_construct(family=name, args=args, dim=dim, num_layers=num_layers)
-        return build_model(table, vocab_size, seq_len=seq_len, parts=PARTS)
+        return build_model(table, vocab_size, parts=PARTS)
     sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
     target = resolve_target(name, "--model")
     with users_code("--model", f"{name} fails"):
