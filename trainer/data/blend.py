@@ -208,7 +208,8 @@ class BlendDataset:
             self._ended[index] = True
             return None
         if "dataset_labels" not in batch:
-            batch["dataset_labels"] = [self.sources[index].name] * len(batch.get("tokens", batch.get("targets", ())))
+            rows: Any = batch.get("tokens", batch.get("targets"))
+            batch["dataset_labels"] = [self.sources[index].name] * len(rows)
         return batch
 
     @property
