@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, Final
 
@@ -129,11 +128,6 @@ def memory_of(device: torch.device) -> int:
     ranks = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return whole // ranks
-
-
-def forked_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Random numbers that are drawn within leave those behind it as they were."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def get_memory_stats(device: torch.device | str) -> dict[str, float]:

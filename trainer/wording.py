@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 import traceback
 from collections.abc import Sequence
@@ -66,17 +65,6 @@ def few(names: Sequence[str]) -> str:
 def listed(names: Sequence[str]) -> str:
     """All names as a list in a sentence: `a, b and c`."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def number_text(value: float, digits: int = 4) -> str:
-    """A number with at most `digits` significant digits, more before the decimal point: 12,345, 3.2e-05."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == int(value) and abs(value) < 1e15:  # so far every digit counts
-        return f"{int(value):,}"
-    if 10 ** (digits - 1) <= abs(value) < 1e9:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
 
 
 def counted(number: float, noun: str) -> str:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.logger import get_logger
-from trainer.wording import counted, error_text, few, number_text, printable
+from trainer.tools.runs.readings import number_text
+from trainer.wording import counted, error_text, few, printable
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig, TrainTable
 from trainer.errors import UserError, raise_found
-from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.options import MOST_MICRO_BATCHES
 from trainer.wording import counted
 
@@ -212,12 +211,3 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
-
-
-def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
-    """Why a run cannot measure the gradient noise scale; None if it can."""
-    if not config.gns.enabled:
-        return "gns.enabled = false"
-    if data_shards(config, world_size) * config.micro_batches.most > 1:
-        return None
-    return f"{ONE_BATCH_SIZE}; set train.micro_batches = 2 and halve data.mixing.batch_size"

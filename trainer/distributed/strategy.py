@@ -104,14 +104,6 @@ def own_range(tensor: Tensor) -> tuple[int, int]:
     return start, min(start + most, rows)
 
 
-def own_rows(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank would hold if it were laid out as `like` is."""
-    if not is_dtensor(like):
-        return whole
-    start, stop = own_range(like)
-    return whole[start:stop]
-
-
 def own_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, in the same memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.lab.numbers import OnPositions, first_batch
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import evaluating, run_few_tokens
+from trainer.model.protocol import FEW_TOKENS, evaluating
 from trainer.training import NO_PARTS, Parts
 from trainer.training.build import AUTOCAST, evaluated_rows, make_model, model_and_loss, runs_on
 from trainer.training.plan import Plan, resolve_builder, weightless
@@ -210,3 +210,14 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
         fix = 'set it to "document", or let the model\'s forward take resets [B, T]'
         raise UserError("data.align", problem, fix)
+
+
+def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int = 1) -> Any:
+    """The output for one row of a few tokens with ids under `below`, or of a cell of `seq_len`
+    tokens if the model takes no such row."""
+    few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))
+    try:
+        return model(tokens=few, state=None)
+    except Exception:  # noqa: BLE001 - a custom model may raise anything
+        # Some take whole cells only.
+        return model(tokens=cell, state=None)

@@ -23,13 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import UserError
 from trainer.lab.auxiliary import make_auxiliary as make_auxiliary
 from trainer.lab.contract_check import check_before_run as check_before_run
+from trainer.lab.contract_check import run_few_tokens
 from trainer.lab.cuda_graph import make_graphs as make_graphs
 from trainer.lab.depth import Depth as Depth
 from trainer.lab.nested_state import carry_flat as carry_flat
 from trainer.lab.optimizers import build_optimizer as build_optimizer
 from trainer.lab.weights import load_weights as load_weights
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import CHUNK_KEY, evaluating, output_layer, run_few_tokens
+from trainer.model.protocol import CHUNK_KEY, evaluating, output_layer
 from trainer.objective import Loss, Objective, ObjectiveError, ObjectiveOutput, Term
 from trainer.training.plan import Plan
 

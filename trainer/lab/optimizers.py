@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import OptimizerTable
-from trainer.distributed.strategy import gathered, layout_of, own_part, own_rows
+from trainer.distributed.strategy import gathered, layout_of, own_part
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.lab.weights import own_rows
 from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, Skipping, keep_buffers
 from trainer.wording import counted, few
 

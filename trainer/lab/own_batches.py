@@ -22,9 +22,10 @@ from trainer.data.loader import BATCH_EXTRAS, CARRY_KEYS, OPTIONAL_CARRY_KEYS, L
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
 from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
+from trainer.lab.samples import forked_rng
 from trainer.lab.tokenized import tokenize_once as tokenize_once
 from trainer.metrics.best_effort import BestEffort, as_number, checked
-from trainer.on_device import forked_rng, to_device
+from trainer.on_device import to_device
 from trainer.training import need
 from trainer.training.evaluator import ALL, EvalSet, Evaluator
 from trainer.wording import counted

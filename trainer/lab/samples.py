@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
-from trainer.on_device import forked_rng
 from trainer.training.build import autocast_context
 from trainer.training.extension import Extension, RunView
 
@@ -89,6 +89,11 @@ def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: 
     # Subtract the maximum first: a tiny temperature would overflow otherwise.
     probabilities = ((allowed - allowed.max()) / draw.temperature).softmax(0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Random numbers that are drawn within leave those behind it as they were."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class Samples(Extension):

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.strategy import as_shard, own_rows
+from trainer.distributed.strategy import as_shard, is_dtensor, own_range
 from trainer.errors import UserError
 from trainer.files import open_plain, parse_json
 from trainer.metrics.logger import get_logger
@@ -69,6 +69,14 @@ def load_weights(model: nn.Module, path: str | Path, tokenizer: str) -> None:
     if trained_with != tokenizer:
         text = "%s was trained with the tokenizer %s, not %s: its ids may mean other tokens"
         logger.warning(text, path, trained_with, tokenizer)
+
+
+def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank would hold if it were laid out as `like` is."""
+    if not is_dtensor(like):
+        return whole
+    start, stop = own_range(like)
+    return whole[start:stop]
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:

@@ -92,17 +92,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int = 1) -> Any:
-    """The output for one row of a few tokens with ids under `below`, or of a cell of `seq_len`
-    tokens if the model takes no such row."""
-    few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))
-    try:
-        return model(tokens=few, state=None)
-    except Exception:  # noqa: BLE001 - a custom model may raise anything
-        # Some take whole cells only.
-        return model(tokens=cell, state=None)
-
-
 def output_layer(model: nn.Module) -> nn.Linear:
     """The layer that gives the logits: `model.get_output_embeddings()`, or `model.head`."""
     getter = getattr(model, "get_output_embeddings", None)

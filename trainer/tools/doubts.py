@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.data_tables import SourceTable
-from trainer.config.rules import reads_lanes
+from trainer.config.rules import data_shards, reads_lanes
 from trainer.config.schema import RunConfig
 from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
 from trainer.data.layout import modalities_of
 from trainer.errors import UserError
+from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.build import reading
@@ -180,3 +181,12 @@ def lane_doubts(plan: Plan, found: Mapping[str, Content]) -> Iterator[UserError]
         problem = f"{counted(documents, 'document')} for {counted(rows, 'row')}: a step has several of one document"
         fix = f"set it to {max(documents // plan.facts.data_shards, 1)}, or add data"
         yield UserError("data.mixing.batch_size", problem, fix)
+
+
+def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
+    """Why a run cannot measure the gradient noise scale; None if it can."""
+    if not config.gns.enabled:
+        return "gns.enabled = false"
+    if data_shards(config, world_size) * config.micro_batches.most > 1:
+        return None
+    return f"{ONE_BATCH_SIZE}; set train.micro_batches = 2 and halve data.mixing.batch_size"

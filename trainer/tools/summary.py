@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.config.rules import reads_lanes, why_no_noise_scale
+from trainer.config.rules import reads_lanes
 from trainer.distributed.strategy import layout_of, num_parameters, own_part
 from trainer.errors import UserError
 from trainer.files import parse_count
 from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import planned as planned
-from trainer.tools.doubts import warn_of_rate_change
+from trainer.tools.doubts import warn_of_rate_change, why_no_noise_scale
 from trainer.training import Found, checkpoint
 from trainer.training.build import runs_on, state_bytes
 from trainer.training.plan import Plan, width_of

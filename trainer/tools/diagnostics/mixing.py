@@ -22,7 +22,8 @@ from trainer.tools.diagnostics.rule import (
     sources,
 )
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import counted, number_text
+from trainer.tools.runs.readings import number_text
+from trainer.wording import counted
 
 PICKS = "stream_mixing/active/picks"  # since the row before, of all readers
 SURPRISE = "stream_mixing/active/pick_surprise_max"  # nats; since a reader was last picked

@@ -18,8 +18,8 @@ from trainer.tools.diagnostics.rule import (
     series,
 )
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import DepthCurve, Number, last_curves, unused_from
-from trainer.wording import counted, number_text
+from trainer.tools.runs.readings import DepthCurve, Number, last_curves, number_text, unused_from
+from trainer.wording import counted
 
 COLD_STARTS = "ledger/cold_starts"
 # By mode.

@@ -28,8 +28,8 @@ from trainer.tools.diagnostics.rule import (
     sources,
 )
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import B_BIG, B_NOW, NoiseScale, noise_scale_of
-from trainer.wording import counted, number_text
+from trainer.tools.runs.readings import B_BIG, B_NOW, NoiseScale, noise_scale_of, number_text
+from trainer.wording import counted
 
 CONSISTENCY = "gns/consistency"  # noise between ranks over that within them
 B_SMALL = "gns/b_small"  # sequences of a micro-batch

@@ -19,8 +19,8 @@ from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.metrics.noise_scale.estimate import Moments, t_quantile
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import Losses, losses_of_documents, noise_scale_of
-from trainer.wording import counted, number_text
+from trainer.tools.runs.readings import Losses, losses_of_documents, noise_scale_of, number_text
+from trainer.wording import counted
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000

@@ -12,10 +12,21 @@ from trainer.files import is_count, parse_json, read_lines
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import error_text, number_text
+from trainer.wording import error_text
 
 B_BIG: Final = "gns/b_big"
 B_NOW: Final = "gns/b_now"
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """A number with at most `digits` significant digits, more before the decimal point: 12,345, 3.2e-05."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:  # so far every digit counts
+        return f"{int(value):,}"
+    if 10 ** (digits - 1) <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
 
 
 @dataclass(frozen=True)

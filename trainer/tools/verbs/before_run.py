@@ -198,8 +198,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
 
 def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Derived values, and what a rank's model and its lanes' states take, in MB, by formulas."""
-    from trainer.config.rules import why_no_noise_scale
-    from trainer.tools.doubts import model_bytes
+    from trainer.tools.doubts import model_bytes, why_no_noise_scale
     from trainer.tools.summary import alignment
     from trainer.training.build import state_bytes
     from trainer.training.plan import width_of

@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
-from trainer.wording import few, number_text
+from trainer.wording import few
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
@@ -192,6 +192,8 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def _finding_lines(ruling: Ruling) -> list[str]:
+    from trainer.tools.runs.readings import number_text
+
     head = f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]"
     lines = [f"{head}: {escape(ruling.outcome.sentence)}"]
     for evidence in ruling.outcome.evidence:
