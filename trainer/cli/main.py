@@ -132,11 +132,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _with_settings(arguments: list[str]) -> list[str]:
-    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`."""
+    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`,
+    and `--best` as a step."""
     found: list[str] = []
     given = iter(arguments)
     short = SETTINGS if arguments[:1] == ["check"] else {}
     for argument in given:
+        if argument == "--best":
+            argument = "--step=best"
         key, is_whole, value = argument.removeprefix("--").partition("=")
         key = short.get(key, key)
         if not argument.startswith("--") or not re.fullmatch(r"\w+(\.[\w-]+)+", key):

@@ -66,6 +66,8 @@ FORMATS["arrow"] = Format(
 PARTS = Parts(
     extensions={  # checkpoints have their states under these names
         "per_layer": "trainer.lab.extensions:LayerNumbers",
+        "ema": "trainer.lab.extensions:AveragedWeights",
+        "best": "trainer.lab.extensions:BestCheckpoint",
         "spikes": "trainer.lab.extensions:LossSpikes",
         "sample": "trainer.lab.samples:Samples",
         "profile": "trainer.lab.extensions:StepProfile",

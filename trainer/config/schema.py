@@ -76,6 +76,8 @@ class TrainTable(Table):
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip the step, up to 10 in a row."""
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay (such as 0.999) of averaged weights (docs/evaluation.md#averaged-weights); 0: none."""
     spike_sigma: Factor = 0.0
     """Record a loss this many standard deviations (such as 6) above the running mean; 0: off."""
 
@@ -288,6 +290,8 @@ class CheckpointTable(Table):
     """Number of newest checkpoints to keep."""
     keep_every: WholeNumber = 0
     """Also keep checkpoints at multiples of this step; 0: none."""
+    keep_best: Text | None = None
+    """Also keep the checkpoint with the lowest such number of an evaluation, "eval_loss"."""
     remote: Text | None = None
     """URL to upload checkpoints to, "s3://bucket/prefix", one per run (docs/reliability.md)."""
     resume: Text = "off"

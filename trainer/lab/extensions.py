@@ -1,4 +1,4 @@
-"""Extensions of a run: loss spikes, numbers by layer, and a profile.
+"""Extensions of a run: averaged weights, the best checkpoint, loss spikes, numbers by layer, and a profile.
 
 The sums by layer of a step are kept for each parameter until they have been added up over ranks.
 Layers are sums of those: the squares of their norms add up to that of the whole gradient. torch's
@@ -9,25 +9,153 @@ metrics.jsonl and a program around the run were enough.
 from __future__ import annotations
 
 import math
+import re
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trainer.config.schema import FIRST_PROFILED
-from trainer.distributed.strategy import own_part, own_range
+from trainer.config.schema import FIRST_PROFILED, RunConfig
+from trainer.distributed.env import from_main_rank
+from trainer.distributed.strategy import Strategy, as_shard, own_part, own_range
+from trainer.errors import UserError
+from trainer.import_path import users_code
+from trainer.metrics.catalog import EMA_PREFIX
 from trainer.metrics.logger import get_logger
+from trainer.training.checkpoint import MARKER, checkpoint_name, loading
 from trainer.training.extension import Extension, RunView
 from trainer.training.outcome import Step
+from trainer.training.tensor_files import TensorFiles
+from trainer.training.train_state import open_model, read_like
 from trainer.wording import counted
 
-if TYPE_CHECKING:
-    pass
-
 logger = get_logger(__name__)
+AVERAGES: Final = "ema."  # begins the names of the averages in a checkpoint, before that of the parameter
+
+
+class AveragedWeights(Extension):
+    """The exponential moving average of each trained parameter, a <- a + (1 - train.ema) (w - a)
+    after each step that was not rejected: in float32, and of this rank's part of the parameter.
+
+    Buffers and frozen parameters are not averaged: with the averages go the model's own.
+    """
+
+    every_step = True
+
+    def __init__(self, run: RunView) -> None:
+        super().__init__(run)
+        self._share = 1 - run.config.train.ema
+        self._pairs: list[tuple[nn.Parameter, Tensor]] = []  # with this rank's part of the average
+        with users_code("train.ema", "there is no room for the averages", "see docs/memory.md"):
+            for name, parameter in run.model.named_parameters():
+                if parameter.requires_grad:
+                    own = own_part(parameter.detach())
+                    average = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+                    self._pairs.append((parameter, average))
+                    run.state.tensors[f"{AVERAGES}{name}"] = as_shard(average, like=parameter)
+        if run.found is not None:
+            with loading(run.found[0], "averaged weights"):
+                self._load(open_model(*run.found, rank=run.info.rank))
+        if run.evaluator is not None:
+            run.evaluator.weights[EMA_PREFIX] = partial(_in_place, self._pairs, run.model, run.strategy)
+
+    def _load(self, saved: TensorFiles) -> None:
+        """Continue from a checkpoint, if it has averages."""
+        kept = {name: each for name, each in self.run.state.tensors.items() if name in saved.shapes}
+        for name, average in kept.items():
+            own_part(average).copy_(own_part(read_like(saved, name, like=average)))
+        if not kept:
+            logger.info("train.ema: the averages begin with the weights after step %d", self.run.first_step)
+
+    @torch.no_grad()
+    def optimizer_done(self, is_rejected: Tensor) -> None:
+        """Move the averages, by nothing if the step was rejected, which the device alone knows."""
+        share = torch.where(is_rejected, 0.0, self._share)
+        for parameter, average in self._pairs:
+            average.lerp_(own_part(parameter).to(average.dtype), share.to(average.dtype))
+
+
+@contextmanager
+def _in_place(pairs: Sequence[tuple[nn.Parameter, Tensor]], model: nn.Module, strategy: Strategy) -> Iterator[None]:
+    """The model has the averages, and afterwards its weights again, bit for bit."""
+    own, averages = [own_part(parameter.detach()) for parameter, _ in pairs], [average for _, average in pairs]
+    kept = [each.clone() for each in own]
+
+    def put(values: list[Tensor]) -> None:
+        strategy.reshard(model)  # what a forward has gathered is of the values before
+        torch._foreach_copy_(own, values)
+
+    put(averages)
+    try:
+        yield
+    finally:
+        put(kept)
+
+
+BEST: Final = "best"
+
+
+class BestCheckpoint(Extension):
+    """Finds the evaluation with the lowest `checkpoint.keep_best`, and has the run saved after it.
+
+    The best is this state, which each checkpoint has. That of the newest counts, so that a run that
+    goes back to an earlier one has the best of then, and no kill comes between a save and a record.
+    """
+
+    def __init__(self, run: RunView) -> None:
+        super().__init__(run)
+        refuse_unfit_best(run.config)
+        self._key = run.config.checkpoint.keep_best or ""
+        self._best: dict[str, Any] = {}
+
+    def at_boundary(self, step: int, *, is_last: bool) -> None:
+        """Save after an evaluation that is the best; end the run if the first has no such number."""
+        before, (_, found) = self._best, self.run.position.last_eval or (0, {})
+        if self.state_dict() != before:
+            self.run.position.must_save = True
+        elif found and not before and self._key not in found:
+            keys = ", ".join(key for key in found if key.endswith("loss"))
+            self.run.failure = (
+                f"checkpoint.keep_best: {self._key} is no number of an evaluation; name one, such as {keys}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best with the last evaluation, which may be that of a resume, before the first step."""
+        step, found = self.run.position.last_eval or (0, {})
+        value = found.get(self._key, math.nan)
+        if value < self._best.get("value", math.inf):  # never NaN
+            self._best = {"key": self._key, "step": step, "value": value}
+        return self._best
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the best so far, if it is there: not in another directory, or with another key."""
+        there = self.run.run_dir.checkpoints / checkpoint_name(state.get("step", -1)) / MARKER
+        is_there = from_main_rank(there.exists(), world_size=self.run.info.world_size)
+        if is_there and state["key"] == self._key:
+            self._best = dict(state)
+        elif state:
+            text = "checkpoint.keep_best: the best so far, %s %.4f at step %d, is not kept here; another begins"
+            logger.warning(text, state["key"], state["value"], state["step"])
+
+
+def refuse_unfit_best(config: RunConfig) -> None:
+    """Refuse a `checkpoint.keep_best` that no evaluation gives, or whose lowest value is the worst."""
+    key, table = config.checkpoint.keep_best, config.eval
+    lowest, sets = "loss|loss_se|perplexity|bits_per_byte", "|".join(re.escape(each.name) for each in table.source)
+    pattern = f"eval_({lowest}|.+/.+)|eval/({sets})/({lowest})|eval/(.+/)?depth/.+"
+    if table.target is not None:
+        pattern += "|eval/.+"  # what it returns is known at the first evaluation
+    name = (key or "").removeprefix(EMA_PREFIX if config.train.ema else "")
+    is_fit = table.every and re.fullmatch(pattern, name) and not name.endswith(("accuracy", "carry_gain"))
+    if key is not None and not is_fit:
+        problem = f"{key} is no number of this run's evaluations whose lowest value is the best"
+        raise UserError("checkpoint.keep_best", problem, "set eval.every, and name a loss, such as eval_loss")
+
 
 DECAY = 0.98  # of the averages: they span about the last 50 steps
 WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and losses fall

@@ -129,10 +129,10 @@ class Store:
         with self._translating(f"{name}/{file}"):
             self._fs.get_file(self._path(name, file), str(to / file))
 
-    def prune(self, *, keep_last: int, keep_every: int) -> None:
+    def prune(self, *, keep_last: int, keep_every: int, spared: int = -1) -> None:
         """Delete checkpoints as those on disk are."""
         for step in self.steps()[keep_last:]:
-            if not keep_every or step % keep_every:
+            if step != spared and (not keep_every or step % keep_every):
                 self._remove(step)
 
     def tidy(self, step: int) -> None:
@@ -201,7 +201,7 @@ def find_checkpoint(
         is_own = Path(resume).absolute().parent == run_dir.checkpoints.absolute()
         store.claim(config.run.name, resumes=resume == "auto" or is_own)
         if resume == "auto":
-            return _newest(store, run_dir, prepare), uploads
+            return _with_best(store, run_dir, _newest(store, run_dir, prepare)), uploads
     except (StoreError, CheckpointError) as error:
         # During an outage the directory's own checkpoints do.
         found = checkpoint.find(run_dir.checkpoints, resume)
@@ -225,6 +225,14 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
     found = checkpoint.find(run_dir.checkpoints, "auto")
     if found is None and later:
         raise UserError("--resume auto", f"no checkpoint in {store.url} is whole", "start a new run")
+    return found
+
+
+def _with_best(store: Store, run_dir: RunDir, found: Found | None) -> Found | None:
+    """Makes the best checkpoint a local one too, see `checkpoint.keep_best`."""
+    best = -1 if found is None else checkpoint.best_step(found[0])
+    if best >= 0 and not (run_dir.checkpoints / checkpoint_name(best) / MARKER).exists() and best in store.steps():
+        store.get(best, run_dir.checkpoints)
     return found
 
 
@@ -285,7 +293,10 @@ class Uploads:
             self._store.put(path)
             self._uploaded, seconds = path, time.monotonic() - started
             self._event("remote_uploaded", global_step=step, seconds=round(seconds, 3))
-            self._store.prune(**self._retention)
+            best = checkpoint.best_step(path)
+            if best >= 0 and best not in self._store.steps():  # a newer one came before its turn, or it failed
+                self._store.put(path.with_name(checkpoint_name(best)))
+            self._store.prune(**self._retention, spared=best)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises
             self._event("remote_failed", global_step=step, error=error_text(error))
             if not self._has_warned:

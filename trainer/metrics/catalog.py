@@ -19,6 +19,7 @@ from trainer.metrics.logger import get_logger
 CATALOG: Final[tuple[MetricSpec, ...]] = (*ROWS, *DATA_ROWS, *GNS_ROWS, *LAYER_ROWS)
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
+EMA_PREFIX: Final = "ema/"  # of an evaluation's numbers with averaged weights
 WORST_SUFFIX: Final = "_max"
 ERROR_SUFFIX: Final = "_se"
 ERRORS_SHOWN: Final = 2.0
@@ -83,6 +84,9 @@ def _find(key: str) -> _Found | None:
     if key.startswith(EVAL_PREFIX) and not key.startswith(2 * EVAL_PREFIX):
         base = _find(key.removeprefix(EVAL_PREFIX))
         return base and base.changed(name=key, title=f"{base.spec.title} (evaluation)")
+    if key.startswith(EMA_PREFIX):
+        base = _find(key.removeprefix(EMA_PREFIX))
+        return base and base.changed(name=key, title=f"{base.spec.title} (averaged weights)")
     if key.endswith(WORST_SUFFIX):
         base = _find(key.removesuffix(WORST_SUFFIX))
         if base is not None and base.spec.ranks == "sum_and_worst":
@@ -118,7 +122,7 @@ def _need(key: str) -> _Found:
 def lookup(key: str) -> MetricSpec:
     """The row of a key, with `name` set to the key itself.
 
-    A key matches by its name, by a pattern, with the prefix `eval_`, as the `_max` sibling of a
+    A key matches by its name, by a pattern, with the prefix `eval_` or `ema/`, as the `_max` sibling of a
     counter whose worst rank is reported, or as the `_se` sibling of a mean with a standard error.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol, TextIO
 
 from trainer.files import open_descriptor, parse_json
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.catalog import EVAL_PREFIX
+from trainer.metrics.catalog import EMA_PREFIX, EVAL_PREFIX
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger, is_terminal
 from trainer.metrics.payload_contract import all_values, encode_payload
 from trainer.metrics.run_status import LOCK_NAME, read_owner, refuse_taken_over
@@ -296,7 +296,8 @@ def render_line(payload: Mapping[str, Any]) -> str:
     if payload["mode"] == "train":
         return format_train_line(step, values)
     # Parts of the held-out loss (`eval_token_type/digit/loss`, `eval/depth/...`) are for programs.
-    parts = [key for key in values if "/" in key and (key.startswith(EVAL_PREFIX) or "/depth/" in key)]
+    names = {key: key.removeprefix(EMA_PREFIX) for key in values}
+    parts = [key for key, name in names.items() if "/" in name and (name.startswith(EVAL_PREFIX) or "/depth/" in name)]
     return format_metrics(step, {key: value for key, value in values.items() if key not in parts} or values)
 
 

@@ -130,6 +130,8 @@ def model_bytes(plan: Plan, num_parameters: int) -> dict[str, int]:
     found = {"weights": 4 * held, "gradients": 4 * held}
     if plan.config.optimizer.target is None:
         found["optimizer"] = 4 * held * MOMENTS[plan.config.optimizer.name]
+    if plan.config.train.ema:
+        found["averages"] = 4 * held
     return found
 
 

@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import trained_on
-from trainer.tools.saved_model import load_model, refuse_code
+from trainer.tools.saved_model import Step, load_model, refuse_code
 from trainer.training.build import model_and_loss
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
 from trainer.training.plan import Plan, make_auxiliary, make_plan
@@ -32,7 +32,8 @@ def evaluate_checkpoint(
     directory: str | Path,
     sources: Sequence[EvalSourceTable],
     *,
-    step: int | None,
+    step: Step,
+    ema: bool = False,
     batches: int | None = None,
     held_out: bool = False,
     device: torch.device,
@@ -47,6 +48,7 @@ def evaluate_checkpoint(
     Args:
         held_out: read the held-out documents although the config has sets.
         step: of the checkpoint; None: the latest.
+        ema: with its averaged weights.
         batches: of each set at most; None: all, or as many as its config says.
         trust_code: import the code that the config of the model names.
 
@@ -56,7 +58,7 @@ def evaluate_checkpoint(
     directory = Path(directory).absolute()
     # The model's code may leave the directory that its config's paths are relative to.
     with chdir(os.curdir):
-        saved = load_model(directory, step=step, device=device, trust_code=trust_code)
+        saved = load_model(directory, step=step, ema=ema, device=device, trust_code=trust_code)
     refuse_code(saved.config, directory, "data", "eval", "objective", trusted=trust_code)
     config, sets = saved.config, list(sources) or saved.config.eval.source
     if len({each.name for each in sets}) < len(sets):

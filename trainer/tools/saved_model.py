@@ -23,6 +23,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.files import parse_count, replacing_path, write_file
 from trainer.import_path import users_code
+from trainer.lab.extensions import AVERAGES, BEST
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share
 from trainer.metrics.run_status import usable
 from trainer.model.families import DEFAULT
@@ -36,6 +37,8 @@ from trainer.wording import short_repr
 CONFIG_FILE = "config.toml"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 HUGGING_FACE_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+Step = int | str | None
+"""A step; `BEST`, as `checkpoint.keep_best` says; or the latest."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,24 @@ class SavedModel:
     step: int | None
 
 
-def find_checkpoint(run_dir: str | Path, step: int | None) -> Path:
+def find_checkpoint(run_dir: str | Path, step: Step) -> Path:
     """The run's checkpoint after `step`; None: the latest. Raises UserError: there is none."""
     found = checkpoint.complete_checkpoints(Path(run_dir) / checkpoint.CHECKPOINTS)
-    if not found:
-        keys = "checkpoint.every, keep_last and keep_every say which a run keeps"
-        raise UserError(str(run_dir), "has no complete checkpoint", f"name a run that has saved one: {keys}")
+    wanted = step
+    if step == BEST and found:
+        with users_code("--best", f"{found[0]} cannot be used", "name a step with --step"):
+            wanted = checkpoint.best_step(found[0])
     for path in found:
-        if step in (None, checkpoint.step_of(path)):
+        if wanted in (None, checkpoint.step_of(path)):
             return path
     steps = ", ".join(str(checkpoint.step_of(path)) for path in reversed(found))
-    raise UserError("--step", f"{run_dir} has no checkpoint after step {step}", f"use one of {steps}")
+    key, problem, fix = "--step", f"{run_dir} has no checkpoint after step {wanted}", f"use one of {steps}"
+    if not found:
+        key, problem = str(run_dir), "has no complete checkpoint"
+        fix = "name a run that has saved one: checkpoint.every, keep_last and keep_every say which a run keeps"
+    elif wanted == -1:
+        problem = f"{run_dir} has no best checkpoint: it had no checkpoint.keep_best, or no evaluation yet"
+    raise UserError(key, problem, fix)
 
 
 def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
@@ -92,15 +102,15 @@ def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
     return named
 
 
-def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckpoint:
-    """The checkpoint after `step`, or the newest whole one.
+def read_checkpoint(run_dir: str | Path, step: Step = None, *, ema: bool = False) -> SavedCheckpoint:
+    """The checkpoint after `step`, or the newest whole one; with `ema`, its averaged weights.
     Raises UserError: no run, no such checkpoint, a damaged one, or another version's."""
     named = find_checkpoint(run_dir, step)
     found = checkpoint.find(named.parent, "auto" if step is None else str(named))
     assert found is not None
     path, state = found
     try:
-        weights = whole_weights(open_model(path, state))
+        weights = whole_weights(open_model(path, state), ema=ema)
     except (CheckpointError, KeyError, ValueError) as error:
         problem = f"cannot be used: {error}"
         raise UserError(str(path), problem, "name another one with --step") from None
@@ -136,12 +146,13 @@ def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load_model(
-    directory: str | Path, *, step: int | None = None, device: torch.device, trust_code: bool = False
+    directory: str | Path, *, step: Step = None, ema: bool = False, device: torch.device, trust_code: bool = False
 ) -> SavedModel:
     """The model of a run's checkpoint, or of a directory that `train export` has written.
 
     Args:
         step: which checkpoint; None: the newest.
+        ema: its averaged weights.
         trust_code: import the model that the config in `directory` names.
 
     Raises:
@@ -150,7 +161,7 @@ def load_model(
     place = Path(directory).absolute()  # building the model may change the working directory
     found: int | None = None
     tokenizer = ""
-    if (place / WEIGHTS_FILE).is_file():
+    if (place / WEIGHTS_FILE).is_file() and not ema:  # an export has one kind of weights
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
         found = parse_count(metadata.get("step", ""))
@@ -160,7 +171,7 @@ def load_model(
         if (place / "tokenizer.json").is_file():
             tokenizer = str(place / "tokenizer.json")
     else:
-        saved = read_checkpoint(directory, step)
+        saved = read_checkpoint(directory, step, ema=ema)
         config, source, weights, found = saved.config, saved.path, saved.weights, saved.step
     refuse_code(config, source, "model", trusted=trust_code)
     name = tokenizer or config.data.tokenizer
@@ -191,13 +202,14 @@ def is_export(directory: Path) -> bool:
 
 
 def export_model(
-    run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
+    run_dir: Path, out: Path, *, step: Step, ema: bool = False, as_hugging_face: bool = False, trust_code: bool = False
 ) -> SavedCheckpoint:
     """Write weights, config and, if one is used, the tokenizer into `out`.
 
     All is written next to `out` first, so that `out` is complete or absent.
 
     Args:
+        step, ema: see `load_model`.
         as_hugging_face: weights and `config.json` as the model's own `save_pretrained` writes them,
             for `from_pretrained`, and the tokenizer so too.
         trust_code: import the model that the config names, which `as_hugging_face` builds.
@@ -206,7 +218,7 @@ def export_model(
         UserError: code without trust; no checkpoint, tokenizer, package, or fitting model.
         OSError: `out` cannot be written.
     """
-    saved = read_checkpoint(run_dir, step)
+    saved = read_checkpoint(run_dir, step, ema=ema)
     config = saved.config
     tokenizer = tokenizer_of(config.data)
     run_dir, place = run_dir.absolute(), out.absolute()
@@ -218,7 +230,7 @@ def export_model(
             with chdir(os.curdir):  # which the model's code may leave
                 _save_pretrained(saved, tokenizer.vocab_size, staging)
         else:
-            origin = {"step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name}
+            origin = {"step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name, "ema": str(ema)}
             save_weights(saved.weights, staging / WEIGHTS_FILE, {"format": "pt", **origin})
         write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
@@ -278,11 +290,18 @@ def _save_tokenizer(path: Path, eod: int | None, directory: Path) -> None:
     words.save_pretrained(directory)
 
 
-def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
-    """The model's `state_dict()`, whole, on the CPU; tensors alone.
-    Raises CheckpointError or ValueError: they cannot be read."""
+def whole_weights(tensors: TensorFiles, *, ema: bool = False) -> dict[str, Tensor]:
+    """The model's `state_dict()`, whole, on the CPU; tensors alone. `ema`: with averages in place of
+    the parameters that have one. Raises CheckpointError or ValueError: they cannot be read."""
     names = [name for name in tensors.shapes if name.startswith("model.")]
     found = {name.removeprefix("model."): tensors.read(name) for name in names}
+    if ema:
+        averages = [name for name in tensors.shapes if name.startswith(AVERAGES)]
+        if not averages:
+            raise CheckpointError("it has no averaged weights, for which a run has train.ema")
+        for name in averages:
+            own = name.removeprefix(AVERAGES)
+            found[own] = tensors.read(name).to(found[own].dtype)  # as an evaluation of the run has it
     share(found, tensors.values.get("shared", {}))
     return found
 

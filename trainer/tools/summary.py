@@ -17,7 +17,7 @@ from trainer.config.rules import reads_lanes
 from trainer.distributed.strategy import layout_of, num_parameters, own_part
 from trainer.errors import UserError
 from trainer.files import parse_count
-from trainer.metrics.catalog import ERROR_SUFFIX, ERRORS_SHOWN
+from trainer.metrics.catalog import EMA_PREFIX, ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import planned as planned
 from trainer.tools.doubts import warn_of_rate_change, why_no_noise_scale
@@ -74,6 +74,8 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
             error, shown = metrics.get(key + ERROR_SUFFIX), f" ({each.read})"
             if error is not None:
                 shown = f" +- {ERRORS_SHOWN * error:.4f} (95 %; {each.read})"
+            if EMA_PREFIX + key in metrics:
+                shown += f", with averaged weights {metrics[EMA_PREFIX + key]:.4f}"
             losses.append(f"{each.name or 'held out'} {metrics[key]:.4f}{shown}")
     if losses:
         lines.append(f"evaluated at step {step}: {', '.join(losses)}{more}")

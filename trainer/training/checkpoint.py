@@ -103,11 +103,19 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, and step `spared`."""
-    for path in complete_checkpoints(checkpoints)[keep_last:]:
+    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, the best, and step `spared`."""
+    found = complete_checkpoints(checkpoints)
+    kept = {spared, *map(best_step, found[:1])}
+    for path in found[keep_last:]:
         step = step_of(path)
-        if step != spared and (not keep_every or step % keep_every):
+        if step not in kept and (not keep_every or step % keep_every):
             remove_tree(path)
+
+
+def best_step(path: Path) -> int:
+    """The step of the best checkpoint when this one was saved, see `checkpoint.keep_best`; -1: none."""
+    best = read_state(path)["extensions"].get("best") or {}
+    return int(best.get("step", -1))
 
 
 def prune_after(table: CheckpointTable, path: Path) -> None:

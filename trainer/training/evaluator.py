@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -111,6 +112,8 @@ class Evaluator:
             guard = diagnostics.best_effort("eval.depth")
             sets = [each._replace(riders=[*each.riders, make(each.sample, guard)]) for each in sets]
         self.sets = sets
+        self.weights: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
+        """What is evaluated: the prefix of its keys, and the context in which the model has it."""
         sizes, problem = token_bytes(plan.tokenizer)
         # Bits per byte are cross-entropy per byte of text.
         if "token_ce" not in components:
@@ -135,16 +138,26 @@ class Evaluator:
                 the latest at the end of a set.
         """
         found: dict[str, float] = {}
-        with evaluating(self.model):  # without dropout, and back to training afterwards
-            for each in self.sets:
-                values = self._run_set(each, should_stop)
-                if values is None:
-                    return None
-                found |= values
-            if self._task is not None:
-                # Also those that this evaluation happens not to have.
-                taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
-                found |= self._task(self, step, taken)
+        # The weights themselves last: what riders have found then is recorded.
+        for prefix, weights in reversed(self.weights.items()):
+            with weights(), evaluating(self.model):  # without dropout, and back to training afterwards
+                values = self._run_sets(step, should_stop)
+            if values is None:
+                return None
+            found = {f"{prefix}{key}": value for key, value in values.items()} | found
+        return found
+
+    def _run_sets(self, step: int, should_stop: Callable[[], bool]) -> dict[str, float] | None:
+        found: dict[str, float] = {}
+        for each in self.sets:
+            values = self._run_set(each, should_stop)
+            if values is None:
+                return None
+            found |= values
+        if self._task is not None:
+            # Also those that this evaluation happens not to have.
+            taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
+            found |= self._task(self, step, taken)
         return found
 
     @torch.no_grad()

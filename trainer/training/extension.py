@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,14 @@ from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.sinks import EventWriter
 from trainer.objective import ObjectiveOutput
 from trainer.on_device import HostCopy
+from trainer.training import Found
 from trainer.training.outcome import Step
 from trainer.training.plan import Plan
 from trainer.training.run_dir import RunDir
-from trainer.training.train_state import TrainState
+from trainer.training.train_state import Position, TrainState
+
+if TYPE_CHECKING:
+    from trainer.training.evaluator import Evaluator
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -56,6 +60,9 @@ class RunView:
     events: EventWriter | None  # rank 0 only
     recorder: Recorder  # of the metrics since the last logged step
     first_step: int
+    position: Position
+    found: Found | None  # the checkpoint that the run continues
+    evaluator: Evaluator | None = None
     watchdog: Watchdog = field(init=False)  # an extension that takes long tells it
     failure: str = ""
     """Set by an extension, on all ranks alike, to end the run before anything more is saved."""
@@ -112,6 +119,12 @@ class Extension:
 
     def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
         """Before clipping and the update, with each gradient's squared norm (a shard's share)."""
+
+    def optimizer_done(self, is_rejected: Tensor) -> None:
+        """After the optimizer, which changed nothing if `is_rejected` (bool [], on the device).
+
+        For what makes a result of the run, which must not be missing: a failure ends the run.
+        """
 
     def updated(self) -> Tensor | None:
         """After the update. Returns float64 [num_sums], to be summed over ranks."""
@@ -226,10 +239,13 @@ class Extensions:
         """What calls a moment of the extensions that measure the step."""
         return [partial(each.call, moment) for each in self._measuring if each.has(moment)]
 
-    def sum_up(self) -> Measured | None:
-        """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""
+    def sum_up(self, is_rejected: Tensor) -> Measured | None:
+        """Call `optimizer_done` and `updated`, and start to sum over ranks; None: nothing is summed."""
         if not self._measuring:
             return None
+        for each in self._measuring:
+            if each.guard.enabled and each.has("optimizer_done"):
+                each.extension.optimizer_done(is_rejected)  # no guard: half a result is worse than none
         summing = [each for each in self._measuring if each.extension.num_sums]
         if not summing:
             return None

@@ -67,7 +67,7 @@ def run_loop(run: Run) -> str:
         order = next_order(run, before)
         if order.is_last:
             position.last_step = order.number
-        if before is not None and (order.is_read_at_once or run.saver.must_save):
+        if before is not None and (order.is_read_at_once or position.must_save):
             # Settled before this step starts, so that the times of this step are its own.
             reason, before = settle(run, before), None
             if reason is not None:
@@ -177,7 +177,7 @@ def settle(run: Run, taken: InFlight) -> str | None:
         return stopped_by(run)
     if Flag.SAVE in outcome.flags:
         # Later: the next step may be in flight, and the weights no longer those of this step.
-        run.saver.must_save = run.saver.last_saved != number
+        position.must_save = run.saver.last_saved != number
     return None
 
 
@@ -268,7 +268,7 @@ def at_boundary(run: Run, order: Order, *, is_last: bool) -> bool:
     if order.is_read_at_once:
         run.watchdog.at("extensions", position.step)
         run.extensions.call("at_boundary", position.step, is_last=is_last)
-    is_due = run.saver.must_save or (every and position.step % every == 0)
+    is_due = position.must_save or (every and position.step % every == 0)
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         run.saver.save(position)
@@ -287,8 +287,8 @@ def evaluate(run: Run) -> bool:
     should_stop()  # tells the watchdog, also if a set has no batch
     was_due, found = position.evaluation_is_due, run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
-    if position.evaluation_is_due != was_due and run.saver.last_saved == position.step:
-        run.saver.last_saved = -1  # its checkpoint says otherwise
+    if (found is not None or not was_due) and run.saver.last_saved == position.step:
+        run.saver.last_saved = -1  # its checkpoint does not know of it
     if found is None:
         return False
     position.last_eval, more = (position.step, found), run.view.plan.parts.evaluations

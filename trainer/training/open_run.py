@@ -229,6 +229,8 @@ def assemble(
         events=opened.events,
         recorder=position.unlogged[0],
         first_step=position.step,
+        position=position,
+        found=found,
     )
     extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
@@ -238,7 +240,7 @@ def assemble(
     evaluator = None
     if config.eval.every:
         own = (plan, state.model, row_model, loss, built.auxiliary, info, device, diagnostics, built.sets)
-        evaluator = Evaluator(*own, strategy=strategy)
+        evaluator = view.evaluator = Evaluator(*own, strategy=strategy)
     extensions.add(_load_extensions(view, built.auxiliary))
     if found is not None:
         # After all are added: the states of those that are off now are kept for a later resume.
@@ -402,6 +404,8 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
     config = view.config
     asked = {  # those beyond the core: whether they are on, and the key that says so
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
+        "ema": (config.train.ema, "train.ema"),
+        "best": (config.checkpoint.keep_best, "checkpoint.keep_best"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "sample": (config.sample.every, "sample.every"),
         "profile": (view.info.is_main and config.metrics.profile, "metrics.profile"),

@@ -142,6 +142,8 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     for key, (before, after) in changed.items():
         if key in SAID or not key.startswith(SILENT):
             logger.warning("resuming with another config: %s: %r -> %r", key, before, after)
+        if key == "train.ema" and not after:
+            logger.warning("the averaged weights of the checkpoint are dropped")
 
 
 def refuse_gone(saved: Mapping[str, Any]) -> None:

@@ -57,8 +57,6 @@ class Saver:
     """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
 
     def __post_init__(self) -> None:
-        self.must_save = False
-        """A timed save is due, on all ranks alike: the next step is saved before another starts."""
         self._set_clock()
 
     def _set_clock(self) -> None:
@@ -70,7 +68,7 @@ class Saver:
     def save(self, position: Position) -> None:
         """Save the state after the last finished step. Collective; all raise a SaveError."""
         started = time.monotonic()
-        step, self.must_save = position.step, False
+        step, position.must_save = position.step, False
         self._set_clock()
         # What a forward without a backward has left whole would be saved as if no rank had shards.
         self.strategy.reshard(self.state.model)
@@ -114,7 +112,7 @@ class Saver:
             values, tensors = pack(own)
             rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
             parts[rank_file(shard.number)] = TensorPart(rows, values)
-        model = model_part(state.model, state.optimizer, state.scaler, rank=rank)
+        model = model_part(state, rank=rank)
         if model is not None:
             parts[model_file(rank)] = model
         return parts

@@ -237,7 +237,7 @@ class TrainStep:
         if self.scaler.is_enabled():
             self.scaler.update()
         # After the update, whose result they may look at, and before the gradients are gone.
-        measured = self.extensions.sum_up()
+        measured = self.extensions.sum_up(is_bad)
         self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
         return Launched(numbers, self._kappa, self.ready_at, measured)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -49,6 +49,8 @@ class TrainState:
     scaler: torch.amp.GradScaler
     tracker: MetricsTracker
     gns: GradientNoiseScale | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Of extensions, by name: saved as the model's are, in shards where it is."""
 
     @property
     def ledgers(self) -> dict[int, Ledger]:
@@ -107,6 +109,8 @@ class Position:
     skipped_in_a_row: int = 0
     last_eval: tuple[int, dict[str, float]] | None = None
     """The step of the last evaluation, and its numbers."""
+    must_save: bool = False
+    """A save is due, on all ranks alike: the next step is saved before another starts."""
 
     @classmethod
     def of(cls, state: TrainState, step: int = 0) -> Self:
@@ -125,19 +129,19 @@ class Position:
         self.skipped_in_a_row = int(saved["in_a_row"])
 
 
-def model_part(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
-) -> TensorPart | None:
-    """The part of model and optimizer that this rank writes; None: nothing.
+def model_part(state: TrainState, *, rank: int) -> TensorPart | None:
+    """The part of model, optimizer and extensions that this rank writes; None: nothing.
 
     A UserError if a custom optimizer keeps a tensor that is no shard: it may differ by rank.
     """
+    model = state.model
     if rank not in saving_ranks(model):
         return None
     shared = tied_names(model)
     kept = {name: value for name, value in model.state_dict().items() if name not in shared}
-    states = {"optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
+    states = {"optimizer": named_state(state.optimizer, model), "scaler": state.scaler.state_dict()}
     values, tensors = pack({"model": kept, **states})
+    tensors |= state.tensors
     rows, is_sharded = {}, layout_of(model.parameters()) is not None
     for name, tensor in tensors.items():
         is_whole = layout_of([tensor]) is None
@@ -175,7 +179,7 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
         if name in shared:
             continue
         if isinstance(value, Tensor):
-            given[name] = _read(saved, f"model.{name}", like=value)
+            given[name] = read_like(saved, f"model.{name}", like=value)
         else:  # extra state of a module
             given[name] = unpack(saved.values["model"].get(name), saved.read)
     # Tied weights are saved once.
@@ -205,11 +209,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
         raise ValueError(f"it has a state of {few(unknown)}, which the model does not have")
     states = {}
     for name, state in by_name.items():
-        states[name] = unpack(state, partial(_read, saved, like=parameters[name]))
+        states[name] = unpack(state, partial(read_like, saved, like=parameters[name]))
     load_named_state(optimizer, model, states)
 
 
-def _read(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:
+def read_like(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:
     """A tensor, or this rank's shard of it if it is sharded as `like` is."""
     if layout_of([like]) is not None and saved.shapes.get(name) == tuple(like.shape):
         return as_shard(saved.read(name, *own_range(like)), like)

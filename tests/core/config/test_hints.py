@@ -26,7 +26,7 @@ from trainer.errors import UserError
         ("train.log_interval", "did you mean metrics.log_interval?"),  # of another table
         ("data.mixing.num_stream_mixed", "did you mean num_streams_mixed?"),  # misspelt
         ("train.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size?"),
-        ("checkpoint.zzz", "known keys: every, every_minutes, keep_every, keep_last, remote, resume"),
+        ("checkpoint.zzz", "known keys: every, every_minutes, keep_best, keep_every, keep_last, remote, resume"),
     ],
 )
 def test_the_key_or_the_keys_that_may_be_meant(written, fix):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import weights
+from tests.support.checkpoints import model_content, weights
 from tests.support.fault_runs import row_differences
+from tests.support.in_process import train_here
 from tests.support.ranks import Ranks, checkpoint_differences, children, last_logged, status
 from tests.support.runs import (
     TIMEOUT_SEC,
@@ -114,8 +115,11 @@ TIMED = (
     "distributed.strategy=fsdp",
     f"train.steps={TIMED_STEPS}",
     "metrics.log_interval=5",
+    "eval.holdout_fraction=0.2",
+    "eval.batches=2",
 )
 ALWAYS = ("checkpoint.every_minutes=1e-9", "checkpoint.keep_last=100")
+AVERAGED = ("train.ema=0.75", "eval.every=5")  # evaluated after logged steps
 
 
 def trained(config: Path, run_dir: Path, *sets: str, more: tuple[object, ...] = ()) -> list[int]:
@@ -129,12 +133,25 @@ def test_a_save_by_time_changes_no_number_and_resumes_bit_for_bit(tmp_path):
     plain, timed, resumed = (tmp_path / name for name in ("plain", "timed", "resumed"))
     assert trained(config, plain) == [TIMED_STEPS], "30 minutes have not passed"
     # The vote on a step is read when the next is launched, which is then saved; a logged step (1, 5, 10) is read at once.
-    assert trained(config, timed, *ALWAYS) == [2, 4, 6, 8, 10, 12]
+    assert trained(config, timed, *ALWAYS, *AVERAGED) == [2, 4, 6, 8, 10, 12]
     middle = timed / "checkpoints" / "step_00000006"
-    assert trained(config, resumed, more=("--resume", middle))[-1] == TIMED_STEPS
+    more = "checkpoint.every=1", "checkpoint.keep_last=100"
+    assert trained(config, resumed, *more, *AVERAGED, more=("--resume", middle)) == [*range(7, 1 + TIMED_STEPS)]
     whole = losses(plain / "metrics.jsonl")
     assert losses(timed / "metrics.jsonl") == whole
     assert losses(resumed / "metrics.jsonl") == {step: loss for step, loss in whole.items() if step > 6}
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(timed)[name]), name
         assert torch.equal(tensor, weights(resumed)[name]), name
+    # The averages of shards, which evaluations have put in the place of the weights, go on too, and on one rank.
+    assert checkpoint_differences(timed / "checkpoints" / "latest", resumed / "checkpoints" / "latest") == []
+    train_here(config, tmp_path / "one", *TIMED, *AVERAGED, "train.steps=7", f"checkpoint.resume={middle}")
+    for run_dir, last in ((resumed, TIMED_STEPS), (tmp_path / "one", 7)):
+        before = model_content(middle)["others"]
+        for step in range(7, last + 1):
+            found = model_content(run_dir / "checkpoints" / f"step_{step:08d}")
+            for name, average in found["others"].items():
+                weight = found["model"][name.removeprefix("ema.")]
+                torch.testing.assert_close(average, 0.75 * before[name] + 0.25 * weight, rtol=1e-5, atol=1e-7)
+            before = found["others"]
+    assert before

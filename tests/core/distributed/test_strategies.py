@@ -129,7 +129,7 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
             _, state_json = checkpoint.find(Path(path).parent, path)
             check_data(plan, state_json, info)
             restore(Path(path), state_json, plan, state, info)
-            part = model_part(state.model, state.optimizer, state.scaler, rank=rank)
+            part = model_part(state, rank=rank)
             whole = model_content(Path(path))
             rows = {} if part is None else part.rows
             expected = {f"model.{key}": value for key, value in whole["model"].items()}

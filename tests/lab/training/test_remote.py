@@ -49,6 +49,7 @@ def files_alone(monkeypatch):
         return {}
 
     monkeypatch.setattr(checkpoint, "verify", verify)
+    monkeypatch.setattr(checkpoint, "best_step", lambda path: -1)
 
 
 @pytest.fixture
@@ -209,6 +210,22 @@ def test_what_is_uploaded_holds_up_nobody_and_a_failure_costs_one_checkpoint(che
     uploads.wait(SimpleNamespace(requested=False))
     assert store.steps() == [7]
     assert caplog.text.count("the run goes on, and the next save is tried") == 1
+
+
+def test_the_best_is_uploaded_late_or_early_stays_in_the_store_and_comes_back(checkpoints, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "best_step", lambda path: 2)
+    store, run_dir = Faulty(url), RunDir(checkpoints.parent)
+    uploads = Uploads(store, CheckpointTable(keep_last=1))
+    uploads.begin(run_dir, -1, Diagnostics())
+    store.may_go_on.clear()
+    for step in (1, 2, 3, 4):  # the best is not the newest that waits
+        uploads.publish(make_checkpoint(checkpoints, step))
+        until(lambda: store.puts)
+    store.may_go_on.set()
+    uploads.wait(SimpleNamespace(requested=False))
+    assert store.steps() == [4, 2]
+    assert found_by(url, tmp_path / "new") == "step_00000004"
+    assert {path.name for path in (tmp_path / "new" / "checkpoints").iterdir()} == {"step_00000002", "step_00000004"}
 
 
 def test_a_stop_ends_the_wait_for_a_store_that_hangs(checkpoints, url, caplog):

@@ -160,6 +160,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     """Refuse what a run refuses before it builds anything. Reads weights, but no data.
     Raises UserError: the first of them."""
     from trainer.distributed.strategy import shard_units
+    from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
     from trainer.lab.remote import Store
@@ -173,6 +174,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.training.restore import check_config, refuse_gone
 
     config = plan.config
+    refuse_unfit_best(config)
     if config.model.weights is not None:
         weights, _ = read_weights(config.model.weights)
         check_fit(model, weights, key="model.weights", path=config.model.weights)

@@ -42,6 +42,7 @@ def sample(
     top_k: Annotated[int, Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
     seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Sampling seed.")] = 0,
     step: shared.StepOption = None,
+    ema: shared.EmaOption = False,
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
 ) -> None:
@@ -54,7 +55,7 @@ def sample(
         from trainer.tools.saved_model import load_model
 
     on = pick_device(device)
-    saved = load_model(run_dir, step=step, device=on, trust_code=trust_code)
+    saved = load_model(run_dir, step=step, ema=ema, device=on, trust_code=trust_code)
     ids = prompt_ids(saved.tokenizer, prompt, "--prompt")
     generated = generate(
         saved.model,
@@ -97,6 +98,7 @@ def evaluate(
         bool, Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
     ] = False,
     step: shared.StepOption = None,
+    ema: shared.EmaOption = False,
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
@@ -113,6 +115,7 @@ def evaluate(
         run_dir,
         sources,
         step=step,
+        ema=ema,
         batches=batches,
         held_out=held_out,
         device=pick_device(device),
@@ -149,6 +152,7 @@ def export(
     out: Annotated[str, Option(help="Directory to write.", metavar="PATH")],
     format: Annotated[ExportFormat, Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
     step: shared.StepOption = None,
+    ema: shared.EmaOption = False,
     force: Annotated[bool, Option("--force", help="Replace an existing export.")] = False,
     trust_code: shared.TrustOption = False,
 ) -> None:
@@ -161,8 +165,9 @@ def export(
         raise UserError(out, "is a directory with other files than an export", "name a new one")
     with writing(out):
         how: dict[str, bool] = {"as_hugging_face": format == "hf", "trust_code": trust_code}
-        made = export_model(Path(run_dir), target, step=step, **how)
-    echo(f"wrote the weights after step {made.step} and the config to {out}", err=True)
+        made = export_model(Path(run_dir), target, step=step, ema=ema, **how)
+    what = "averaged weights" if ema else "weights"
+    echo(f"wrote the {what} after step {made.step} and the config to {out}", err=True)
 
 
 def doctor(

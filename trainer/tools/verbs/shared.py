@@ -29,7 +29,11 @@ TrustOption = Annotated[bool, Option("--trust-code", help=TRUST_HELP)]
 RunDirArgument = Annotated[str, Argument(help="A run directory.", metavar="RUN_DIR")]
 RunArgument = Annotated[str, Argument(help="A run directory, or a metrics.jsonl.", metavar="RUN_DIR")]
 RunsArgument = Annotated[list[str], Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")]
-StepOption = Annotated[int | None, Option(help="Step of the checkpoint; default: the latest.")]
+STEP_HELP = "Step of the checkpoint, or --best; default: the latest."
+StepOption = Annotated[
+    Any, Option(parser=lambda text: text if text == "best" else int(text), metavar="N|best", help=STEP_HELP)
+]
+EmaOption = Annotated[bool, Option("--ema", help="The averaged weights of a run with train.ema.")]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where the model is.")]
 FormatOption = Annotated[str, Option(help=FORMAT_HELP, metavar="NAME")]
 ColumnOption = Annotated[str | None, Option(help="As data.source.column, of .jsonl and .parquet.", metavar="NAME")]
