@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from trainer.lab.services import WandbSink
 from trainer.metrics.sinks import JsonlSink, Sink, StdoutSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.tools.services import WandbSink
 
 
 def main() -> None:

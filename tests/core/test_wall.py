@@ -16,8 +16,8 @@ NAMED = re.compile(r"trainer[./](lab|tools)\b|(from|import) (trainer|\.+)(.* imp
 # The program's verbs, whose options it has to know, and what they import; a run takes none of them.
 OF_THE_PROGRAM = re.compile(r"trainer\.tools(\.verbs(\.\w+)?)?")
 # The tools that every run is given.
-GIVEN = {f"trainer.tools.{name}" for name in ("doubts", "evaluation_sample", "limits", "summary")}
-EVALUATED = ("eval.every=2", "eval.holdout_fraction=0.2", "train.steps=4")
+GIVEN = {f"trainer.tools.{name}" for name in ("doubts", "evaluation_sample", "limits", "services", "summary")}
+EVALUATED = ("eval.every=2", "eval.depth=false", "eval.holdout_fraction=0.2", "train.steps=4")
 LISTED = """
 import sys
 from trainer.training.extension import Extension

@@ -34,9 +34,10 @@ POLL_SEC = 0.1
 KILL_AFTER_SEC = 30.0  # of ranks that go on after another one has failed
 
 
-def starts_ranks(nproc: int | None) -> bool:
-    """Whether `--nproc` asks this process to start ranks, whose own command line has it too."""
-    if nproc is None or IS_LAUNCHED in os.environ:
+def starts_ranks() -> bool:
+    """Whether `--nproc` starts ranks here: not in those ranks, which are given it too. Raises
+    UserError: under torchrun."""
+    if IS_LAUNCHED in os.environ:
         return False
     if "RANK" in os.environ:
         raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")

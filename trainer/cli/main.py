@@ -91,7 +91,7 @@ def train(
     from trainer.config.load import load_config
 
     loaded = load_config(config_path, settings)
-    if nproc is not None and starts_ranks(nproc):
+    if nproc is not None and starts_ranks():
         raise typer.Exit(launch_ranks(nproc))
     with prepared(config_path, settings, run_dir) as (train_here, launch):
         code = train_here(loaded, launch)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.formats import FORMATS, Format, called_later
 from trainer.training import Parts
 
 VERBS = {
@@ -28,8 +26,8 @@ VERBS = {
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 
 if TYPE_CHECKING:  # so that the modules are checked against the signatures of `Parts`
-    from trainer.lab import models, own_batches, remote, services
-    from trainer.tools import evaluation_sample, summary
+    from trainer.lab import models, own_batches, remote
+    from trainer.tools import evaluation_sample, services, summary
 else:
 
     class _Later:
@@ -42,26 +40,9 @@ else:
             return getattr(import_module(self._name), attribute)
 
     models, own_batches = _Later("trainer.lab.models"), _Later("trainer.lab.own_batches")
-    remote, services = _Later("trainer.lab.remote"), _Later("trainer.lab.services")
+    remote, services = _Later("trainer.lab.remote"), _Later("trainer.tools.services")
     evaluation_sample, summary = _Later("trainer.tools.evaluation_sample"), _Later("trainer.tools.summary")
 
-
-def _of_records(name: str) -> Any:
-    return partial(called_later, f"trainer.lab.records:{name}")
-
-
-FORMATS["jsonl_compressed"] = Format(
-    (".jsonl.gz", ".jsonl.zst"), None, ("column",), pieces=_of_records("compressed_pieces"), cannot_be_mapped=True
-)
-FORMATS["arrow"] = Format(
-    (".arrow",),
-    None,
-    ("column",),
-    pieces=_of_records("arrow_pieces"),
-    cannot_be_mapped=True,
-    marks=("state.json", "dataset_dict.json"),
-    listed=_of_records("files_of_data_sets"),
-)
 
 PARTS = Parts(
     extensions={  # checkpoints have their states under these names

@@ -15,6 +15,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -282,12 +283,16 @@ class Format:
     listed: Callable[[Sequence[str]], Collection[str]] | None = None
 
 
-def called_later(target: str, *arguments: Any) -> Any:
-    """Call the function of an import path: partly applied, a function that is imported when called."""
-    return resolve_target(target, "format")(*arguments)
+def _of_records(name: str) -> Any:
+    """A function of `records`, which imports this module, and is imported when it is called."""
+
+    def called(*arguments: Any) -> Any:
+        return getattr(import_module("trainer.data.records"), name)(*arguments)
+
+    return called
 
 
-# `cli.parts` adds those that are read beyond the core.
+_RECORDS: Any = {"load": None, "options": ("column",), "cannot_be_mapped": True}
 FORMATS: dict[str, Format] = {
     "text": Format(TEXT_SUFFIXES, load_text, ("text_split",), pieces=text_pieces),
     "jsonl": Format((".jsonl",), None, ("column",), pieces=jsonl_pieces),
@@ -295,6 +300,14 @@ FORMATS: dict[str, Format] = {
     "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
     "bin": Format((".bin",), documents.load_bin, ("dtype", "eod")),
     "parquet": Format((".parquet",), None, ("column",), pieces=parquet_pieces),
+    "jsonl_compressed": Format((".jsonl.gz", ".jsonl.zst"), pieces=_of_records("compressed_pieces"), **_RECORDS),
+    "arrow": Format(
+        (".arrow",),
+        pieces=_of_records("arrow_pieces"),
+        marks=("state.json", "dataset_dict.json"),
+        listed=_of_records("files_of_data_sets"),
+        **_RECORDS,
+    ),
 }
 
 

@@ -223,7 +223,7 @@ class LaneBlend(BlendDataset):
         return batch
 
     def _next_rows(self) -> Batch | None:
-        """The next row of each lane whose turn it is; None: only targets are left."""
+        """The next row of each lane whose turn it is; None: only sources with batches of their own are left."""
         while True:
             # Another number of sets if the step has another size, or less is left to read.
             wanted = self._sets_now

@@ -186,10 +186,12 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
-    """The streams of files and globs, sorted by name; the parent directory's name is the modality.
+    """The streams of files, of globs, and of directories that hold a format's `marks`, sorted by
+    name; the parent directory's name is the modality.
 
     A file that is named explicitly is used whatever its extension; one that matches a glob must
-    have a known extension, unless `format` is set.
+    have a known extension, unless `format` is set. Warns of files that it leaves out. Raises
+    UserError: one of `paths` has nothing to read.
     """
     found: dict[str, Stream] = {}
     unread: set[str] = set()
@@ -217,7 +219,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             raise _nothing_found(given, others)
         unread.update(others)
         for path in read:
-            label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
+            label = printable(os.path.basename(os.path.dirname(os.path.abspath(path)))) or "root"
             name = name_of(path)
             found.setdefault(name, _stream(path, name, label))
     if not found:

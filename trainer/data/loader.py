@@ -330,15 +330,16 @@ class Reading:
             if self._is_resumed:
                 return False
             raise UserError("data", "there is nothing to read", "check the paths of the sources")
-        given = next(filter(None, firsts), None)
-        if not all(flat):
-            empty = ", ".join(str(number) for number, has in enumerate(flat) if not has)
-            text = "data shard %s of %d has nothing to read, and runs fully masked batches"
-            logger.warning(text, empty, len(flat))
-            giver, own = list(map(any, has_data)).index(True), None
-            if given is not None and self._info.rank == giver:
-                own = replace(given.masked().to(torch.device("cpu")), state=None)
-            (given,) = gather_from_ranks((own,), world_size=world_size)[giver]
+        if all(flat):
+            self.last += filter(None, firsts)
+            return True
+        empty = ", ".join(str(number) for number, has in enumerate(flat) if not has)
+        text = "data shard %s of %d has nothing to read, and runs fully masked batches"
+        logger.warning(text, empty, len(flat))
+        giver, own = list(map(any, has_data)).index(True), None
+        if self._info.rank == giver:
+            own = replace(next(filter(None, firsts)).masked().to(torch.device("cpu")), state=None)
+        (given,) = gather_from_ranks((own,), world_size=world_size)[giver]  # in tuples: it drops None
         assert given is not None
         filler = given.to(self._device)
         for shard, (first, state) in enumerate(zip(firsts, self._states, strict=True)):

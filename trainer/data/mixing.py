@@ -130,12 +130,12 @@ class StreamReader:
         """Share of the slice's cells that is left."""
         return (self.num_cells - self.position) / max(self.num_cells, 1)
 
-    def rows(self) -> list[Lane]:
-        """The lanes that have a row in the next batch, perhaps none: other ranks' slices may."""
+    def next_lanes(self) -> list[Lane]:
+        """Move on by a batch: the lanes with a row in it; none if only other ranks' slices go on."""
         lanes = enumerate(self._lanes)
-        rows = [lane for number, lane in lanes if lane.groups or self._refill(number, lane)]
-        self.position += len(rows)
-        return rows
+        found = [lane for number, lane in lanes if lane.groups or self._refill(number, lane)]
+        self.position += len(found)
+        return found
 
     def _refill(self, number: int, lane: Lane) -> bool:
         at, stop, ahead = self._next[number], self._stop[number], self._ahead[number]
@@ -229,7 +229,7 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         if self._is_ready():
             (slot,) = self._pool.choose(self._uniforms.ahead(self._num_picks)[:1])
             reader = self._pool.readers[slot]
-            position, lanes = reader.position, reader.rows() or lanes
+            position, lanes = reader.position, reader.next_lanes() or lanes
             self._record([slot])
             self._current = reader.stream
             path, modality = reader.stream.relative_path, reader.stream.modality

@@ -70,7 +70,8 @@ def num_nodes(info: RankInfo) -> int:
 
 
 def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:
-    """The device of this rank, or a UserError of `key`. `auto` is CUDA if available."""
+    """The device of this rank, made torch's current one if it is CUDA, which `auto` is where
+    available. Raises UserError of `key`: there is none."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

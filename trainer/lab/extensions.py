@@ -206,15 +206,15 @@ class LossSpikes(Extension):
         """Add a finite loss; returns the spike if it is one."""
         sigma = math.sqrt(self._variance)
         limit = self._mean + self._threshold * sigma
-        spike, counted = None, loss
+        spike, clipped = None, loss
         if self._count >= WARMUP and loss > limit:
             spike = Spike(loss, self._mean, sigma)
             if sigma > 0:  # 0: all losses so far are equal
-                counted = limit
+                clipped = limit
         self._count += 1
         # A plain mean at first, until it would weigh the newest loss less than the decay does.
         share = max(1.0 / self._count, 1.0 - DECAY)
-        distance = counted - self._mean
+        distance = clipped - self._mean
         self._mean += share * distance
         self._variance = (1.0 - share) * (self._variance + share * distance * distance)
         return spike

@@ -60,7 +60,7 @@ class BackgroundSink:
         close_sec: longest wait for the rest of the rows and the sink's own `close`.
 
     Attributes:
-        num_dropped: rows and events that the sink did not get.
+        num_dropped: rows and events for which the queue was full, or that were left in it at the end.
     """
 
     def __init__(

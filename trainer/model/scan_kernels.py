@@ -77,8 +77,8 @@ def chain(scale_1, shift_1, scale_before_1, shift_before_1, scale_2, shift_2, sc
 
 
 @triton.jit
-def run_segments(scale, shift, state, segment, SEGMENTS: tl.constexpr):
-    # The state before each segment, and the one after all [1, CHANNELS], from their maps.
+def enter_segments(scale, shift, state, segment, SEGMENTS: tl.constexpr):
+    # The state before each segment, and after all [1, CHANNELS], by scanning their maps; see chain.
     scale, shift, scale_before, shift_before = tl.associative_scan(
         (scale, shift, tl.full(scale.shape, 1.0, tl.float32), tl.full(scale.shape, 0.0, tl.float32)), 0, chain
     )
@@ -165,7 +165,7 @@ def forward_kernel(
             end = a * end + b
             product = product * a
             kept = kept + ((a, b),)
-        current, carried = run_segments(product, end, carried, segment, SEGMENTS)
+        current, carried = enter_segments(product, end, carried, segment, SEGMENTS)
         for step in tl.static_range(STEPS):
             current = kept[step][0] * current + kept[step][1]
             store(h + begin, first, time + step, num_steps, *columns, current)
@@ -228,7 +228,7 @@ def backward_kernel(
             end = passed * (end + grads[step].to(tl.float32))
             product = product * passed
             kept = ((sigmoid_r, a, passed),) + kept
-        current, carried = run_segments(product, end, carried, segment, SEGMENTS)
+        current, carried = enter_segments(product, end, carried, segment, SEGMENTS)
         for step in tl.static_range(STEPS - 1, -1, -1):
             sigmoid_r, a, passed = kept[step]
             sigmoid_i = sigmoid(gates[step].to(tl.float32))

@@ -96,7 +96,7 @@ def _content(place: Path | str) -> bytes:
 def _checked(source: str, place: Path | str, max_bytes: int, forbidden: Sequence[str]) -> Document | str:
     """The document, or why it is none."""
     try:
-        size = place.stat().st_size if isinstance(place, Path) else len(place)
+        size = place.stat().st_size if isinstance(place, Path) else len(_content(place))
         if size > max_bytes:
             return f"too large: {size} bytes, at most {max_bytes} are read"
         content = _content(place)

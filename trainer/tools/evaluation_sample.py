@@ -137,7 +137,7 @@ class DocumentLosses(EvalRider):
             yield json.dumps(strict({**where, "tokens": int(tokens), "nats": nats}), allow_nan=False) + "\n"
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
-        """The error, if it is known and not all documents were read."""
+        """Take in the losses of all ranks, for `lines`; the error of the sample's, if it is known and not 0."""
         for part in by_rank:  # all ranks have one, or the evaluation is off
             self.found |= part
         error = None if self._sample is None else self._guard.run(self._error, self._sample)

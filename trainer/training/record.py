@@ -195,7 +195,7 @@ def make_sinks(
         sinks.append(StdoutSink("line", stream=sys.stderr))
     services, table = plan.parts.sinks, config.metrics
     if table.tensorboard or table.wandb.mode not in ("auto", "disabled"):
-        services = need(services, "metrics.wandb.mode, metrics.tensorboard")
+        services = need(services, "metrics.tensorboard" if table.tensorboard else "metrics.wandb.mode")
     if services is None:
         return sinks, None
     further, wandb_run_id = services.to_services(config, run_dir, found, diagnostics)

@@ -15,12 +15,12 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT
 from tests.support.streams import index_bytes, mixing_dataset, spaced, write_arrow, write_megatron
 from trainer.data import formats as registry
+from trainer.data import records
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import format_name, load_documents
 from trainer.data.layout import discover_direct, discover_nested
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.lab import records
 from trainer.lab.tokenized import write_index
 from trainer.tools.survey import file_kind
 

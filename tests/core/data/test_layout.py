@@ -60,6 +60,10 @@ def test_a_file_has_one_name_however_its_path_is_spelled(root, monkeypatch):
         assert [(stream.relative_path, Path(stream.path).is_file()) for stream in found] == [
             (each, True) for each in wanted
         ]
+    monkeypatch.setattr("trainer.data.layout.find_files", lambda text: [text])
+    monkeypatch.setattr("os.path.isfile", lambda path: path == "/x.txt")
+    assert [stream.modality for stream in discover_direct(["/x.txt"])] == ["root"]
+    monkeypatch.undo()
     monkeypatch.chdir(root / "a")  # outside, by any spelling
     assert {discover_direct([given])[0].relative_path for given in ("../b/z.txt", str(root / "b/z.txt"))} == {
         str(root / "b/z.txt")

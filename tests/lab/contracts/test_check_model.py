@@ -21,10 +21,12 @@ from torch import nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, RouterLoss, answering
 from tests.support.leaks import BROKEN, HONEST_MODELS, PUBLIC, judge
+from tests.support.models import DropoutModel
 from tests.support.mutant_models import MUTANTS, DropState, Encoder
 from trainer.lab.contracts import CHECKS, ContractError, check_model, soak
 from trainer.lab.contracts.subject import copy_model
 from trainer.lab.contracts.trial import NO_STATE
+from trainer.model.protocol import ModelOutput
 
 PAGE = Path(__file__).parents[3] / "docs" / "contract_models.csv"
 LINES = {line.split(",")[0]: line for line in PAGE.read_text(encoding="utf-8").splitlines(keepends=True)[1:]}
@@ -138,6 +140,18 @@ def test_a_forward_that_fails_after_its_first_calls_is_told_from_a_wrong_interfa
     assert report["forward"].text.endswith("after it ran with tokens [1, 64]"), report
     assert "boom in my model (tests/support/mutant_models.py:" in report["forward"].text
     assert report["carry"].text == "forward fails"
+
+
+def test_a_leak_between_many_rows_is_found_in_a_model_without_a_state_too():
+    class Leaky(DropoutModel):
+        def forward(self, tokens, state=None):
+            inside = self.embedding(tokens).cumsum(1)  # over the row's own past
+            if len(tokens) >= 5:
+                inside = inside + inside.mean(0, keepdim=True)
+            return ModelOutput(self.head(inside), None)
+
+    breaches = check_model(Leaky(VOCAB, 8), vocab_size=VOCAB).breaches
+    assert [each.check for each in breaches] == ["soak"]
 
 
 @pytest.mark.parametrize("kind", ["Declared", "TakesNone", "Empty"])

@@ -38,6 +38,11 @@ def files(tmp_path, monkeypatch):
     return root
 
 
+def test_the_limit_of_a_text_that_is_no_file_counts_its_bytes_too():
+    documents, skipped = corpora.check_all([("a", "€" * LIMIT)], what="x", max_bytes=LIMIT)
+    assert (documents, skipped) == ([], {"x/a": f"too large: {3 * LIMIT} bytes, at most {LIMIT} are read"})
+
+
 def test_a_directory_is_a_stream_and_a_file_a_document_and_what_is_no_text_is_listed(files, tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "MAX_FILE_BYTES", LIMIT)
     unused = {

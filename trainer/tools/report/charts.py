@@ -93,9 +93,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     One chart shows all keys of a row of the catalog, also those of evaluations and worst ranks, and
     the bounds of the values.
     """
-    every = dict.fromkeys(key for run in runs for key in run.keys)
-    # All rows of a key may have been replaced.
-    keys = [key for key in every if not is_by_depth(key) and any(run.column(key)[0] for run in runs)]
+    keys = dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key))
     shared: dict[tuple[str, bool], list[str]] = {}
     for key in sorted(keys, key=lambda key: PLACES.get(_row(key), len(PLACES))):
         # Next to the values, standard errors would lie on the axis.

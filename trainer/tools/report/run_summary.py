@@ -11,12 +11,9 @@ from datetime import timedelta
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from trainer.config.data_tables import EvalSourceTable, SourceTable
 from trainer.config.load import flatten, recorded_settings
 from trainer.metrics.catalog import ERRORS_SHOWN
-from trainer.metrics.noise_scale.estimate import Moments, t_quantile
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import Losses, losses_of_documents, noise_scale_of, number_text
@@ -172,6 +169,10 @@ def difference(before: Losses, after: Losses) -> dict[str, Any]:
     With d the difference of a document's losses and w its tokens, it is the ratio sum(d) / sum(w), and
     its error that of `Moments` (Cochran 1977, section 6.4): how hard each document is cancels.
     """
+    import numpy as np  # which a diagnosis of one run does not need
+
+    from trainer.metrics.noise_scale.estimate import Moments
+
     both = [where for where in before if where in after and before[where][1] == after[where][1]]
     tokens = np.array([before[where][1] for where in both], np.float64)
     moments = Moments.of(np.array([after[where][0] - before[where][0] for where in both]), tokens)
@@ -188,6 +189,8 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
     `error`: of the mean, by Student's t; `ERRORS_SHOWN` are 95 %. None for one seed.
     """
+    from trainer.metrics.noise_scale.estimate import t_quantile
+
     groups: dict[str, dict[str, tuple[str, float]]] = {}
     for run in runs:
         settings, (steps, losses) = recorded_settings(run.config, run.environment), run.evals.column("eval_loss")

@@ -63,7 +63,8 @@ class RowTable:
     @property
     def keys(self) -> list[str]:
         """The keys of all rows, in order of first appearance."""
-        return list(dict.fromkeys(chain.from_iterable(self._shapes)))
+        shapes = {id(places): places for _, places, _ in self._rows.values()}  # not of replaced rows
+        return list(dict.fromkeys(chain.from_iterable(shapes.values())))
 
     @property
     def steps(self) -> array[int]:

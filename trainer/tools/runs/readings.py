@@ -188,7 +188,6 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
 def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
     """(number of evaluations, the curve of each set in the last one, if all its gains are finite)."""
     columns = {key: run.column(key) for key in run.keys if is_by_depth(key)}
-    columns = {key: column for key, column in columns.items() if column[0]}
     number = max((len(steps) for steps, _ in columns.values()), default=0)
     last = max((steps[-1] for steps, _ in columns.values()), default=0)
     curves = curves_of({key: values[-1] for key, (steps, values) in columns.items() if steps[-1] == last})

@@ -14,11 +14,11 @@ import pytest
 
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.config.schema import WandbTable
-from trainer.lab.services import WandbSink, resolve_mode, unused_step
 from trainer.lab.tensorboard import TensorboardSink
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.payload_contract import build_payload
 from trainer.metrics.sinks import SAMPLE, EventWriter, JsonlSink
+from trainer.tools.services import WandbSink, resolve_mode, unused_step
 
 
 def train(step: int, loss: float = 1.0) -> dict[str, Any]:
@@ -133,7 +133,7 @@ import os, signal, sys, time
 from pathlib import Path
 from trainer.config.schema import WandbTable
 from trainer.metrics.payload_contract import build_payload
-from trainer.lab.services import WandbSink
+from trainer.tools.services import WandbSink
 sink = WandbSink(mode="offline", project="p", run_dir=Path({str(tmp_path)!r}))
 sink.log(build_payload("train", 1, {{"loss": 1.0}}))
 parents = {{int(p.parent.name): p.read_text() for p in Path("/proc").glob("[0-9]*/stat")}}
