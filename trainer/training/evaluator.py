@@ -279,7 +279,7 @@ def _eval_set(
         read, datasets, sample = more.draw_sample(plan, name, whole, info, num_batches, runs)
         if sample is not None:
             shown = name or "held-out documents"
-            logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
+            logger.info("%s: each evaluation reads %s, the same in every run", shown, read)
     # Each document begins a row where documents are told apart, and where depth counts from its cell.
     is_aligned = sample is not None or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(

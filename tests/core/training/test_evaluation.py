@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.runs import held_out_documents, held_out_texts, write_tiny_config
+from trainer.arrays import keyed_generator
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
@@ -193,8 +195,8 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
     assert found["stream 1"] == pytest.approx(found["document 1"], rel=1e-6)
 
 
-def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path):
-    """And so are losses and metrics of the model."""
+def test_over_draws_the_loss_of_drawn_documents_is_that_of_all(tmp_path, monkeypatch):
+    """And so are losses and metrics of the model. A run's seed draws the same documents as any other."""
     torch.manual_seed(0)
     plan = plan_of(tmp_path, "eval.batches=1000000")
     model = make_model(plan)
@@ -207,8 +209,12 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path):
     whole, read = evaluated(plan, model, auxiliary=auxiliary)
     assert read.startswith("all ")
     assert "eval_loss_se" not in whole
-    plans = [plan_of(tmp_path, "eval.batches=60", f"run.seed={seed}") for seed in range(8)]
-    rows = [evaluated(plan, model, auxiliary=auxiliary)[0] for plan in plans]
+    drawn = [eval_sets(plan_of(tmp_path, "eval.batches=60", f"run.seed={seed}"), RankInfo(), CPU)[0] for seed in (1, 2)]
+    assert {*drawn[0].sample.units} == {*drawn[1].sample.units}
+    plan, rows = plan_of(tmp_path, "eval.batches=60"), []
+    for draw in range(8):
+        monkeypatch.setattr(evaluation_sample, "keyed_generator", partial(keyed_generator, draw))
+        rows.append(evaluated(plan, model, auxiliary=auxiliary)[0])
     assert {row["eval_my/number"] for row in (whole, *rows)} == {1.0}
     for key, spread in (("eval_objective/token_ce", 2.5), ("eval_objective/by_rows", 0.0)):
         deviations = np.array([row[key] - whole[key] for row in rows])
@@ -216,7 +222,7 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path):
         if spread:
             errors = np.array([row["eval_loss_se"] for row in rows])
             assert (np.abs(deviations) <= spread * errors).mean() >= 0.8
-    assert evaluated(plans[0], model, auxiliary=auxiliary)[0] == rows[0]  # the same documents at every start
+    assert evaluated(plan, model, auxiliary=auxiliary)[0] == rows[-1]  # the same documents at every start
 
 
 def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path):
