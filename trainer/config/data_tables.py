@@ -269,6 +269,12 @@ class DataTable(Table):
 
     seq_len: Annotated[int, Field(ge=1, le=10**8)] = 256
     """T: target tokens per cell."""
+    features: WholeNumber = 0
+    """F: numbers in a row of a series, if data are `.npy` [T, F] or Parquet of series; 0: tokens."""
+    columns: list[Text] = []
+    """Parquet of series: its F columns of lists, in this order."""
+    targets: list[WholeNumber] = []
+    """Columns of a series, from 0, to predict from the others; absent: all, from the row before."""
     tokenizer: Text = "bytes"
     """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
     vocab_size: WholeNumber = 0
@@ -289,6 +295,11 @@ class DataTable(Table):
     """Where each node keeps tokens of text, until you delete them; absent: the user's cache."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
+
+    @property
+    def values(self) -> int:
+        """Most known values of a position, which count as tokens."""
+        return len(self.targets) or max(self.features, 1)
 
 
 class EvalSourceTable(FilesTable):

@@ -93,7 +93,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
 def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: int) -> int:
     """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
     mixings = _mixings(config, sources)
-    return max(map(largest_batch, mixings), default=0) * num_shards * config.data.seq_len
+    return max(map(largest_batch, mixings), default=0) * num_shards * config.data.seq_len * config.data.values
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:

@@ -148,22 +148,13 @@ class Collator:
         """The next row of each lane. UserError: a file was cut, or has an unknown id."""
         count, length = len(lanes), self._row_tokens
         found = self._gather(lanes, refill)
-        # All segments are copied together: for each by itself, that would cost more than all else.
-        tokens, targets = np.empty((2, count * length), np.int64)
-        np.concatenate(found.pieces, out=targets, casting="unsafe")
-        self._check_ids(found, targets)
         sizes = np.array(list(map(len, found.pieces)))
-        # A token is predicted from the one before it, the first of a segment from its first input.
-        tokens[1:] = targets[:-1]
-        tokens[sizes.cumsum() - sizes] = found.inputs
-        for gap in found.gaps:
-            tokens[gap], targets[gap] = 0, IGNORED
-        segment_ids = np.array(found.segments, np.int32).repeat(sizes)
-        flat: Batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids}
+        flat = self._content(found, sizes)
+        flat["segment_ids"] = np.array(found.segments, np.int32).repeat(sizes)
         if self._runs_on:
             flat["resets"] = np.zeros(count * length, np.bool_)
             flat["resets"][found.begun] = True
-        batch: Batch = {key: value.reshape(count, length) for key, value in flat.items()}
+        batch: Batch = {key: value.reshape(count, length, *value.shape[1:]) for key, value in flat.items()}
         columns = np.array(found.groups, np.int64).reshape(count, len(ROW_KEYS)).T.copy()
         batch |= dict(zip(ROW_KEYS, columns, strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
@@ -235,15 +226,33 @@ class Collator:
             groups += (*lookup, *end, len(read))
         return found
 
-    def _check_ids(self, found: Gathered, targets: Ints) -> None:
-        """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""
+    def _content(self, found: Gathered, sizes: Ints) -> Batch:
+        """Inputs and targets, row behind row. Raises UserError at an id outside the vocabulary."""
+        # All segments are copied together: for each by itself, that would cost more than all else.
+        tokens, targets = np.empty((2, int(sizes.sum())), np.int64)
+        np.concatenate(found.pieces, out=targets, casting="unsafe")
         # Nobody may have checked the token before a group that begins behind a cut.
         # As unsigned, a negative id is a large one.
         inputs = np.array(found.inputs, np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
         if max(before, targets.view(np.uint64).max()) >= self._num_ids:
-            for of, offset, size in chain.from_iterable(found.rows):
-                documents, start = of.source.documents, max(of.first + offset - 1, 0)
-                tokens = documents.read(of.document, start, of.first + offset + size)
-                bounds = IdBounds.of(of.source.stream.path, self._tokenizer)
-                bounds.check(tokens, int(documents.starts[of.document]) + start)
+            self._refuse_ids(found)
+        # A token is predicted from the one before it, the first of a segment from its first input.
+        tokens[1:] = targets[:-1]
+        tokens[sizes.cumsum() - sizes] = found.inputs
+        for gap in found.gaps:
+            tokens[gap], targets[gap] = 0, IGNORED
+        return {"tokens": tokens, "targets": targets}
+
+    def _refuse_ids(self, found: Gathered) -> None:
+        for of, offset, size in chain.from_iterable(found.rows):
+            documents, start = of.source.documents, max(of.first + offset - 1, 0)
+            tokens = documents.read(of.document, start, of.first + offset + size)
+            bounds = IdBounds.of(of.source.stream.path, self._tokenizer)
+            bounds.check(tokens, int(documents.starts[of.document]) + start)
+
+
+def make_collator(tokenizer: Tokenizer, **how: Any) -> Collator:
+    """That of the tokenizer's documents: those of series are numbers."""
+    make: type[Collator] = getattr(tokenizer, "collator", Collator)
+    return make(tokenizer, **how)

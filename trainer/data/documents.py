@@ -99,7 +99,7 @@ class IdBounds:
 class TokenTable:
     """All tokens of a file in one array (in memory or mapped), and where each document lies."""
 
-    tokens: TokenArray  # any integer dtype, [N]
+    tokens: TokenArray  # any integer dtype, [N]; of series their rows, floats [N, F]
     starts: Ints  # where each document begins, int64 [D]
     lengths: Ints  # tokens per document, int64 [D]
 
@@ -206,7 +206,7 @@ def load_npy(path: Path, options: ReadOptions) -> TokenTable:
             return _table(path, tokens, options)
         found = f"{tokens.dtype.str} of shape {tokens.shape}"
     problem = f"must be a 1-D integer array, little-endian, got {found}"
-    raise damaged(path, problem, "save the ids of all documents concatenated")
+    raise damaged(path, problem, "save the ids of all documents concatenated, or set data.features for series")
 
 
 def load_bin(path: Path, options: ReadOptions) -> TokenTable:

@@ -383,6 +383,10 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
         if is_import_path(name):
             return load_own(name, path, options)
+        load = getattr(options.tokenizer, "load", None)
+        if load is not None:  # of numbers
+            table: TokenTable = load(path, name)
+            return table
         row = FORMATS[name]
         if row.load is not None:
             return row.load(path, options)

@@ -36,7 +36,7 @@ import numpy as np
 
 from trainer.arrays import as_list, is_known, keyed_generator
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.collate import Batch, Collator, Lane, Place
+from trainer.data.collate import Batch, Lane, Place, make_collator
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import is_read_whole
 from trainer.data.groups import CutOptions, Handed, file_bytes, open_stream
@@ -132,7 +132,7 @@ NUM_TOKENS = attrgetter("num_tokens")
 
 
 class LaneBlend(BlendDataset):
-    """An iterator of micro-batches [B, T] from B = `rows` lanes; see `Collator` for their keys.
+    """An iterator of micro-batches [B, T] from B = `rows` lanes; see `collate.Collator` for their keys.
 
     `lane_sets`: of so many lanes, by the micro-batches of a step; absent: 1. `documents`: those to
     draw from, which are reported (0: unknown). A source that is no `ShardSource` gives whole
@@ -167,7 +167,7 @@ class LaneBlend(BlendDataset):
         self._waiting_since = 0  # the micro-batch
         # Those of sources that are off: they wait until a later run reads the source again.
         self._paused: list[Place] = []
-        self._collator = Collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
+        self._collator = make_collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
         self._claims = [0.0] * len(sources)
         self._shares: list[float] = []
         # Of each source its share, and whether it can be read; and the sum of those that can.

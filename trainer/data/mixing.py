@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.arrays import Flags, Ints, keyed_generator
-from trainer.data.collate import Batch, Collator, Lane
+from trainer.data.collate import Batch, Lane, make_collator
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, Handed, OpenStream
 from trainer.data.layout import Stream
@@ -178,7 +178,7 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         self._turns = turns.tolist()
         super().__init__(streams, cut, read, mix, **options)
         self.fixed_state |= {key: getattr(mix, key) for key in sizes}
-        self._collator = Collator(read.tokenizer, row_tokens=cut.seq_len, runs_on=False)
+        self._collator = make_collator(read.tokenizer, row_tokens=cut.seq_len, runs_on=False)
 
     def _key(self, shard: int, num_shards: int) -> tuple[str | int, ...]:
         return ("all" if self._is_shared else shard,)
@@ -240,7 +240,7 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
                 raise StopIteration
         batch = self._collator.batch(lanes, lambda *_: False)
         del batch["segment_ids"]
-        rows, located = len(batch["tokens"]), batch["instability_meta_json"]
+        rows, located = len(batch["targets"]), batch["instability_meta_json"]
         batch["dataset_labels"] = [self.name for _ in range(rows)]
         batch["dataset_segments"] = [modality for _ in range(rows)]
         located.origin = {"source": self.name, "stream": path, "epoch": self.epoch}

@@ -87,7 +87,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         is_read_here = all(source.table.target is None for source in plan.sources)
         if accepted is not None and is_read_here:
             refuse_align(plan, model, accepted)
-            check_inputs({"tokens"}, accepted)
+            check_inputs({"features" if plan.config.data.features else "tokens"}, accepted)
         micro = first_batch(model, plan.config, plan.vocab_size)
         given: dict[str, Any] = {"vocab_size": plan.vocab_size, "build": build, "seq_len": tokens}
         judged = model

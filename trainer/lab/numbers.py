@@ -1,4 +1,5 @@
-"""Sequences of numbers in place of tokens: their loss, and the batch by which a model of them is judged.
+"""Sequences of numbers in place of tokens: their loss, series in files, and the batch by which a model of them is
+judged.
 
 It could go if all data were text.
 """
@@ -6,18 +7,29 @@ It could go if all data were text.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.arrays import is_known
+from trainer.arrays import Ints, is_known
+from trainer.data.collate import Batch, Collator, Gathered
+from trainer.data.documents import TokenTable, damaged, table_from_pieces
+from trainer.data.formats import BATCH_ROWS, pyarrow_for
 from trainer.data.loader import MicroBatch, accepted_inputs, take_apart
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import UserError
 from trainer.model.protocol import ModelOutput, extras_of
 
 if TYPE_CHECKING:
+    from trainer.config.data_tables import DataTable
     from trainer.config.schema import RunConfig
 
 POSITIONS = 256  # of the first batch that are tried: copies of the model have them
@@ -35,10 +47,134 @@ class SquaredError:
         return (output.to(targets.dtype) - targets.masked_fill(~is_known(targets), 0.0)).square()
 
 
+class Series:
+    """Reads series, in the place of a tokenizer: the rows of documents are F numbers.
+
+    Row t is predicted from row t - 1, the first one from zeros; or its columns `targets` from the
+    others, unshifted. Raises UserError: the columns are not F.
+    """
+
+    token_type_names: tuple[str, ...] = ()
+    token_type_table: npt.NDArray[np.int8] | None = None
+
+    def __init__(self, data: DataTable) -> None:
+        self.vocab_size = self.bos_id = self.width = data.features
+        self.columns, self.targets = tuple(data.columns), data.targets
+        self.name = f"series of {self.width} numbers, columns {data.columns}, targets {data.targets}"
+        if len(data.columns) not in (0, self.width) or not {*data.targets} < {*range(self.width)}:
+            problem = f"are {self.width}, and do not fit columns = {data.columns} and targets = {data.targets}"
+            raise UserError("data.features", problem, "name as many columns, and numbers from 0 of some of them")
+
+    @property
+    def collator(self) -> type[Collator]:
+        """Makes the batches."""
+        return SeriesCollator
+
+    def encode(self, text: str) -> Ints:
+        """Refused."""
+        raise UserError("data.features", "are numbers, and a prompt is text", "set sample.every = 0")
+
+    def decode(self, ids: Any) -> str:
+        """Rows for people."""
+        return "; ".join(" ".join(f"{number:.4g}" for number in row) for row in ids)
+
+    def load(self, path: Path, format: str) -> TokenTable:
+        """The series of a file."""
+        if format == "parquet" and self.columns:
+            return self.table(self._parquet(path), where=str(path))
+        if format != "npy":
+            problem = f"is read as {format}, and series are .npy, or Parquet with data.columns"
+            raise damaged(path, problem, "leave it out, or convert it")
+        try:
+            rows = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
+            raise damaged(path, f"is not a readable .npy array ({error})") from error
+        is_plain = rows.ndim == 2 and rows.dtype.kind == "f" and rows.dtype.isnative and rows.flags.c_contiguous
+        if not is_plain or rows.shape[1] != self.width or not len(rows):
+            found = f"{rows.dtype.str} {list(rows.shape)}" + " in Fortran order" * (not rows.flags.c_contiguous)
+            problem = f"must be floats [T, {self.width}], little-endian and in C order, got {found}"
+            raise damaged(path, problem, "write it so, or set data.features to its numbers per row")
+        return TokenTable(rows, np.zeros(1, np.int64), np.array([len(rows)]))
+
+    def _parquet(self, path: Path) -> Iterator[Any]:
+        """The rows of each document, float32 [T, F]."""
+        with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=list(self.columns)):
+                lists = [batch.column(name).cast(pyarrow.large_list(pyarrow.float64())) for name in self.columns]
+                lengths = [each.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False) for each in lists]
+                if any((own != lengths[0]).any() or (own < 0).any() for own in lengths):
+                    fix = "write lists of one length in each row"
+                    raise damaged(
+                        path, f"has a row whose {', '.join(self.columns)} are of unequal length, or null", fix
+                    )
+                columns = [each.flatten().to_numpy(zero_copy_only=False) for each in lists]
+                yield from np.split(np.stack(columns, 1).astype(np.float32), lengths[0].cumsum()[:-1])
+
+    def table(self, pieces: Iterable[Any], *, where: str) -> TokenTable:
+        """Series, [T, F] each, in one array."""
+        bits = (np.ascontiguousarray(piece, np.float32).ravel().view(np.uint32) for piece in pieces)
+        flat = table_from_pieces(bits, 1 << 32, where=where)
+        return TokenTable(
+            flat.tokens.view(np.float32).reshape(-1, self.width), flat.starts // self.width, flat.lengths // self.width
+        )
+
+
+def _parts(rows: Any, targets: Sequence[int]) -> tuple[Any, Any]:
+    """Inputs and targets, by columns; all are both if no targets are named."""
+    if not targets:
+        return rows, rows
+    return np.delete(rows, targets, axis=-1), rows[..., list(targets)]
+
+
+class SeriesCollator(Collator):
+    """Gives `features` [B, T, ...] in the place of tokens, and float targets, NaN in gaps."""
+
+    def __init__(self, tokenizer: Tokenizer, **how: Any) -> None:
+        super().__init__(tokenizer, **how)
+        series: Any = tokenizer
+        self._targets: list[int] = series.targets
+        self._nothing: Any = np.zeros((self._row_tokens, series.width), np.float32)
+
+    def _content(self, found: Gathered, sizes: Ints) -> Batch:
+        rows = np.concatenate(found.pieces, dtype=np.float32, casting="same_kind")
+        features, targets = _parts(rows, self._targets)
+        if not self._targets:  # from the row before, which of a segment's first one is in another piece
+            features, reads = np.zeros_like(rows), chain.from_iterable(found.rows)
+            features[1:] = rows[:-1]
+            for at, segment in zip(sizes.cumsum() - sizes, found.segments, strict=True):
+                features[at] = 0.0
+                if segment >= 0:
+                    of, offset, _ = next(reads)
+                    if of.first or offset:
+                        features[at] = of.source.documents.tokens[of.begin + offset - 1]
+        for gap in found.gaps:
+            features[gap], targets[gap] = 0.0, np.nan
+        if not np.isfinite(features).all() or np.isinf(targets).any():
+            self._refuse(found)
+        return {"features": features, "targets": targets}
+
+    def _refuse(self, found: Gathered) -> None:
+        for of, offset, size in chain.from_iterable(found.rows):
+            start = max(of.first + offset - 1, 0)
+            rows = of.source.documents.read(of.document, start, of.first + offset + size)
+            is_bad = ~np.isfinite(rows)
+            is_bad[:, self._targets] = np.isinf(rows[:, self._targets])
+            for row, column in np.argwhere(is_bad)[:1].tolist():
+                where = f"{of.source.stream.path}: document {of.document}, row {start + row}, column {column}"
+                fix = "fill it in; NaN may stand in data.targets alone"
+                raise damaged(where, f"is {rows[row, column]}, and a model takes finite numbers", fix)
+
+
 def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBatch | None:
     """That of the first data set of the user's own, on the model's device; None if the model takes
     tokens alone, or no such data are read. Raises UserError: it is none, or not for this model."""
     accepted = accepted_inputs(model)
+    if config.data.features:
+        shape = 8, config.data.seq_len, config.data.features
+        drawn = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        features, targets = map(torch.from_numpy, _parts(drawn, config.data.targets))
+        batch = {"features": features, "targets": targets}
+        return take_apart(batch, accepted).to(next(model.parameters(), torch.empty(0)).device)
     own = next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
     if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
         return None

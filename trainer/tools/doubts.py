@@ -151,7 +151,8 @@ def contents(plan: Plan) -> dict[str, Content]:
     read = [source for source in plan.sources if source.streams and not source.is_off]
     size = sum(file_bytes(stream) for source in read for stream in source.streams)
     measure = _opened if size <= OPENED_BYTES else _by_bytes
-    return {source.name: measure(plan, source) for source in read}
+    found = {source.name: measure(plan, source) for source in read}
+    return {name: each._replace(tokens=each.tokens * plan.config.data.values) for name, each in found.items()}
 
 
 def _opened(plan: Plan, source: Source) -> Content:

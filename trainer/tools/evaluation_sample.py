@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -258,7 +259,8 @@ def _copied(
         in_memory = {}
         for modality, own in pieces.items():
             path, numbers = f"documents drawn of {modality}", np.arange(len(own))
-            table = table_from_pieces(own, plan.tokenizer.vocab_size, where=path)
+            make = getattr(plan.tokenizer, "table", partial(table_from_pieces, vocab_size=plan.tokenizer.vocab_size))
+            table = make(own, where=path)
             groups = build_groups(table.lengths, numbers, path, CutOptions(source.name, seq_len))
             in_memory[path] = OpenStream(Stream(0, path, path, modality), table, groups, seq_len, len(table.tokens))
             group_ids[places[modality]] = groups.ids_of(numbers)

@@ -178,7 +178,7 @@ def load_model(
     if name.endswith(".json") and not Path(name).is_file():
         problem = "the tokenizer of the model is not there (paths are relative to the working directory)"
         raise UserError(name, problem, "go where the run was started")
-    words = tokenizer_of(config.data, name)
+    words = tokenizer_of(config.data, name, parts=PARTS)
     model = model_with(weights, config, words.vocab_size, source)
     return SavedModel(model.to(device).eval(), words, config, found)
 
@@ -220,7 +220,7 @@ def export_model(
     """
     saved = read_checkpoint(run_dir, step, ema=ema)
     config = saved.config
-    tokenizer = tokenizer_of(config.data)
+    tokenizer = tokenizer_of(config.data, parts=PARTS)
     run_dir, place = run_dir.absolute(), out.absolute()
     staging = place.with_name(f".{out.name}.{os.getpid()}")
     try:

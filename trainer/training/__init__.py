@@ -14,9 +14,11 @@ if TYPE_CHECKING:  # a run imports what it uses
     from torch import device as Device
     from torch.optim import Optimizer
 
+    from trainer.config.data_tables import DataTable
     from trainer.config.schema import ObjectiveTable, OptimizerTable, RunConfig
     from trainer.data.loader import MicroBatch
     from trainer.data.shard_source import ShardSource
+    from trainer.data.tokenizer import Tokenizer
     from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
     from trainer.metrics.best_effort import BestEffort, Diagnostics
@@ -88,6 +90,7 @@ class Data(Protocol):  # of the user's own; and text that is tokenized once (Non
     def own_batches(self, plan: Plan, source: Source, info: RankInfo, model: nn.Module | None) -> Any: ...
     def own_set(self, plan: Plan, source: Source, info: RankInfo, device: Device, num_batches: int) -> EvalSet: ...
     def OwnTask(self, plan: Plan, model: nn.Module, guard: BestEffort) -> Task: ...
+    def Series(self, data: DataTable) -> Tokenizer: ...
     def tokenize_once(self, plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None: ...
 
 

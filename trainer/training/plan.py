@@ -99,7 +99,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, parts: P
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config)
-    tokenizer = tokenizer_of(config.data)
+    tokenizer = tokenizer_of(config.data, parts=parts)
     check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
@@ -114,8 +114,10 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, parts: P
     return plan
 
 
-def tokenizer_of(data: DataTable, name: str = "") -> Tokenizer:
-    """The tokenizer of `[data]`. `name`: where its file is by now."""
+def tokenizer_of(data: DataTable, name: str = "", *, parts: Parts) -> Tokenizer:
+    """The tokenizer of `[data]`, or what reads numbers. `name`: where its file is by now."""
+    if data.features:
+        return need(parts.data, "data.features").Series(data)
     how: dict[str, Any] = data.model_dump(include={"vocab_size", "parse_special", "eod"})
     return load_tokenizer(name or data.tokenizer, **how)
 

@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from tests.support.in_process import train_here
-from tests.support.runs import EXAMPLES, read_rows
+from tests.support.runs import EXAMPLES, read_rows, train
+from trainer.cli.parts import PARTS
+from trainer.config.data_tables import DataTable, SourceTable
+from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
+from trainer.files import parse_json
+from trainer.lab.numbers import Series
+from trainer.training.build import make_blend
+from trainer.training.plan import make_plan
 
 SHORT = (
     'metrics={log_interval=1,stdout="off"}',
@@ -113,3 +122,180 @@ def test_the_model_and_the_loss_are_judged_on_the_first_batch(sensors, tmp_path,
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     ended = verb("check", "--config", CONFIG, "--set", setting)
     assert (ended.returncode, problem in ended.stderr) == (2, True), ended.stderr
+
+
+# Series in files.
+
+SIZES = (5, 12, 1, 9, 16, 7)  # rows of each
+MODEL = """
+import torch
+from trainer.model.protocol import ModelOutput
+
+class Model(torch.nn.Module):
+    state_width = 8
+    def __init__(self, *, width=3, out=3, **_):
+        super().__init__()
+        self.gru, self.head = torch.nn.GRU(width, 8, batch_first=True), torch.nn.Linear(8, out)
+    def forward(self, features, state=None):
+        out, end = self.gru(features, None if state is None else state[None].contiguous())
+        return ModelOutput(self.head(out), end[0])
+"""
+
+
+@pytest.fixture
+def series(tmp_path, monkeypatch):
+    """Walks of three numbers, one per file, and a config that reads them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "of_series", raising=False)
+    (tmp_path / "of_series.py").write_text(MODEL)
+    (tmp_path / "series").mkdir()
+    random = np.random.default_rng(0)
+    documents = [random.normal(size=(size, 3)).cumsum(0) for size in SIZES]
+    for number, rows in enumerate(documents):
+        np.save(tmp_path / "series" / f"{number}.npy", rows)
+    (tmp_path / "series.toml").write_text(
+        """
+[train]
+steps = 100
+device = "cpu"
+[data]
+seq_len = 4
+features = 3
+mixing = { batch_size = 2, repeat = false }
+source = [{ name = "walks", paths = ["series/*"] }]
+[eval]
+every = 100
+source = [{ name = "again", paths = ["series/*"] }]
+[model]
+target = "of_series:Model"
+[objective]
+target = "trainer.lab.numbers:SquaredError"
+[optimizer]
+lr = 1e-30
+[metrics]
+log_interval = 1
+stdout = "off"
+[checkpoint]
+every = 2
+keep_last = 99
+"""
+    )
+    return documents
+
+
+OTHERS = ("data.targets=[1]", "model.args={width=2,out=1}")
+
+
+@pytest.mark.parametrize(("sets", "ranks"), [((), None), (OTHERS, None), pytest.param((), 2, marks=pytest.mark.slow)])
+def test_an_epoch_of_series_has_the_loss_of_whole_documents(series, tmp_path, sets, ranks):
+    if sets:  # a target may be unknown, where it is no input
+        series[1][3, 1] = series[4][:5, 1] = np.nan
+        for number in (1, 4):
+            np.save(tmp_path / "series" / f"{number}.npy", series[number])
+    if ranks is None:
+        train_here(tmp_path / "series.toml", tmp_path / "run", *sets)
+    else:
+        train(tmp_path / "series.toml", tmp_path / "run", *sets, nproc=ranks, extra={"PYTHONPATH": str(tmp_path)})
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    model = importlib.import_module("of_series").Model(width=3 - bool(sets), out=1 if sets else 3)
+    model.load_state_dict(
+        importlib.import_module("trainer.tools.saved_model").read_checkpoint(tmp_path / "run").weights
+    )
+    total = count = 0
+    for document in series:
+        features, targets = np.concatenate([np.zeros((1, 3)), document[:-1]]), document
+        if sets:
+            features, targets = document[:, [0, 2]], document[:, [1]]
+        with torch.no_grad():
+            error, known, _ = squared_errors(model, features[None], targets[None])
+        total, count = total + float(error), count + known
+    trained = [row for (mode, _), row in rows.items() if mode == "train"]
+    assert sum(row["tokens_in_step"] for row in trained) == count
+    found = sum(row["loss"] * row["tokens_in_step"] for row in trained)
+    assert found / count == pytest.approx(total / count, rel=2e-6)
+    (evaluated,) = [row for (mode, _), row in rows.items() if mode == "eval"]
+    assert evaluated["eval/again/loss"] == pytest.approx(total / count, rel=2e-6)
+
+
+def read_on(blend, number):
+    return [next(blend) for _ in range(number)]
+
+
+@pytest.mark.parametrize("align", ["stream", "document"])
+def test_rows_of_series_follow_each_other_and_resume_exactly(series, tmp_path, align):
+    names = [f"series/{number}.npy" for number in range(len(SIZES))]
+    sets = [f'data.align="{align}"', "data.mixing.repeat=true", "data.mixing.spread=1", "model.contract=false"]
+    plan = make_plan(load_config(tmp_path / "series.toml", sets), tmp_path / "series.toml", 1, parts=PARTS)
+    made = [make_blend(plan, RankInfo()) for _ in range(2)]
+    seen = {}
+    for batch in read_on(made[0], 9):
+        at = parse_json(str(batch["instability_meta_json"]))
+        for row, segments in enumerate(at["rows"]):
+            place = 0
+            for each in segments:
+                document, size = series[names.index(each["stream"])], each["stop"] - each["start"]
+                before = np.concatenate([np.zeros((1, 3)), document])[each["start"] : each["stop"]]
+                there = slice(place, place + size)
+                np.testing.assert_array_equal(batch["features"][row, there], before.astype(np.float32))
+                wanted = document[each["start"] : each["stop"]].astype(np.float32)
+                np.testing.assert_array_equal(batch["targets"][row, there], wanted)
+                place, seen[each["stream"]] = place + size, seen.get(each["stream"], 0) + size
+            assert np.isnan(batch["targets"][row, place:]).all()
+            assert not batch["features"][row, place:].any()
+    assert len(seen) == len(SIZES)
+    made[1].load_state_dict(made[0].state_dict())
+    for one, other in zip(*(read_on(each, 6) for each in made), strict=True):
+        assert all(np.array_equal(one[key], other[key], equal_nan=key == "targets") for key in ("features", "targets"))
+
+
+def save_parquet(path, columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    importlib.import_module("pyarrow.parquet").write_table(pyarrow.table(columns), path)
+
+
+def test_columns_of_lists_are_rows_and_null_is_unknown(tmp_path):
+    path = tmp_path / "a.parquet"
+    save_parquet(path, {"b": [[1.5, None], [], [3]], "a": [[4, 5], [], [6]], "text": ["x", "y", "z"]})
+    found = reader(columns=["a", "b"], targets=[1]).load(path, "parquet")
+    np.testing.assert_array_equal(found.tokens, np.array([[4, 1.5], [5, np.nan], [6, 3]], np.float32))
+    assert (found.starts.tolist(), found.lengths.tolist()) == ([0, 2, 2], [2, 0, 1])
+    save_parquet(path, {"b": [[1.5]], "a": [[4, 5]]})
+    with pytest.raises(UserError, match=r"a.parquet: has a row whose a, b are of unequal length"):
+        reader(columns=["a", "b"]).load(path, "parquet")
+
+
+def reader(features=2, **more):
+    return Series(DataTable(source=[SourceTable(name="s", paths=["x"])], features=features, **more))
+
+
+ROWS = np.ones((4, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [
+        (ROWS.astype(int), r"must be floats \[T, 2\].* got <i8 \[4, 2\]"),
+        (ROWS[:, 0], r"got <f4 \[4\]"),
+        (np.ones((4, 3)), r"got <f8 \[4, 3\]"),
+        (np.asfortranarray(ROWS), r"got <f4 \[4, 2\] in Fortran order"),
+        (ROWS[:0], r"got <f4 \[0, 2\]"),
+        (ROWS.astype(">f4"), r"got >f4 \[4, 2\]"),
+    ],
+)
+def test_a_file_that_is_no_series_is_refused_in_a_line(tmp_path, array, problem):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(UserError, match=rf"a.npy: {problem}|a.npy: must be floats .*{problem}") as caught:
+        reader().load(tmp_path / "a.npy", "npy")
+    assert "\n" not in caught.value.message
+
+
+def test_numbers_that_no_model_can_take_are_refused_with_their_place(series, tmp_path, verb):
+    series[4][10, 2] = np.nan
+    np.save(tmp_path / "series" / "4.npy", series[4])
+    with pytest.raises(UserError, match=r"series/4.npy: document 0, row 10, column 2: is nan, and .*; fill it in"):
+        train_here(tmp_path / "series.toml", tmp_path / "run", "model.contract=false")
+    ended = verb("check", "--config", "series.toml", "--set", "data.features=4")
+    assert (ended.returncode, "must be floats [T, 4]" in ended.stderr) == (2, True)
+    ended = verb("check", "--config", "series.toml", "--set", "data.targets=[3]")
+    assert (ended.returncode, "data.features: are 3, and do not fit" in ended.stderr) == (2, True)
