@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from trainer.config.schema import RunConfig
 from trainer.errors import UserError
+from trainer.lab import nested_state
 from trainer.lab.auxiliary import make_auxiliary as make_auxiliary
 from trainer.lab.contract_check import check_before_run as check_before_run
 from trainer.lab.contract_check import run_few_tokens
 from trainer.lab.cuda_graph import make_graphs as make_graphs
 from trainer.lab.depth import Depth as Depth
-from trainer.lab.nested_state import carry_flat as carry_flat
+from trainer.lab.numbers import first_batch
 from trainer.lab.optimizers import build_optimizer as build_optimizer
 from trainer.lab.weights import load_weights as load_weights
 from trainer.metrics.logger import get_logger
@@ -35,6 +37,14 @@ from trainer.objective import Loss, Objective, ObjectiveError, ObjectiveOutput, 
 from trainer.training.plan import Plan
 
 logger = get_logger(__name__)
+
+
+def carry_flat(model: nn.Module, *, config: RunConfig | None, vocab_size: int) -> nn.Module:
+    """As `nested_state.carry_flat`, tried on the data of the run of a config."""
+    if config is None:
+        return nested_state.carry_flat(model)
+    micro = first_batch(model, config, vocab_size)
+    return nested_state.carry_flat(model, lengths=(config.data.seq_len,), micro=micro)
 
 
 def recompute_blocks(model: nn.Module) -> None:

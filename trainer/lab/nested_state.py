@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,7 @@ from torch.utils import _pytree as pytree
 
 from trainer.data.loader import MicroBatch
 from trainer.errors import UserError
-from trainer.lab.numbers import first_batch, some_rows
 from trainer.model.protocol import FEW_TOKENS, ModelOutput, evaluating, extras_of
-
-if TYPE_CHECKING:
-    from trainer.config.schema import RunConfig
 
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
 
@@ -115,21 +111,16 @@ class NestLayout:
         return ", ".join(f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves)
 
 
-def carry_flat(
-    model: nn.Module, *, lengths: Sequence[int] = (), config: RunConfig | None = None, vocab_size: int = 0
-) -> nn.Module:
+def carry_flat(model: nn.Module, *, lengths: Sequence[int] = (), micro: MicroBatch | None = None) -> nn.Module:
     """Let a model take and return a nested state as rows [B, state_width], by hooks.
 
     Sets `model.state_layout` and `model.state_width`: the layout of the state that forwards without
     gradient return in `eval()`, or None and 0 if they return none.
 
     `lengths`: tokens of the rows that the model is for, tried after `FEW_TOKENS`; the forward's own
-    error is raised if it takes none. `config`: of a run, whose first batch is tried in their place if
-    the model takes more than tokens. Raises UserError: the state's tensors do not have the batch first.
+    error is raised if it takes none. `micro`: tried in their place, of a model that takes more than
+    tokens. Raises UserError: the state's tensors do not have the batch first.
     """
-    micro = None
-    if config is not None:
-        lengths, micro = (*lengths, config.data.seq_len), first_batch(model, config, vocab_size)
     with evaluating(model):
         states = _first_states(model, lengths, micro)
     layout, width = None, 0
@@ -148,6 +139,15 @@ def carry_flat(
     attributes: Any = model
     attributes.state_layout, attributes.state_width = layout, width
     return model
+
+
+def some_rows(micro: MicroBatch, rows: int) -> dict[str, Any]:
+    """The inputs of so many rows; those of a batch of fewer rows are repeated."""
+    count, found = len(micro.targets), dict(micro.inputs)
+    for key, value in micro.inputs.items():
+        if isinstance(value, Tensor) and value.shape[:1] == (count,):
+            found[key] = value[torch.arange(rows, device=value.device) % count]
+    return found
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from trainer.data.formats import BATCH_ROWS, pyarrow_for
 from trainer.data.loader import MicroBatch, accepted_inputs, take_apart
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+from trainer.lab.nested_state import some_rows
 from trainer.model.protocol import ModelOutput, extras_of
 
 if TYPE_CHECKING:
@@ -189,15 +190,6 @@ def _read(path: str, given: str, key: str, vocab_size: int) -> dict[str, Any]:
 
     with torch.device("cpu"):  # also where a model is built without memory
         return OwnBatches(make_own(path, json.loads(given), key), vocab_size=vocab_size, key=key).first()
-
-
-def some_rows(micro: MicroBatch, rows: int) -> dict[str, Any]:
-    """The inputs of so many rows; those of a batch of fewer rows are repeated."""
-    count, found = len(micro.targets), dict(micro.inputs)
-    for key, value in micro.inputs.items():
-        if isinstance(value, Tensor) and value.shape[:1] == (count,):
-            found[key] = value[torch.arange(rows, device=value.device) % count]
-    return found
 
 
 class OnPositions(nn.Module):
