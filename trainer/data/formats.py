@@ -15,6 +15,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -283,13 +284,9 @@ class Format:
     listed: Callable[[Sequence[str]], Collection[str]] | None = None
 
 
-def _of_records(name: str) -> Any:
-    """A function of `records`, which imports this module, and is imported when it is called."""
-
-    def called(*arguments: Any) -> Any:
-        return getattr(import_module("trainer.data.records"), name)(*arguments)
-
-    return called
+def _call_of_records(name: str, *arguments: Any) -> Any:
+    """Call a function of `records`, which imports this module."""
+    return getattr(import_module("trainer.data.records"), name)(*arguments)
 
 
 _RECORDS: Any = {"load": None, "options": ("column",), "cannot_be_mapped": True}
@@ -300,12 +297,14 @@ FORMATS: dict[str, Format] = {
     "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
     "bin": Format((".bin",), documents.load_bin, ("dtype", "eod")),
     "parquet": Format((".parquet",), None, ("column",), pieces=parquet_pieces),
-    "jsonl_compressed": Format((".jsonl.gz", ".jsonl.zst"), pieces=_of_records("compressed_pieces"), **_RECORDS),
+    "jsonl_compressed": Format(
+        (".jsonl.gz", ".jsonl.zst"), pieces=partial(_call_of_records, "compressed_pieces"), **_RECORDS
+    ),
     "arrow": Format(
         (".arrow",),
-        pieces=_of_records("arrow_pieces"),
+        pieces=partial(_call_of_records, "arrow_pieces"),
         marks=("state.json", "dataset_dict.json"),
-        listed=_of_records("files_of_data_sets"),
+        listed=partial(_call_of_records, "files_of_data_sets"),
         **_RECORDS,
     ),
 }

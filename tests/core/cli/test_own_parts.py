@@ -207,7 +207,7 @@ def test_a_part_that_does_not_fit_is_refused_by_check_in_one_line(tmp_path, monk
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (own_source("counting", "extra='odd'"), r"batch key odd: neither an input of the model \(tokens\) nor "),
+        (own_source("counting", "extra='odd'"), r"cannot call the model with .*odd: got an unexpected"),
         (own_source("failing", "at=7"), r"source own: own_parts:failing: fails after 7 batches: ValueError: bad"),
         (
             "data.source=[{name='own', paths=['CORPUS/a/*'], format='own_parts:odd_format'}]",

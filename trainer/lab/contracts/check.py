@@ -253,12 +253,15 @@ def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
         found |= find_causes(trial.in_mode(look_in))
     if not trial.takes_resets:
         found["resets"] = untestable("resets", "forward takes no resets")
-    if (of_state := _check_state(trial)) is not None:
+    of_state = _check_state(trial)
+    if of_state is not None and of_state.status != "broken":  # then `carry` is no cause
         found["carry"] = of_state
     broken = [check for check, verdict in found.items() if verdict.status == "broken"]
     if "soak" in broken and len(broken) > 1:
         cause = next(check for check in broken if check != "soak")
         found["soak"] = untestable("soak", f"{cause} is broken")
+    if of_state is not None:
+        found["carry"] = of_state
     verdicts.update(found | verdicts)  # earlier verdicts hold
     return f"{how}, on {subject.device}"
 
