@@ -229,7 +229,9 @@ class FilesTable(Table):
     text_split: TextSplit = "file"
     """Documents of text files. file: each file; blank_line: each block between blank lines."""
     column: Text | None = None
-    """Field of JSON lines or Parquet with texts or lists of ids; absent: text or tokens."""
+    """Field of JSON lines, Parquet or Arrow with texts or lists of ids; absent: text or tokens."""
+    loss_mask: Text | None = None
+    """Field that says which tokens are trained, as spans of the text or 0 and 1 for ids; absent: all."""
     target: ImportPath | None = None
     """Import path `package.module:function`: returns your own iterable of micro-batches."""
     args: Args = {}

@@ -131,7 +131,7 @@ class BlendDataset:
         if times:
             self._time_names = names if per_source else ["all"] * len(names)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
-        self._constants: dict[str, float] = {}  # metrics that stay as they are
+        self._constants: dict[str, Reported] = {}  # metrics that stay as they are
         self._latest: dict[int, dict[str, Reported]] = {}  # the last report of each source
         self._undrained: set[int] = set()
         self._register_metrics()

@@ -179,9 +179,8 @@ class Collator:
         found = Gathered([], [], [], [], [], [], [], [], [])
         # In local names: this loop runs for every document.
         pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups = found
-        last, room, checked = None, 1, set()  # room: how much of a row the next groups may fill
-        if runs_on:
-            room = length
+        last, checked = None, set()
+        room = length if runs_on else 1  # how much of a row the next groups may fill
         for row, lane in enumerate(lanes):
             at, read, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
             while at < length and (lane.groups or refill(lane, at, room - at)):
@@ -252,7 +251,7 @@ class Collator:
             bounds.check(tokens, int(documents.starts[of.document]) + start)
 
 
-def make_collator(tokenizer: Tokenizer, **how: Any) -> Collator:
-    """That of the tokenizer's documents: those of series are numbers."""
-    make: type[Collator] = getattr(tokenizer, "collator", Collator)
+def make_collator(tokenizer: Tokenizer, loss_mask: Any = None, **how: Any) -> Collator:
+    """That of the tokenizer's documents (those of series are numbers), or of those with a mask."""
+    make: type[Collator] = getattr(loss_mask or tokenizer, "collator", Collator)
     return make(tokenizer, **how)

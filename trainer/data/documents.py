@@ -130,6 +130,8 @@ class ReadOptions(Options):
     """The documents' field in JSON lines or Parquet; None: `text` or `tokens`."""
     text_eod: int | None = None
     """The id to end each document of text with; None: none."""
+    loss_mask: Any = None
+    """The `LossMask` that knows which tokens are trained; None: all."""
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:

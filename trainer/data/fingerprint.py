@@ -106,7 +106,7 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.special_tokens and not tokenizer.parse_special:
         words += ", data.parse_special = false"  # earlier versions parsed them
     # A column or an end that is not set stands in no state of earlier versions.
-    unset = (("column", None), ("text_eod", None))
+    unset = (("column", None), ("text_eod", None), ("loss_mask", None))
     read = {key: value for key, value in vars(options).items() if (key, value) not in unset}
     return {
         **asdict(cut),

@@ -120,6 +120,9 @@ def jsonl_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
 
 def pieces_of_lines(path: Path, lines: Iterable[bytes], options: ReadOptions) -> Iterator[TokenArray]:
     """The same of the lines of a file."""
+    if options.loss_mask is not None:
+        yield from options.loss_mask.of_lines(path, lines, options)
+        return
     batch: list[tuple[str, str | TokenArray]] = []
     size = 0
     for number, line in enumerate(lines, start=1):
@@ -127,7 +130,7 @@ def pieces_of_lines(path: Path, lines: Iterable[bytes], options: ReadOptions) ->
             where = f"{path}: line {number}"
             document: Any = document_of(line, where, options.column)
             if isinstance(document, list):
-                document = _checked(document, options.tokenizer, where)
+                document = checked(document, options.tokenizer, where)
             batch.append((where, document))
         size += len(line)
         if size >= BATCH:
@@ -136,7 +139,7 @@ def pieces_of_lines(path: Path, lines: Iterable[bytes], options: ReadOptions) ->
     yield from _encoded(batch, options)
 
 
-def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
+def checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
     bounds = IdBounds.of(where, tokenizer)
     for id in ids:  # as Python's integers: one may exceed 64 bits
         if not 0 <= id < bounds.num_ids:
@@ -153,10 +156,7 @@ def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) ->
         where = next(place for place, text in texts.items() if text == error.object)
         raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
     for _, document in batch:
-        if isinstance(document, str):
-            yield next(encoded)
-        else:
-            yield document
+        yield next(encoded) if isinstance(document, str) else document
 
 
 @contextmanager
@@ -214,7 +214,8 @@ def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while row groups are read."""
     with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
         column = find_column(path, file.schema_arrow, pyarrow, options.column)
-        yield from pieces_of_rows(path, file.iter_batches(BATCH_ROWS, columns=[column.name]), column, options)
+        batches = file.iter_batches(BATCH_ROWS, columns=[column.name, *(options.loss_mask or ())])
+        yield from pieces_of_rows(path, batches, column, options)
 
 
 def pieces_of_rows(path: Path, batches: Iterable[Any], column: Column, options: ReadOptions) -> Iterator[TokenArray]:
@@ -225,10 +226,13 @@ def pieces_of_rows(path: Path, batches: Iterable[Any], column: Column, options: 
         where = f"{path}: rows {row} to {row + len(array) - 1}"
         if array.null_count:
             raise damaged(where, f"{column.name} is null in one", "remove such rows")
-        if column.kind == "text":
-            yield from _ended(encode_all(options.tokenizer, array.to_pylist()), options)
+        contents: Any = array.to_pylist() if column.kind == "text" else _tokens(where, array, options.tokenizer)
+        if options.loss_mask is not None:
+            yield from options.loss_mask.of_rows(f"{path}: row", row, batch, contents, options)
+        elif column.kind == "text":
+            yield from _ended(encode_all(options.tokenizer, contents), options)
         else:
-            yield from _tokens(where, array, options.tokenizer)
+            yield from contents
         row += len(array)
 
 
@@ -273,7 +277,7 @@ class Format:
     suffixes: tuple[str, ...]  # ends of file names that select the format
     load: Callable[[Path, ReadOptions], TokenTable] | None  # None: tokenizes its `pieces`
     # The keys that the user may set for such files.
-    options: tuple[Literal["dtype", "eod", "text_split", "column"], ...] = ()
+    options: tuple[Literal["dtype", "eod", "text_split", "column", "loss_mask"], ...] = ()
     # Extension of a second file that must be there too, and is not a stream of its own.
     beside: str | None = None
     # Of a format that can hold text: the ids of each document.
@@ -284,27 +288,25 @@ class Format:
     listed: Callable[[Sequence[str]], Collection[str]] | None = None
 
 
-def _call_of_records(name: str, *arguments: Any) -> Any:
+def _record(name: str, *arguments: Any) -> Any:
     """Call a function of `records`, which imports this module."""
     return getattr(import_module("trainer.data.records"), name)(*arguments)
 
 
-_RECORDS: Any = {"load": None, "options": ("column",), "cannot_be_mapped": True}
+_RECORDS: Any = {"load": None, "options": ("column", "loss_mask"), "cannot_be_mapped": True}
 FORMATS: dict[str, Format] = {
     "text": Format(TEXT_SUFFIXES, load_text, ("text_split",), pieces=text_pieces),
-    "jsonl": Format((".jsonl",), None, ("column",), pieces=jsonl_pieces),
+    "jsonl": Format((".jsonl",), None, ("column", "loss_mask"), pieces=jsonl_pieces),
     "npy": Format((".npy",), documents.load_npy, ("eod",)),
     "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
     "bin": Format((".bin",), documents.load_bin, ("dtype", "eod")),
-    "parquet": Format((".parquet",), None, ("column",), pieces=parquet_pieces),
-    "jsonl_compressed": Format(
-        (".jsonl.gz", ".jsonl.zst"), pieces=partial(_call_of_records, "compressed_pieces"), **_RECORDS
-    ),
+    "parquet": Format((".parquet",), None, ("column", "loss_mask"), pieces=parquet_pieces),
+    "jsonl_compressed": Format((".jsonl.gz", ".jsonl.zst"), pieces=partial(_record, "compressed_pieces"), **_RECORDS),
     "arrow": Format(
         (".arrow",),
-        pieces=partial(_call_of_records, "arrow_pieces"),
+        pieces=partial(_record, "arrow_pieces"),
         marks=("state.json", "dataset_dict.json"),
-        listed=partial(_call_of_records, "files_of_data_sets"),
+        listed=partial(_record, "files_of_data_sets"),
         **_RECORDS,
     ),
 }
@@ -380,18 +382,16 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         if not status.st_size:
             raise damaged(path, "the file is empty", "remove it")
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
+        load: Callable[..., TokenTable] | None = getattr(options.loss_mask or options.tokenizer, "load", None)
+        if load is not None:  # of numbers, or with a mask
+            return load(path, name, options)
         if is_import_path(name):
             return load_own(name, path, options)
-        load = getattr(options.tokenizer, "load", None)
-        if load is not None:  # of numbers
-            table: TokenTable = load(path, name)
-            return table
         row = FORMATS[name]
         if row.load is not None:
             return row.load(path, options)
         assert row.pieces is not None
-        pieces = row.pieces(path, options)
-        table = table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path))
+        table = table_from_pieces(row.pieces(path, options), options.tokenizer.vocab_size, where=str(path))
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error}"
         if error.filename and str(error.filename) != str(path):

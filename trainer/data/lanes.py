@@ -88,6 +88,8 @@ def count_documents(streams: Sequence[Stream], cut: CutOptions, read: ReadOption
     order = keyed_generator("count", cut.namespace).permutation(len(streams))
     drawn, others = order[:COUNTED_FILES], order[COUNTED_FILES:]
     opened = (open_stream(streams[at], read, cut) for at in drawn)
+    if read.loss_mask is not None:
+        opened = read.loss_mask.refuse_untrained(opened, cut.namespace)
     counts = [len(np.unique(each.groups.documents)) for each in opened]
     by_byte = sum(counts) / max(int(sizes[drawn].sum()), 1)
     if max(counts) <= 1:  # each file is a document
@@ -187,6 +189,8 @@ class LaneBlend(BlendDataset):
         self._shard = (0, 1)
         for part in self._laned.values():
             self._shard = (part.fixed_state["rank"], part.fixed_state["world_size"])
+            if part.loss_mask is not None:
+                self._collator = part.loss_mask.collator(tokenizer, row_tokens, runs_on, self._constants)
 
     @property
     def places(self) -> list[Place | None]:

@@ -29,6 +29,7 @@ CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 OPTIONAL_CARRY_KEYS = ("end_ids", "end_cell_index", "depth")
 MASKED_SHARE = "stream_mixing/masked_share"
 FILL = "data/fill"
+TRAINED = "data/trained"
 BATCH_EXTRAS: Final[Mapping[str, str]] = {
     "dataset_labels": "source of each row, a list; with segment_ids of each segment, a tuple",
     "dataset_segments": "modality of each row, a list; with segment_ids of each segment, a tuple",
@@ -265,9 +266,11 @@ class Loader:
             is_target = np.asarray(targets) != IGNORED
             if np.asarray(targets).dtype.kind == "f":
                 is_target = is_known(np.asarray(targets))
-            num_targets = np.count_nonzero(is_target)
-            fill = num_targets, self._full_tokens or is_target.size
-            metrics = {**metrics, MASKED_SHARE: float(num_targets == 0), FILL: fill}
+            num_tokens = np.count_nonzero(is_target)
+            if trained := metrics.get(TRAINED):  # the others fill rows, too
+                num_tokens = trained[1]
+            fill = num_tokens, self._full_tokens or is_target.size
+            metrics = {**metrics, MASKED_SHARE: float(num_tokens == 0), FILL: fill}
         move_together(batch, TENSOR_KEYS, self._device)
         return replace(take_apart(batch, self._accepted), state=state, metrics=metrics)
 

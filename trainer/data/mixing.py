@@ -178,7 +178,7 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         self._turns = turns.tolist()
         super().__init__(streams, cut, read, mix, **options)
         self.fixed_state |= {key: getattr(mix, key) for key in sizes}
-        self._collator = make_collator(read.tokenizer, row_tokens=cut.seq_len, runs_on=False)
+        self._collator = make_collator(read.tokenizer, read.loss_mask, row_tokens=cut.seq_len, runs_on=False)
 
     def _key(self, shard: int, num_shards: int) -> tuple[str | int, ...]:
         return ("all" if self._is_shared else shard,)

@@ -82,15 +82,11 @@ def files_of_data_sets(paths: Sequence[str]) -> list[str]:
             splits = [each.name for each in folders if each.parent == folder.parent]
             example = min(splits, key="train".__ne__)
             if len(splits) > 1:
-                problem, fix = (
-                    f"is a data set of splits: {few(splits)}",
-                    f'name one: paths = ["{folder.parent}/{example}"]',
-                )
-                raise damaged(folder.parent, problem, fix)
+                fix = f'name one: paths = ["{folder.parent}/{example}"]'
+                raise damaged(folder.parent, f"is a data set of splits: {few(splits)}", fix)
         if (folder / SAVED).is_file():
             try:
-                files = json.loads((folder / SAVED).read_bytes())["_data_files"]
-                names = {str(each["filename"]) for each in files}
+                names = {str(each["filename"]) for each in json.loads((folder / SAVED).read_bytes())["_data_files"]}
             except (OSError, ValueError, TypeError, KeyError) as error:
                 raise damaged(folder / SAVED, f"does not list the files of a data set ({error!r})") from error
             lost = sorted(name for name in names if not (folder / name).is_file())

@@ -193,7 +193,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         in_memory: Mapping[str, OpenStream] = NOTHING,
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
-        self.name = cut.namespace
+        self.name, self.loss_mask = cut.namespace, read.loss_mask
         if not streams or len({stream.relative_path for stream in streams}) < len(streams):
             problem = "lists a stream twice" if streams else "has no streams"
             raise UserError(self.name, problem, "name each of its files once")

@@ -79,7 +79,7 @@ class Series:
         """Rows for people."""
         return "; ".join(" ".join(f"{number:.4g}" for number in row) for row in ids)
 
-    def load(self, path: Path, format: str) -> TokenTable:
+    def load(self, path: Path, format: str, _: object) -> TokenTable:
         """The series of a file."""
         if format == "parquet" and self.columns:
             return self.table(self._parquet(path), where=str(path))

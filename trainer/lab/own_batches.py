@@ -22,6 +22,7 @@ from trainer.data.loader import BATCH_EXTRAS, CARRY_KEYS, OPTIONAL_CARRY_KEYS, L
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
 from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
+from trainer.lab.loss_mask import LossMask as LossMask
 from trainer.lab.numbers import Series as Series
 from trainer.lab.samples import forked_rng
 from trainer.lab.tokenized import tokenize_once as tokenize_once

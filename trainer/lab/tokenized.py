@@ -41,6 +41,7 @@ from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
+from trainer.lab.loss_mask import LossMask
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted, few, printable
 
@@ -81,6 +82,7 @@ class How(NamedTuple):
     column: str | None
     text_eod: int | None
     vocab_size: int = 0
+    loss_mask: LossMask | None = None
 
 
 Spelled: TypeAlias = Counter[tuple[str, ...]]
@@ -105,7 +107,7 @@ def spelled(path: str, options: ReadOptions) -> Spelled:
     """What the documents of a file of text spell."""
     look, found = Spelling(getattr(options.tokenizer, "special_tokens", ())), Spelled()
     if look.tokens:
-        options = replace(options, tokenizer=look, text_eod=None)
+        options = replace(options, tokenizer=look, text_eod=None, loss_mask=None)
         with suppress(UserError, OSError):  # of which reading will tell
             for piece in _reader(path, options)(Path(path), options):
                 found[tuple(look.tokens[-1 - number] for number in piece[piece < 0].tolist())] += 1
@@ -193,10 +195,12 @@ def _reader(path: str, options: ReadOptions | How) -> Any:
 def _tokenize_file(path: str, target: Path) -> Spelled:
     """Write a file's tokens, and their index; what it spells."""
     lengths = array("q")
-    vocab_size = _options.tokenizer.vocab_size
+    pieces, vocab_size = _reader(path, _options), _options.tokenizer.vocab_size
+    if _options.loss_mask is not None:
+        pieces, vocab_size = _options.loss_mask.pieces, 2 * vocab_size
     dtype = next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
     with replacing(target) as file:
-        for piece in _reader(path, _options)(Path(path), _options):
+        for piece in pieces(Path(path), _options):
             lengths.append(len(piece))
             file.write(piece.astype(dtype).tobytes())
     if not lengths:
@@ -243,9 +247,9 @@ def tokenize_source(
     if it has little text. Raises UserError: a file is damaged, or the cache cannot be used;
     Stopped."""
     data, table = plan.config.data, source.table
-    how = How(
-        data.tokenizer, data.parse_special, table.format, table.text_split, table.column, data.eod, data.vocab_size
-    )
+    mask = LossMask(table.loss_mask) if table.loss_mask is not None else None
+    fields = (table.format, table.text_split, table.column, data.eod, data.vocab_size, mask)
+    how = How(data.tokenizer, data.parse_special, *fields)
     streams = [
         each for each in source.streams if not source.is_off and is_copied(each.path, table.format, plan.tokenizer)
     ]

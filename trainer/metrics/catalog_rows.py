@@ -303,6 +303,9 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
     _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="weighted_mean", ranks="weighted_mean")(
         "Positions that hold a token over those of full rows.", "Near 1 with full rows.", "Low: padding, small batches."
     ),
+    _MixingRow("data/trained", "Trained tokens", unit="fraction", window="weighted_mean", ranks="weighted_mean")(
+        "Tokens that loss_mask lets train, over those in the rows.", "As the data say.", "Near 0: nothing is learnt."
+    ),
     _BlendRow("data/documents", "Documents to draw from", unit="documents", ranks="max")(
         "Documents of an epoch, about.", "Above 7 noise scales in rows.", "Fewer: that is too high."
     ),

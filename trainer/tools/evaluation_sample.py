@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import Ints, keyed_generator, weights_of
-from trainer.data.documents import TokenArray, table_from_pieces
+from trainer.data.documents import TokenArray, TokenTable, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.loader import Carry, MicroBatch
@@ -254,13 +254,13 @@ def _copied(
             if owner is dataset:
                 documents = dataset.open(stream).documents
                 stop = min(int(documents.lengths[document]), depth * seq_len)
-                pieces[stream.modality].append(documents.read(document, 0, stop))
+                pieces[stream.modality].append(TokenTable.read(documents, document, 0, stop))
                 places[stream.modality].append(at)
         in_memory = {}
         for modality, own in pieces.items():
             path, numbers = f"documents drawn of {modality}", np.arange(len(own))
-            make = getattr(plan.tokenizer, "table", partial(table_from_pieces, vocab_size=plan.tokenizer.vocab_size))
-            table = make(own, where=path)
+            of_ids = partial(table_from_pieces, vocab_size=plan.tokenizer.vocab_size)
+            table = getattr(dataset.loss_mask or plan.tokenizer, "table", of_ids)(own, where=path)
             groups = build_groups(table.lengths, numbers, path, CutOptions(source.name, seq_len))
             in_memory[path] = OpenStream(Stream(0, path, path, modality), table, groups, seq_len, len(table.tokens))
             group_ids[places[modality]] = groups.ids_of(numbers)

@@ -290,7 +290,9 @@ def reading(
         mix, cut = replace(mix, repeat=False), replace(cut, max_group_cells=0, split="holdout")
     if is_whole:  # validation sets are read as they are
         cut = replace(cut, split="train", holdout_fraction=0.0)
-    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
+    field = source.table.loss_mask
+    mask = field and need(plan.parts.data, f"source {source.name}: loss_mask").LossMask(field)
+    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod, loss_mask=mask), mix
 
 
 def runs_on(plan: Plan, model: nn.Module | None) -> bool:

@@ -127,7 +127,7 @@ def check_reading(
     named += [(f"eval source {source.name}", source) for source in eval_sources]
     for name, source in named:
         table = source.table
-        given = {name: getattr(table, name) for name in ("dtype", "eod", "text_split", "column")}
+        given = {name: getattr(table, name) for name in ("dtype", "eod", "text_split", "column", "loss_mask")}
         if is_import_path(table.format):
             resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)

@@ -77,7 +77,9 @@ def long_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 
 def test_every_key_of_the_catalog_is_emitted_and_no_other(rows: Rows, long_rows: Rows, tmp_path: Path) -> None:
-    train(write_tiny_config(tmp_path), tmp_path / "run", FULL_ROWS, "train.steps=2")
+    (tmp_path / "chat.jsonl").write_text('{"text": "a question and its answer", "mask": [[15, 25]]}\n' * 40)
+    masked = f'data.source=[{{name="chat", paths=["{tmp_path}/chat.jsonl"], loss_mask="mask"}}]'
+    train(write_tiny_config(tmp_path), tmp_path / "run", FULL_ROWS, "train.steps=2", masked)
     full_rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     emitted = {key for row in (*rows.values(), *long_rows.values(), *full_rows.values()) for key in row}
     assert [key for key in emitted if not is_known(key)] == []

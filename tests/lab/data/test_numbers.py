@@ -257,12 +257,12 @@ def save_parquet(path, columns):
 def test_columns_of_lists_are_rows_and_null_is_unknown(tmp_path):
     path = tmp_path / "a.parquet"
     save_parquet(path, {"b": [[1.5, None], [], [3]], "a": [[4, 5], [], [6]], "text": ["x", "y", "z"]})
-    found = reader(columns=["a", "b"], targets=[1]).load(path, "parquet")
+    found = reader(columns=["a", "b"], targets=[1]).load(path, "parquet", None)
     np.testing.assert_array_equal(found.tokens, np.array([[4, 1.5], [5, np.nan], [6, 3]], np.float32))
     assert (found.starts.tolist(), found.lengths.tolist()) == ([0, 2, 2], [2, 0, 1])
     save_parquet(path, {"b": [[1.5]], "a": [[4, 5]]})
     with pytest.raises(UserError, match=r"a.parquet: has a row whose a, b are of unequal length"):
-        reader(columns=["a", "b"]).load(path, "parquet")
+        reader(columns=["a", "b"]).load(path, "parquet", None)
 
 
 def reader(features=2, **more):
@@ -286,7 +286,7 @@ ROWS = np.ones((4, 2), np.float32)
 def test_a_file_that_is_no_series_is_refused_in_a_line(tmp_path, array, problem):
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(UserError, match=rf"a.npy: {problem}|a.npy: must be floats .*{problem}") as caught:
-        reader().load(tmp_path / "a.npy", "npy")
+        reader().load(tmp_path / "a.npy", "npy", None)
     assert "\n" not in caught.value.message
 
 

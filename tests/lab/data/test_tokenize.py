@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +24,13 @@ from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import ReadOptions, load_documents
 from trainer.data.documents import HEADER, MAGIC
 from trainer.data.groups import CutOptions, open_stream
-from trainer.data.layout import Stream, discover_nested
+from trainer.data.layout import Stream, discover_direct, discover_nested
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.lab import tokenized
+from trainer.lab.loss_mask import LossMask
 from trainer.lab.tokenized import How, tokenize_files, tokenize_source
 from trainer.training.sources import Source
 
@@ -139,6 +141,22 @@ def once(source, monkeypatch):
         return [Path(path) for path in tokenize_source(plan, given, RankInfo()).values()]
 
     return call
+
+
+def test_tokens_keep_which_of_them_are_trained_and_have_a_key_of_their_own(source, in_threads, monkeypatch):
+    monkeypatch.setattr(tokenized, "LEAST_BYTES", 1)
+    path, words, places = source / "text" / "prose" / "a.jsonl", load_tokenizer(str(source / "tokenizer.json")), set()
+    path.write_text("".join(json.dumps({"text": t, "a": [[2, 9]], "b": [[0, len(t)]]}) + "\n" for t in TEXTS))
+    for mask in (None, "a", "b"):
+        table = SourceTable(name="s", paths=[str(path)], loss_mask=mask)
+        data = DataTable(source=[table], tokenizer=str(source / "tokenizer.json"), cache_dir=str(source / "cache"))
+        plan = SimpleNamespace(config=SimpleNamespace(data=data), tokenizer=words)
+        (stream,), read = discover_direct([path]), ReadOptions(words, loss_mask=mask and LossMask(mask))
+        (tokens,) = tokenize_source(plan, Source("s", table, ConstantWeight(1.0), [stream]), RankInfo()).values()
+        places.add(tokens)
+        opened = open_stream(replace(stream, tokens=tokens), read, CutOptions("s", 16)).documents
+        assert opened.tokens.tolist() == load_documents(path, read).tokens.tolist()
+    assert len(places) == 3
 
 
 @pytest.mark.parametrize("vocab_size", [0, 300])

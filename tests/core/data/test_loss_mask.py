@@ -1,0 +1,150 @@
+"""Which tokens are trained: those whose first character lies in a span, in every format, and only these count."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.core.data.test_formats import WRITERS, write_jsonl
+from tests.support.in_process import train_here
+from tests.support.runs import train
+from tests.support.streams import options_of, spaced
+from trainer.cli.parts import PARTS
+from trainer.config.load import load_config
+from trainer.data import BlendSource, ConstantWeight, LaneBlend, ReadOptions, ShardSource, load_documents
+from trainer.data.documents import TokenTable
+from trainer.data.layout import discover_direct
+from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
+from trainer.errors import UserError
+from trainer.lab.loss_mask import LossMask
+from trainer.training.build import make_model
+from trainer.training.plan import make_plan
+
+# Prompt and answer in turn; the second one trains nothing, the last one its end.
+PROMPTS = ["Q: naïve 😀?\r\n", "only a prompt é", "", "Q", "a b"]
+TEXTS = [*map(str.__add__, PROMPTS, ["A: ja – «é» 🙏\r\n", "", "answer", "🙏🙏 a", "c d"])]
+SPANS = [[[len(prompt), len(text)]] for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
+SPANS[1], SPANS[4] = [], [[0, 2], [1, 2], [3, 3]]  # overlapping and empty ones
+
+
+def trained_by_hand(sizes, text, spans):
+    """Of tokens of these bytes of UTF-8, those that begin in a character of a span."""
+    owners = [at for at, character in enumerate(text) for _ in character.encode()]
+    begins = np.cumsum([0, *sizes[:-1]]) if sizes else []
+    return [any(start <= owners[byte] < end for start, end in spans) for byte in begins]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("tokenizer", ["bytes", "json"])
+def test_a_token_is_trained_if_its_first_character_lies_in_a_span(tmp_path, suffix, tokenizer):
+    if tokenizer == "json":
+        tokenizer = str(tmp_path / "tokenizer.json")
+        words = pytest.importorskip("tokenizers")
+        made = spaced("byte_level")
+        trainer = words.trainers.BpeTrainer(vocab_size=300, initial_alphabet=words.pre_tokenizers.ByteLevel.alphabet())
+        made.train_from_iterator(TEXTS * 9, trainer)
+        made.post_processor = words.processors.ByteLevel(trim_offsets=True)  # which moves offsets behind a space
+        made.save(tokenizer)
+    tokenizer = load_tokenizer(tokenizer)
+    path, eod = tmp_path / f"a{suffix}", 0
+    WRITERS[suffix](path, {"text": TEXTS, "mask": SPANS})
+    plain = load_documents(path, ReadOptions(tokenizer, text_eod=eod))
+    found = load_documents(path, ReadOptions(tokenizer, text_eod=eod, loss_mask=LossMask("mask")))
+    assert (found.tokens >> 1).tolist() == plain.tokens.tolist()
+    for number, (text, spans) in enumerate(zip(TEXTS, SPANS, strict=True)):
+        ids = plain.read(number, 0, int(plain.lengths[number])).tolist()
+        sizes = [1] * (len(ids) - 1)
+        if tokenizer.name != "bytes":
+            sizes = [len(tokenizer._tokenizer.id_to_token(id)) for id in ids[:-1]]  # a character for each byte
+        trained = trained_by_hand(sizes, text, spans)
+        assert (TokenTable.read(found, number, 0, len(ids)) & 1 == 0).tolist() == [*trained, trained[-1]]
+    WRITERS[suffix](path, {"tokens": [[5, 6, 0], [7]], "mask": [[0, 1, 0], [1]]})
+    found = load_documents(path, ReadOptions(IdsTokenizer(8), loss_mask=LossMask("mask")))
+    assert found.tokens.tolist() == [11, 12, 1, 14]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "né", "mask": [[0, 3]]}, r"\[0, 3\] is no span of a text of 2 characters; count Unicode"),
+        ({"text": "ab", "mask": [[0, 1.5]]}, "is not a list of .start, end."),
+        ({"text": "ab", "mask": [[False, True]]}, "is not a list of .start, end."),
+        ({"text": "ab"}, "is not a list of .start, end."),
+        ({"tokens": [1, 2], "mask": [1]}, "is not a list of 0 and 1, one for each of 2 ids"),
+        ({"text": "\ud800", "mask": []}, "unpaired surrogate"),
+    ],
+)
+def test_what_is_no_mask_is_refused_with_its_line(tmp_path, record, message):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "mask": [[0, 1]]}) + "\n" + json.dumps(record))
+    with pytest.raises(UserError, match=rf"a\.jsonl: line 2: .*{message}"):
+        load_documents(tmp_path / "a.jsonl", ReadOptions(load_tokenizer("bytes"), loss_mask=LossMask("mask")))
+
+
+CONFIG = """
+train = { steps = 2, micro_batches = 2, device = "cpu", clip_grad_norm = 0, compile = false }
+data.seq_len = 64
+data.align = "document"
+data.eod = 255
+data.mixing = { batch_size = 4, repeat = false }
+data.source = [{ name = "chat", paths = ["a.jsonl"], loss_mask = "mask" }]
+model = { dim = 16, num_layers = 2 }
+metrics.log_interval = 1
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_loss_is_that_of_the_trained_tokens_by_plain_torch(tmp_path, monkeypatch, ranks):
+    """The first step reads all documents, of which each has a row; the second has nothing to read."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": SPANS})
+    (tmp_path / "x.toml").write_text(CONFIG)
+    start = train_here if ranks == 1 else partial(train, nproc=ranks)
+    start(tmp_path / "x.toml", tmp_path / "run")
+    plan = make_plan(load_config(tmp_path / "x.toml"), tmp_path / "x.toml", 1, parts=PARTS)
+    torch.manual_seed(plan.config.run.seed)
+    model, total, num_trained, num_read = make_model(plan), torch.zeros(()), 0, 0
+    for text, spans in zip(TEXTS, SPANS, strict=True):
+        ids = [*text.encode(), 255]
+        trained = trained_by_hand([1] * (len(ids) - 1), text, spans)
+        trained.append(trained[-1])
+        logits = model(torch.tensor([[256, *ids[:-1]]]), state=None).logits[0]
+        losses = F.cross_entropy(logits, torch.tensor(ids), reduction="none")
+        total = total + losses[torch.tensor(trained)].sum()
+        num_trained, num_read = num_trained + sum(trained), num_read + len(ids)
+    (total / num_trained).backward()
+    norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm()
+    row = next(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))["metrics"]
+    assert row["loss"] == pytest.approx(float(total / num_trained), rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    found = [row[name] for name in ("tokens_seen", "data/trained", "data/fill")]
+    assert found == [num_trained, num_trained / num_read, num_read / 512 / ranks]
+    write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": [[] for _ in TEXTS]})
+    with pytest.raises(UserError, match="source chat: loss_mask: mask lets no token be trained"):
+        train_here(tmp_path / "x.toml", tmp_path / "nothing")
+
+
+def test_rows_hold_the_same_tokens_whatever_is_trained_and_go_on_in_the_middle_of_a_document(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": SPANS})
+
+    def rows_of(mask):
+        options = options_of({"tokenizer": load_tokenizer("bytes"), "loss_mask": mask, "namespace": "a", "seq_len": 5})
+        source = BlendSource("a", ShardSource(discover_direct([tmp_path / "a.jsonl"]), *options), ConstantWeight(1.0))
+        return LaneBlend([source], seed=0, rows=2, row_tokens=5, runs_on=True, tokenizer=options[1].tokenizer)
+
+    rows, state = rows_of(LossMask("mask")), None
+    for plain in itertools.islice(rows_of(None), 40):
+        masked, resumed = next(rows), rows_of(LossMask("mask"))
+        if state is not None:
+            resumed.load_state_dict(state)
+        assert next(resumed)["targets"].tolist() == masked["targets"].tolist()
+        assert masked["tokens"].tolist() == plain["tokens"].tolist()
+        is_trained = masked["targets"] >= 0
+        assert (masked["targets"] == np.where(is_trained, plain["targets"], -100)).all()
+        state = rows.state_dict()
+    assert any(place and place.offset for place in rows.places)

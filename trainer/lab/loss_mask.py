@@ -1,0 +1,132 @@
+"""Reads which tokens are trained (`loss_mask`). Tables then hold 2 * id, and 1 more for a token that is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.arrays import IGNORED, Ints
+from trainer.data.collate import Batch, Collator, Gathered
+from trainer.data.documents import ReadOptions, TokenArray, TokenTable, damaged, load_megatron, table_from_pieces
+from trainer.data.formats import FORMATS, checked, document_of, format_name, takes_option
+from trainer.data.loader import TRAINED
+from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, Tokenizer
+
+
+class MaskedTable(TokenTable):
+    def read(self, document: int, start: int, stop: int) -> TokenArray:
+        """The ids [start, stop) of a document."""
+        return super().read(document, start, stop) >> 1
+
+
+class MaskedCollator(Collator):
+    """Takes the tokens of a `MaskedTable` apart, and keeps among `metrics` how many are trained."""
+
+    metrics: dict[str, Any]
+
+    def _content(self, found: Gathered, sizes: Ints) -> Batch:
+        begins, untrained = sizes.cumsum() - sizes, np.zeros(sizes.sum(), np.bool_)
+        filled = [at for at, segment in enumerate(found.segments) if segment >= 0]  # the others are gaps
+        for at, (of, offset, size) in zip(filled, chain.from_iterable(found.rows), strict=True):
+            if isinstance(of.source.documents, MaskedTable):
+                untrained[begins[at] : begins[at] + size] = found.pieces[at] & 1
+                found.pieces[at] = found.pieces[at] >> 1
+                if of.first or offset:  # not the id that begins documents
+                    found.inputs[at] >>= 1
+        flat = super()._content(found, sizes)
+        flat["targets"][untrained] = IGNORED
+        num_tokens = int(sizes[filled].sum())
+        self.metrics[TRAINED] = (num_tokens - np.count_nonzero(untrained), num_tokens)
+        return flat
+
+
+class LossMask(NamedTuple):
+    """Reads files with such a field."""
+
+    field: str
+
+    def collator(self, tokenizer: Tokenizer, row_tokens: int, runs_on: bool, metrics: Any = None) -> Collator:
+        made = MaskedCollator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
+        made.metrics = {} if metrics is None else metrics
+        return made
+
+    def load(self, path: Path, format: str, options: ReadOptions) -> TokenTable:
+        """The documents of a file, or of a copy of its tokens."""
+        codes = IdsTokenizer(2 * options.tokenizer.vocab_size)
+        if options.format == "megatron":  # which no file with such a field is
+            found = load_megatron(path, ReadOptions(codes))
+            return MaskedTable(found.tokens, found.starts, found.lengths)
+        return self.table(self.pieces(path, options), str(path), codes.vocab_size)
+
+    def table(self, pieces: Iterable[TokenArray], where: str, num_codes: int = 1 << 32) -> TokenTable:
+        found = table_from_pieces(pieces, num_codes, where=where)
+        if not found.num_documents:
+            raise damaged(where, "has no documents", "remove the file")
+        return MaskedTable(found.tokens, found.starts, found.lengths)
+
+    def pieces(self, path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+        """The tokens of each document. Raises UserError: the file has no such field."""
+        name = format_name(path, options.format)
+        if not takes_option(name, "loss_mask") or hasattr(options.tokenizer, "load"):
+            raise damaged(path, f"is read as {name}, without loss_mask", "make it a source of its own")
+        return FORMATS[name].pieces(path, options)  # type: ignore[misc]
+
+    def refuse_untrained(self, opened: Iterable[Any], source: str) -> Iterator[Any]:
+        """The same files. Raises UserError behind them if no token of theirs is trained."""
+        num_trained = 0
+        for each in opened:
+            num_trained += int(np.count_nonzero(each.documents.tokens & 1 == 0))
+            yield each
+        if not num_trained:
+            raise damaged(f"source {source}: loss_mask", f"{self.field} lets no token be trained", "name another field")
+
+    def of_lines(self, path: Path, lines: Iterable[bytes], options: ReadOptions) -> Iterator[TokenArray]:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}: line {number}"
+                content: Any = document_of(line, where, options.column)
+                if isinstance(content, list):
+                    content = checked(content, options.tokenizer, where)
+                yield self._coded(where, content, json.loads(line.decode("utf-8-sig")).get(self.field), options)
+
+    def of_rows(self, where: str, row: int, batch: Any, contents: Any, options: ReadOptions) -> Iterator[TokenArray]:
+        batch.column(self.field).validate(full=True)
+        for number, mask in enumerate(batch.column(self.field).to_pylist()):
+            yield self._coded(f"{where} {row + number}", contents[number], mask, options)
+
+    def _coded(self, where: str, content: str | TokenArray, mask: Any, options: ReadOptions) -> TokenArray:
+        """The tokens of a document. One of a text is trained if its first character lies in a span."""
+        size, given = len(content), mask if isinstance(mask, list) else [None]
+        if not isinstance(content, str):
+            if len(given) != size or any(flag not in (0, 1) for flag in given):
+                raise damaged(where, f"{self.field} is not a list of 0 and 1, one for each of {size} ids")
+            return np.asarray(2 * content.astype(np.int64) + ~np.array(given, np.bool_))
+        is_trained = np.zeros(size, np.bool_)
+        for span in given:
+            if not isinstance(span, list) or [*map(type, span)] != [int, int]:
+                raise damaged(where, f"{self.field} is not a list of [start, end], which are characters of the text")
+            if not 0 <= span[0] <= span[1] <= size:
+                problem = f"{self.field}: {span} is no span of a text of {size} characters"
+                raise damaged(where, problem, "count Unicode characters from 0, not bytes; the end is not in it")
+            is_trained[slice(*span)] = True
+        if any("\ud800" <= character <= "\udfff" for character in content):
+            raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8")
+        ids = options.tokenizer.encode(content)
+        flags, eod = is_trained[_begins(options.tokenizer, content, ids)], options.text_eod
+        if eod is not None and len(ids) and ids[-1] != eod:  # it is trained as the last token is
+            ids, flags = np.append(ids, eod), np.append(flags, flags[-1])
+        return np.asarray(2 * ids + ~flags)
+
+
+def _begins(tokenizer: Tokenizer, text: str, ids: Ints) -> Ints:
+    """The character in which each token begins."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer._tokenizer.post_processor = None  # it may move offsets
+        offsets = tokenizer._tokenizer.encode(text, add_special_tokens=False).offsets
+        return np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0]
+    return np.cumsum((ids & 0xC0) != 0x80) - 1  # bytes of UTF-8
