@@ -42,7 +42,8 @@ def find_files(pattern: str) -> list[str]:
 
 
 def _is_ignored(path: PurePath) -> bool:
-    return any(part.startswith(IGNORED) and part != ".." for part in path.parts)
+    """Whether it is hidden, or in such a directory. Files like `__init__.py` are not read, but seen."""
+    return path.name.startswith(".") or any(part.startswith(IGNORED) and part != ".." for part in path.parts[:-1])
 
 
 def _files_below(directory: Path) -> list[Path]:
@@ -74,6 +75,8 @@ def is_data(path: PurePath, format: str) -> bool:
 def _may_be_meant(path: PurePath) -> bool:
     """Whether a file that is not read may be meant as data, by its name below the root."""
     is_other = path.suffix in index_suffixes() or path.name.lower().partition(".")[0] in ABOUT_DATA
+    if path.name.startswith("_"):  # such as _SUCCESS
+        is_other = not path.name.lower().endswith(suffixes())
     return not is_other and not _is_ignored(path)
 
 
@@ -86,7 +89,8 @@ def _sort_out(files: Mapping[str, PurePath], format: str) -> tuple[list[str], li
 def warn_unread(where: object, unread: Collection[str]) -> None:
     if unread:
         text = (
-            '%s: does not read %s: %s; if they are text, set format = "text", or copy them with train data build text'
+            '%s: does not read %s: %s; if they are text, set format = "text", or copy them with train data build text, '
+            "as those that lie in no <modality>/ or begin with _"
         )
         files = counted(len(unread), "file"), few(sorted(unread))
         logger.warning(text, printable(str(where)), *files)

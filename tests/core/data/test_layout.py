@@ -127,9 +127,9 @@ def test_files_that_are_not_read_do_not_vanish_silently(root, caplog, layout):
     discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
     (said,) = (record.getMessage() for record in caplog.records)
     b, where = ("b", root) if layout == "nested" else (root / "b", "paths")
-    number, files = 3, f"{b}/noname, {b}/x.csv, {b}/y.txt.zst"
+    number, files = 5, f"{b}/_part.jsonl.gz, {b}/_part0.txt, {b}/noname and 2 more"
     if layout == "nested":
-        number, files = 4, "b/noname, b/x.csv, b/y.txt.zst and 1 more"
+        number, files = 7, "a/_hidden.txt, b/_part.jsonl.gz, b/_part0.txt and 4 more"
     assert said.startswith(f"{where}: does not read {number} files: {files}; if they are text")
     caplog.clear()
     discover_direct([str(root / "b" / name) for name in ("z.txt", "z.TXT", "_part0.txt")])
