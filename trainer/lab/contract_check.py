@@ -25,6 +25,7 @@ from trainer.model.protocol import FEW_TOKENS, evaluating
 from trainer.training import NO_PARTS, Parts
 from trainer.training.build import AUTOCAST, evaluated_rows, make_model, model_and_loss, runs_on
 from trainer.training.plan import Plan, resolve_builder, weightless
+from trainer.wording import few
 
 if TYPE_CHECKING:
     from trainer.lab.contracts import Report
@@ -116,6 +117,10 @@ def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: 
             targets[:, 0] = IGNORED
         else:
             output, targets = run(**micro.inputs, state=None).logits, micro.targets
+            if not output.isfinite().all():
+                bad = [key for key, each in micro.inputs.items() if not each.isfinite().all()]
+                with users_code("model.target", "fails on the first batch"):
+                    raise ValueError(f"its output is not finite; inputs with NaN or infinity: {few(bad) or 'none'}")
     with users_code("objective.target", "fails on the first batch" if micro else "fails on a few tokens"):
         with torch.enable_grad():
             found = loss(output.requires_grad_(), targets).loss_sum

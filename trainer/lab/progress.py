@@ -44,15 +44,9 @@ class ProgressBar(Extension):
         super().__init__(run)
         # The width is left to the terminal: wrapped by rich, a command could not be copied.
         console = _Terminal(stderr=True, soft_wrap=True)
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-        )
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), _Between(run), console=console, transient=True, refresh_per_second=4
-        )
+        step, numbers = (TextColumn("step"), MofNCompleteColumn()), TextColumn("{task.fields[numbers]}")
+        columns = *step, BarColumn(), numbers, TimeRemainingColumn(), _Between(run)
+        self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
         self._task = self._bar.add_task("", total=run.plan.facts.steps, completed=run.first_step, numbers="")
         self._tokens = self._steps = 0
 

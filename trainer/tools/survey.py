@@ -222,12 +222,10 @@ def starter(
     strange = not_text(chosen, format)
     if strange:
         notes.append(describe(strange, len(chosen)))
-    modalities = {stream.modality for stream in at.streams}
-    if len(modalities) > MANY_MODALITIES:
+    num = len({stream.modality for stream in at.streams})
+    if num > MANY_MODALITIES:
         one = f"train data build text --modality all='{paths[0]}/**/*' makes one of them"
-        notes.append(
-            f"{len(modalities)} directories are {len(modalities)} modalities, each with metrics of its own; {one}"
-        )
+        notes.append(f"{num} directories are {num} modalities, each with metrics of its own; {one}")
     vocab_size = largest + 1 if tokenizer == "ids" else 0
     sizes = choose_sizes(chosen, lengths, share=share)
     if not sizes["holdout_fraction"]:

@@ -97,7 +97,7 @@ def test_the_example_trains_to_exact_numbers_resumes_and_is_evaluated(sensors, t
 
 MISTAKES = """
 import torch
-from sensors import Model
+from sensors import Model, Sensors
 
 class Looks(Model):
     def forward(self, features, state=None):
@@ -106,6 +106,10 @@ class Looks(Model):
 class Plain:
     def __call__(self, output, targets):
         return (output - targets).square()
+
+def holes(**given):
+    for batch in Sensors(**given):
+        yield {**batch, "features": batch["features"] * float("nan")}
 """
 
 
@@ -114,6 +118,7 @@ class Plain:
     [
         ("model.target='mistakes:Looks'", "mistakes:Looks: breaks causality: changing the tokens from position"),
         ("objective.target='mistakes:Plain'", "the gradient is not finite: compute with targets.nan_to_num()"),
+        ("data.source=[{name='a', target='mistakes:holes'}]", "inputs with NaN or infinity: features"),
         ("objective={}", "objective.target: is not set, and the targets are floats"),
     ],
 )

@@ -208,6 +208,8 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, An
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
     trained, width = sum(part.numel() for part in model.parameters() if part.requires_grad), width_of(model)
     facts = {**asdict(plan.facts), "parameters": trained, "vocab_size": plan.vocab_size}
+    if not plan.facts.tokens_per_step:  # a data set of one's own makes batches of any size
+        del facts["tokens_per_step"], facts["tokens_per_micro"]
     facts |= {"precision": config.train.precision, "micro_batches": batches.most}
     implementation = getattr(model, "implementation", None)
     if implementation is not None:

@@ -122,9 +122,12 @@ def evaluate(
         trust_code=trust_code,
     )
     if as_json:
-        print_json({"run": run_dir, "step": at, "metrics": metrics})
+        print_json({"run": run_dir, "step": at, "ema": ema, "metrics": metrics})
         return
-    echo(run_dir if at is None else f"{run_dir}, step {at:,}")
+    heading = run_dir if at is None else f"{run_dir}, step {at:,}"
+    if ema:
+        heading += ", averaged weights"
+    echo(heading)
     for key, value in metrics.items():
         if not is_by_depth(key):
             echo(f"{key} {value:.4f}")
