@@ -23,6 +23,11 @@ class MaskedTable(TokenTable):
         """The ids [start, stop) of a document."""
         return super().read(document, start, stop) >> 1
 
+    def trained(self, document: int, start: int, stop: int) -> Iterator[slice]:
+        """The stretches of trained tokens of what `read` gives."""
+        untrained = np.concatenate([[1], super().read(document, start, stop) & 1, [1]])
+        yield from map(slice, *np.flatnonzero(np.diff(untrained)).reshape(-1, 2).T.tolist())
+
 
 class MaskedCollator(Collator):
     """Takes the tokens of a `MaskedTable` apart, and keeps among `metrics` how many are trained."""

@@ -21,6 +21,7 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import parse_json
+from trainer.lab.loss_mask import MaskedTable
 from trainer.metrics.run_status import usable
 from trainer.tools.runs.load import load_run
 from trainer.tools.saved_model import config_of, config_path_of, refuse_code
@@ -134,5 +135,8 @@ def _add_text(origin: Origin, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         for each in row["documents"] or ():
             table = opened(each["source"], each["stream"]).documents
-            ids = table.read(each["document"], each["start"], each["stop"])
-            each["text"] = origin.plan.tokenizer.decode(ids)
+            place = each["document"], each["start"], each["stop"]
+            ids, decode = table.read(*place), origin.plan.tokenizer.decode
+            each["text"] = decode(ids)
+            if isinstance(table, MaskedTable):
+                each["trained"] = [decode(ids[part]) for part in table.trained(*place)]

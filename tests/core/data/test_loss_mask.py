@@ -23,6 +23,7 @@ from trainer.data.layout import discover_direct
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.lab.loss_mask import LossMask
+from trainer.tools.read_step import find_origin, read_step
 from trainer.training.build import make_model
 from trainer.training.plan import make_plan
 
@@ -124,6 +125,10 @@ def test_the_loss_is_that_of_the_trained_tokens_by_plain_torch(tmp_path, monkeyp
     assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     found = [row[name] for name in ("tokens_seen", "data/trained", "data/fill")]
     assert found == [num_trained, num_trained / num_read, num_read / 512 / ranks]
+    read = read_step(find_origin(tmp_path / "run", 1, trust_code=False), 1, with_text=True)
+    shown = {each["text"]: each["trained"] for row in read for each in row["documents"]}
+    answers = [["A: ja – «é» 🙏\r\n"], [], ["answer"], ["🙏🙏 a"], ["a "]]
+    assert [[part.rstrip("�") for part in shown[f"{text}�"]] for text in TEXTS] == answers
     write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": [[] for _ in TEXTS]})
     with pytest.raises(UserError, match="source chat: loss_mask: mask lets no token be trained"):
         train_here(tmp_path / "x.toml", tmp_path / "nothing")

@@ -185,6 +185,8 @@ def at_step(
         for each in row["documents"] or []:
             if "text" in each:
                 echo(f"{_place(row)} document {each['document']}: {each['text']!r}")
+            if "trained" in each:
+                echo(f"    trained of it: {', '.join(map(repr, each['trained'])) or 'nothing'}")
 
 
 def _place(row: Mapping[str, Any]) -> str:
