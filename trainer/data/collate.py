@@ -17,6 +17,8 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.wording import printable
 
+TRAINED = "data/trained"  # the metric of a loss mask
+
 Batch = dict[str, Any]
 
 

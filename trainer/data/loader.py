@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED, is_known
+from trainer.data.collate import TRAINED
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
@@ -29,7 +30,6 @@ CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 OPTIONAL_CARRY_KEYS = ("end_ids", "end_cell_index", "depth")
 MASKED_SHARE = "stream_mixing/masked_share"
 FILL = "data/fill"
-TRAINED = "data/trained"
 BATCH_EXTRAS: Final[Mapping[str, str]] = {
     "dataset_labels": "source of each row, a list; with segment_ids of each segment, a tuple",
     "dataset_segments": "modality of each row, a list; with segment_ids of each segment, a tuple",

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.collate import Batch, Collator, Gathered
+from trainer.data.collate import TRAINED, Batch, Collator, Gathered
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable, damaged, load_megatron, table_from_pieces
 from trainer.data.formats import FORMATS, checked, document_of, format_name, takes_option
-from trainer.data.loader import TRAINED
 from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, Tokenizer
 
 
