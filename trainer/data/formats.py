@@ -34,6 +34,7 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 BATCH = 1 << 20  # bytes of lines that are tokenized together
 BATCH_ROWS = 1024  # likewise
 COLUMNS = ("text", "tokens")
+Found = tuple[str, str | TokenArray, Any]  # its place, a document, and which of its tokens are trained
 
 
 def _bounds(data: TokenArray, text_split: str) -> Ints:
@@ -89,8 +90,9 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
     return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
 
 
-def document_of(line: bytes, where: str, column: str | None = None) -> str | list[int]:
-    """The text of a line, or its ids; see `ReadOptions`."""
+def document_of(line: bytes, where: str, options: ReadOptions) -> tuple[str | list[int], Any]:
+    """The text of a line, or its ids, and which are trained, as the record says; see `ReadOptions`."""
+    column, mask = options.column, None
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # also where it is not UTF-8
@@ -98,11 +100,12 @@ def document_of(line: bytes, where: str, column: str | None = None) -> str | lis
     found = []
     if isinstance(record, dict):
         found = [(name, record[name]) for name in _columns(column) if name in record]
+        mask = record.get(getattr(options.loss_mask, "field", None))
     match found:
         case [(name, str() as text)] if name in (column, "text"):
-            return text
+            return text, mask
         case [(name, list() as ids)] if name in (column, "tokens") and all(type(id) is int for id in ids):
-            return ids
+            return ids, mask
     problem = f"is not an object with {column or 'either text or tokens'}, a string or a list of integers"
     raise damaged(where, problem, "name the field of the documents: column")
 
@@ -120,18 +123,14 @@ def jsonl_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
 
 def pieces_of_lines(path: Path, lines: Iterable[bytes], options: ReadOptions) -> Iterator[TokenArray]:
     """The same of the lines of a file."""
-    if options.loss_mask is not None:
-        yield from options.loss_mask.of_lines(path, lines, options)
-        return
-    batch: list[tuple[str, str | TokenArray]] = []
+    batch: list[Found] = []
     size = 0
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}: line {number}"
-            document: Any = document_of(line, where, options.column)
-            if isinstance(document, list):
-                document = checked(document, options.tokenizer, where)
-            batch.append((where, document))
+            document, mask = document_of(line, where, options)
+            content = document if isinstance(document, str) else _checked(document, options.tokenizer, where)
+            batch.append((where, content, mask))
         size += len(line)
         if size >= BATCH:
             yield from _encoded(batch, options)
@@ -139,7 +138,7 @@ def pieces_of_lines(path: Path, lines: Iterable[bytes], options: ReadOptions) ->
     yield from _encoded(batch, options)
 
 
-def checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
+def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
     bounds = IdBounds.of(where, tokenizer)
     for id in ids:  # as Python's integers: one may exceed 64 bits
         if not 0 <= id < bounds.num_ids:
@@ -147,15 +146,18 @@ def checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
     return np.array(ids, dtype=np.int64)
 
 
-def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) -> Iterator[TokenArray]:
-    """The ids of documents: texts are tokenized together."""
-    texts = {where: document for where, document in batch if isinstance(document, str)}
+def _encoded(batch: Sequence[Found], options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of documents: texts are tokenized together, where none has a mask."""
+    if options.loss_mask is not None:
+        yield from (options.loss_mask.coded(*each, options) for each in batch)
+        return
+    texts = {where: document for where, document, _ in batch if isinstance(document, str)}
     try:
         encoded = iter(_ended(encode_all(options.tokenizer, list(texts.values())), options))
     except UnicodeEncodeError as error:
         where = next(place for place, text in texts.items() if text == error.object)
         raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
-    for _, document in batch:
+    for _, document, _ in batch:
         yield next(encoded) if isinstance(document, str) else document
 
 
@@ -227,12 +229,12 @@ def pieces_of_rows(path: Path, batches: Iterable[Any], column: Column, options: 
         if array.null_count:
             raise damaged(where, f"{column.name} is null in one", "remove such rows")
         contents: Any = array.to_pylist() if column.kind == "text" else _tokens(where, array, options.tokenizer)
+        masks = [None] * len(array)
         if options.loss_mask is not None:
-            yield from options.loss_mask.of_rows(f"{path}: row", row, batch, contents, options)
-        elif column.kind == "text":
-            yield from _ended(encode_all(options.tokenizer, contents), options)
-        else:
-            yield from contents
+            batch.column(options.loss_mask.field).validate(full=True)
+            masks = batch.column(options.loss_mask.field).to_pylist()
+        places = [f"{path}: row {number}" for number in range(row, row + len(array))]
+        yield from _encoded(list(zip(places, contents, masks, strict=True)), options)
         row += len(array)
 
 
@@ -269,9 +271,6 @@ TEXT_SUFFIXES = tuple(
 )
 
 
-Pieces = Callable[[Path, ReadOptions], Iterator[TokenArray]]
-
-
 @dataclass(frozen=True)
 class Format:
     suffixes: tuple[str, ...]  # ends of file names that select the format
@@ -281,7 +280,7 @@ class Format:
     # Extension of a second file that must be there too, and is not a stream of its own.
     beside: str | None = None
     # Of a format that can hold text: the ids of each document.
-    pieces: Pieces | None = None
+    pieces: Callable[[Path, ReadOptions], Iterator[TokenArray]] | None = None
     cannot_be_mapped: bool = False  # so that a copy of its tokens is worth its space
     marks: tuple[str, ...] = ()  # files by which a directory is known as one of the format
     # Those of its files that are data; a UserError if they are not meant to be read together.

@@ -131,7 +131,7 @@ class StreamReader:
         return (self.num_cells - self.position) / max(self.num_cells, 1)
 
     def next_lanes(self) -> list[Lane]:
-        """Move on by a batch: the lanes with a row in it; none if only other ranks' slices go on."""
+        """Advance by a batch: the lanes with a row in it; none if only other ranks still have rows."""
         lanes = enumerate(self._lanes)
         found = [lane for number, lane in lanes if lane.groups or self._refill(number, lane)]
         self.position += len(found)

@@ -103,8 +103,8 @@ class HuggingFaceTokenizer:
 
             if not Path(path).is_file():
                 raise ValueError("there is no such tokenizer file")
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
-            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+            self.words = tokenizers.Tokenizer.from_file(path)
+            ids = self.words.get_vocab(with_added_tokens=True).values()
             if not ids:
                 raise ValueError("its vocabulary is empty")
         except Exception as error:  # the package raises one type for all
@@ -115,9 +115,9 @@ class HuggingFaceTokenizer:
         self.name = Path(path).name
         self.bos_id = int(max(ids)) + 1  # not their number: ids may have gaps
         self.vocab_size = self.bos_id + 1
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
+        self.words.no_truncation()
+        self.words.no_padding()
+        added = self.words.get_added_tokens_decoder()
         self.special_tokens = {each.content: id for id, each in added.items() if each.special or id == eod}
         self.parse_special = parse_special
         if not parse_special:
@@ -125,7 +125,7 @@ class HuggingFaceTokenizer:
 
     def _read_as_text(self, package: Any) -> None:
         """Make what spells a special token ordinary text."""
-        words = self._tokenizer
+        words = self.words
         words.add_special_tokens([*self.special_tokens])  # `eod` may be none yet
         words.encode_special_tokens = True
         if self.special_tokens and getattr(words.model, "ignore_merges", True):
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
         """The ids, without the special tokens of the post-processor."""
         # A document already begins with `bos_id`: another mark would be one more target in each.
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self.words.encode(text, add_special_tokens=False).ids
         except TypeError:
             text.encode("utf-8")  # names the unpaired surrogate, which the package does not report
             raise
@@ -148,20 +148,20 @@ class HuggingFaceTokenizer:
     def encode_together(self, texts: Sequence[str]) -> list[Ints]:
         """`encode` of each text, on all cores unless TOKENIZERS_PARALLELISM=false is set."""
         try:
-            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            found = self.words.encode_batch_fast(texts, add_special_tokens=False)
         except Exception:  # noqa: BLE001 - one type for all; `encode` raises a precise error
             return [self.encode(text) for text in texts]
         return [np.asarray(each.ids, dtype=np.int64) for each in found]
 
     @property
     def spec(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        found: dict[str, Any] = json.loads(self.words.to_str())
         return found
 
     def decode(self, ids: Ints) -> str:
         """The text of the ids below the vocabulary."""
         known = [int(i) for i in ids if 0 <= i < self.bos_id]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=False)
+        text: str = self.words.decode(known, skip_special_tokens=False)
         return text
 
 

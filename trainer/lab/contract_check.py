@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.config.schema import ModelTable, RunConfig
@@ -117,13 +117,13 @@ def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: 
             targets[:, 0] = IGNORED
         else:
             output, targets = run(**micro.inputs, state=None).logits, micro.targets
-            if not output.isfinite().all():
-                bad = [key for key, each in micro.inputs.items() if not each.isfinite().all()]
-                with users_code("model.target", "fails on the first batch"):
-                    raise ValueError(f"its output is not finite; inputs with NaN or infinity: {few(bad) or 'none'}")
     with users_code("objective.target", "fails on the first batch" if micro else "fails on a few tokens"):
         with torch.enable_grad():
             found = loss(output.requires_grad_(), targets).loss_sum
+        inputs = {} if micro is None else micro.inputs
+        bad = [key for key, each in inputs.items() if isinstance(each, Tensor) and each.isnan().any()]
+        if found.isnan() and bad:
+            raise ValueError(f"the loss is NaN, as are numbers of the batch: {few(bad)}")
         if found.isnan():
             raise ValueError("the loss is NaN: with a sum, return the number of known targets")
         if found.requires_grad and not torch.autograd.grad(found, output)[0].isfinite().all():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from trainer.arrays import IGNORED, Ints
 from trainer.data.collate import TRAINED, Batch, Collator, Gathered
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable, damaged, load_megatron, table_from_pieces
-from trainer.data.formats import FORMATS, checked, document_of, format_name, takes_option
+from trainer.data.formats import FORMATS, format_name, takes_option
 from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, Tokenizer
 
 
@@ -89,21 +88,7 @@ class LossMask(NamedTuple):
         if not num_trained:
             raise damaged(f"source {source}: loss_mask", f"{self.field} lets no token be trained", "name another field")
 
-    def of_lines(self, path: Path, lines: Iterable[bytes], options: ReadOptions) -> Iterator[TokenArray]:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}: line {number}"
-                content: Any = document_of(line, where, options.column)
-                if isinstance(content, list):
-                    content = checked(content, options.tokenizer, where)
-                yield self._coded(where, content, json.loads(line.decode("utf-8-sig")).get(self.field), options)
-
-    def of_rows(self, where: str, row: int, batch: Any, contents: Any, options: ReadOptions) -> Iterator[TokenArray]:
-        batch.column(self.field).validate(full=True)
-        for number, mask in enumerate(batch.column(self.field).to_pylist()):
-            yield self._coded(f"{where} {row + number}", contents[number], mask, options)
-
-    def _coded(self, where: str, content: str | TokenArray, mask: Any, options: ReadOptions) -> TokenArray:
+    def coded(self, where: str, content: str | TokenArray, mask: Any, options: ReadOptions) -> TokenArray:
         """The tokens of a document. One of a text is trained if its first character lies in a span."""
         size, given = len(content), mask if isinstance(mask, list) else [None]
         if not isinstance(content, str):
@@ -118,19 +103,24 @@ class LossMask(NamedTuple):
                 problem = f"{self.field}: {span} is no span of a text of {size} characters"
                 raise damaged(where, problem, "count Unicode characters from 0, not bytes; the end is not in it")
             is_trained[slice(*span)] = True
-        if any("\ud800" <= character <= "\udfff" for character in content):
-            raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8")
-        ids = options.tokenizer.encode(content)
-        flags, eod = is_trained[_begins(options.tokenizer, content, ids)], options.text_eod
+        try:
+            ids, begins = _encoded(options.tokenizer, content)
+        except UnicodeEncodeError as error:
+            raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
+        flags, eod = is_trained[begins], options.text_eod
         if eod is not None and len(ids) and ids[-1] != eod:  # it is trained as the last token is
             ids, flags = np.append(ids, eod), np.append(flags, flags[-1])
         return np.asarray(2 * ids + ~flags)
 
 
-def _begins(tokenizer: Tokenizer, text: str, ids: Ints) -> Ints:
-    """The character in which each token begins."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer._tokenizer.post_processor = None  # it may move offsets
-        offsets = tokenizer._tokenizer.encode(text, add_special_tokens=False).offsets
-        return np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0]
-    return np.cumsum((ids & 0xC0) != 0x80) - 1  # bytes of UTF-8
+def _encoded(tokenizer: Tokenizer, text: str) -> tuple[Ints, Ints]:
+    """The ids of a text, and the character in which each begins."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        ids = tokenizer.encode(text)
+        return ids, np.cumsum((ids & 0xC0) != 0x80) - 1  # bytes of UTF-8
+    text.encode("utf-8")  # names an unpaired surrogate, which the package does not report
+    words = tokenizer.words
+    kept, words.post_processor = words.post_processor, None  # it may move where tokens begin
+    found = words.encode(text, add_special_tokens=False)
+    words.post_processor = kept
+    return np.asarray(found.ids, np.int64), np.asarray(found.offsets, np.int64).reshape(-1, 2)[:, 0]

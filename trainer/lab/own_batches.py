@@ -70,7 +70,7 @@ class OwnBatches:
     that was trained on. A data set that fills one buffer again and again, or whose `state_dict`
     returns the object that it counts in, would otherwise lose batches and resume too far ahead.
     `vocab_size`: ids beyond it are refused, if they are on the host. `key` names the data set in
-    messages; what it has besides is for the `model`, and its device. `keeps_groups`: refuse a cell of a
+    messages; its other keys are inputs of the `model`, on its device. `keeps_groups`: refuse a cell of a
     group whose first cell was not read here, until the data set resumes: states stay with the rank, or
     data shard, that reads their group.
     """

@@ -16,7 +16,7 @@ from trainer.training.extension import Extension, RunView
 from trainer.training.outcome import Step
 
 NAMED = ("evaluation", "checkpoint", "extensions")
-"""What the watchdog is told and the bar names: that which comes between steps."""
+"""The watchdog's words for what happens between steps, which the bar shows."""
 
 
 class _Terminal(Console):

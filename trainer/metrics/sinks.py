@@ -321,10 +321,10 @@ class StdoutSink:
         """Events are no payloads."""
 
     def _write(self, line: str) -> None:
-        stream = self._stream
-        if stream.isatty() and is_terminal() and os.path.sameopenfile(stream.fileno(), sys.stderr.fileno()):
-            stream = sys.stderr  # the same to a reader, and above a bar
         try:
+            stream = self._stream
+            if stream.isatty() and is_terminal() and os.path.sameopenfile(stream.fileno(), sys.stderr.fileno()):
+                stream = sys.stderr  # the same to a reader, and above a bar
             # In one write: lines of other writers must not end up within it.
             stream.write(line + "\n")
             stream.flush()

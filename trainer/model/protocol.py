@@ -128,8 +128,9 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         if isinstance(module, nn.Linear) and name in _OUTPUTS and not any(each.isdigit() for each in above):
             outputs.add(id(module.weight))  # in a numbered layer, `output` is that layer's own
         for getter, found in (("get_input_embeddings", tables), ("get_output_embeddings", outputs)):
-            with suppress(AttributeError, NotImplementedError, TypeError):  # a part may have none
-                found.add(id(getattr(module, getter)().weight))
+            with suppress(NotImplementedError):  # as transformers answers for parts without
+                layer = getattr(module, getter, lambda: None)()
+                found.add(id(getattr(layer, "weight", None)))
     for path, parameter in model.named_parameters():
         owner, _, name = path.rpartition(".")
         layer = model.get_submodule(owner)

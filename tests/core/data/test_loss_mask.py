@@ -62,7 +62,7 @@ def test_a_token_is_trained_if_its_first_character_lies_in_a_span(tmp_path, suff
         ids = plain.read(number, 0, int(plain.lengths[number])).tolist()
         sizes = [1] * (len(ids) - 1)
         if tokenizer.name != "bytes":
-            sizes = [len(tokenizer._tokenizer.id_to_token(id)) for id in ids[:-1]]  # a character for each byte
+            sizes = [len(tokenizer.words.id_to_token(id)) for id in ids[:-1]]  # a character for each byte
         trained = trained_by_hand(sizes, text, spans)
         assert (TokenTable.read(found, number, 0, len(ids)) & 1 == 0).tolist() == [*trained, trained[-1]]
     WRITERS[suffix](path, {"tokens": [[5, 6, 0], [7]], "mask": [[0, 1, 0], [1]]})

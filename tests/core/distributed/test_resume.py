@@ -143,7 +143,7 @@ def test_a_save_by_time_changes_no_number_and_resumes_bit_for_bit(tmp_path):
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(timed)[name]), name
         assert torch.equal(tensor, weights(resumed)[name]), name
-    # The averages of shards, which evaluations have put in the place of the weights, go on too, and on one rank.
+    # Averages in shards, which evaluations swap with the weights, continue too, also on one rank.
     assert checkpoint_differences(timed / "checkpoints" / "latest", resumed / "checkpoints" / "latest") == []
     train_here(config, tmp_path / "one", *TIMED, *AVERAGED, "train.steps=7", f"checkpoint.resume={middle}")
     for run_dir, last in ((resumed, TIMED_STEPS), (tmp_path / "one", 7)):

@@ -118,7 +118,7 @@ def holes(**given):
     [
         ("model.target='mistakes:Looks'", "mistakes:Looks: breaks causality: changing the tokens from position"),
         ("objective.target='mistakes:Plain'", "the gradient is not finite: compute with targets.nan_to_num()"),
-        ("data.source=[{name='a', target='mistakes:holes'}]", "inputs with NaN or infinity: features"),
+        ("data.source=[{name='a', target='mistakes:holes'}]", "the loss is NaN, as are numbers of the batch: features"),
         ("objective={}", "objective.target: is not set, and the targets are floats"),
     ],
 )

@@ -144,7 +144,7 @@ NAN = float("nan")
 
 
 def test_the_best_is_saved_at_once_survives_later_ones_and_resumes_and_is_what_the_verbs_read(go, tmp_path, verb):
-    assert go(8, {2: NAN, 4: 3.0, 6: NAN, 8: 3.0}) == ([8, 4], 4)  # the last step is saved besides
+    assert go(8, {2: NAN, 4: 3.0, 6: NAN, 8: 3.0}) == ([8, 4], 4)  # the last step is always saved
     run_dir, auto = tmp_path / "run", "checkpoint.resume=auto"
     assert go(10, {10: 2.0}, auto) == ([10], 10)
     assert go(13, {12: 2.5}, auto) == ([13, 10], 10)

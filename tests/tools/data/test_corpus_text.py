@@ -54,15 +54,16 @@ def test_a_directory_is_a_stream_and_a_file_a_document_and_what_is_no_text_is_li
     }
     for name, (content, _) in unused.items():
         (files / "a" / f"{name}.txt").write_bytes(content)
-    with open(os.fsencode(files) + b"/b/deep/odd\xff\n.txt", "wb") as file:
-        file.write(b"a name")
+    for name in (b"_odd\xff\n.txt", b".hidden.txt"):
+        with open(os.fsencode(files) + b"/b/deep/" + name, "wb") as file:
+            file.write(b"a name of %d" % len(name))
     out = tmp_path / "out"
     manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]})
     assert manifest["skipped"] == {f"notes/a/{name}.txt": reason for name, (_, reason) in unused.items()}
     assert json.loads((out / "manifest.json").read_text()) == manifest
     assert [*manifest["streams"]] == ["notes/a.jsonl", "notes/b.jsonl"]
     rows = rows_of(out, "notes/b.jsonl")
-    deep = [f"b/deep/{k}.txt" for k in range(3)] + ["b/deep/odd\\xff\\n.txt"]
+    deep = [f"b/deep/{k}.txt" for k in range(3)] + ["b/deep/_odd\\xff\\n.txt"]
     assert [row["source"] for row in rows] == [f"b/{k}.txt" for k in range(3)] + deep
     assert rows[0]["text"] == (files / "b" / "0.txt").read_text(encoding="utf-8")
     assert "é".encode() in (out / "notes/b.jsonl").read_bytes()
