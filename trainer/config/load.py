@@ -30,29 +30,6 @@ _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
-# Keys that are gone -> the values that a recorded config may still give, since they mean what now
-# always applies or that the feature is off; and what to do instead.
-REMOVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
-    "alert": (({"command": []},), "use the scheduler's mail, or alerts of wandb"),
-    "distributed.accumulate": (("shards",), "gradients of shards are averaged in every micro-batch"),
-    "checkpoint.background": ((False,), "save less often: training waits for a save"),
-    "data.cache_gb": ((100.0,), "delete what no run reads in data.cache_dir"),
-    "gns.components_every": ((0,), "gns/consistency below 1 shows rows that share a stream"),
-    "gns.ema": ((0.95,), "the averages span about 40 steps; gns/b_now chooses its window itself"),
-    "ledger.ownership": (("auto", "reader"), "the rank that reads a group holds its state"),
-    "ledger.probe_cells": ((8,), "eval.depth measures what carrying is worth"),
-    "ledger.probe_every": ((500, 0), "eval.depth measures what carrying is worth"),
-    "metrics.digests": (("compare",), "set metrics.compare_replicas; a resume repeats steps exactly"),
-    "metrics.smoothing_alpha": ((0.1,), "smooth curves where they are drawn"),
-    "model.trust": (([],), "fix the model, or set model.contract = false to train it all the same"),
-    "sample.temperature": ((1.0,), "use train sample"),
-    "sample.top_k": ((0,), "use train sample"),
-    "train.memory_snapshot": ((False,), "call torch.cuda.memory._record_memory_history in an extension"),
-    "train.tbptt_cells": ((1,), "set data.seq_len k times as long, which has the same gradient"),
-    "train.micro_batches.lr": (("none",), "scale optimizer.lr yourself where m changes (docs/gns.md)"),
-    "train.micro_batches.unit": (("steps",), "give the points in optimizer steps"),
-    "train.max_skips": ((10,), "a run ends after more than 10 skipped steps in a row"),
-}
 # pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
 _MUST = {
     "greater_than_equal": "be >= {ge}",
@@ -128,7 +105,6 @@ class _Source:
         self._text = _read(path)
         self.raw = _parse(self._text, path)
         self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
-        self.raw = without_removed(self.raw)
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
@@ -283,22 +259,6 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def without_removed(config: Mapping[str, Any], *, any_value: bool = False) -> dict[str, Any]:
-    """The config without keys that are gone: those with a value that still applies, or all."""
-    kept = {**config}
-    for key, (values, _) in REMOVED.items():
-        *tables, name = key.split(".")
-        table: Any = kept
-        for each in tables:
-            inner = table.get(each) if isinstance(table, dict) else None
-            if isinstance(inner, dict):
-                table[each] = inner = {**inner}
-            table = inner
-        if isinstance(table, dict) and name in table and (any_value or table[name] in values):
-            del table[name]
-    return kept
-
-
 def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
     """A launch's settings, and with `env.` its versions, ranks and devices; no names."""
     recorded = {"env": {key: value for key, value in environment.items() if key in _RECORDED}}
@@ -321,8 +281,6 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     is_table = bool(keys_of(model, path))
-    if kind == "extra_forbidden" and (gone := REMOVED.get(".".join(_names(path)))):
-        return "this key is gone", gone[1]
     if kind == "extra_forbidden":
         return "unknown key", hint(path, model)
     if kind == "missing":

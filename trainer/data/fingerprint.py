@@ -104,14 +104,11 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     tokenizer = options.tokenizer
     words = f"{tokenizer.name} ({tokenizer.vocab_size} ids)"
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.special_tokens and not tokenizer.parse_special:
-        words += ", data.parse_special = false"  # earlier versions parsed them
-    # A column or an end that is not set stands in no state of earlier versions.
-    unset = (("column", None), ("text_eod", None), ("loss_mask", None))
-    read = {key: value for key, value in vars(options).items() if (key, value) not in unset}
+        words += ", data.parse_special = false"
     return {
         **asdict(cut),
         **settings,
-        **read,
+        **vars(options),
         "tokenizer": words,
         "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
     }

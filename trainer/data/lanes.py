@@ -414,8 +414,6 @@ class LaneBlend(BlendDataset):
             problem = "the saved state is not one of full rows"
             fix = 'set it to what it was ("per_stream", say), or start a new run'
             raise UserError("data.mixing.batching_mode", problem, fix)
-        for dataset in self._laned.values():  # a state without it is of an earlier version
-            dataset.deals_few = "groups" in states[0]
         super().load_state_dict(state)
         shard, num_shards = self._shard
         if len(states) == num_shards:
@@ -430,13 +428,12 @@ class LaneBlend(BlendDataset):
             found = dict(zip(states[0]["names"], sums.tolist(), strict=True))
             numbers[:] = [found.get(name, 0) for name in self._names]
         self._total, self._shares = sum(each["total"] for each in states) * part, []
-        self._longest = max(each.get("longest", 0) for each in states)
-        # A state of before has one set of lanes.
+        self._longest = max(each["longest"] for each in states)
         own, num_sets = states[0], self._wanted_sets()
         if all(map(self._ended.__getitem__, self._laned)):  # what is left is in fewer sets
-            num_sets = min(num_sets, own.get("groups", 1))
+            num_sets = min(num_sets, own["groups"])
         here = [[shard, num_shards], self._rows, num_sets]
-        is_same = [own["shard"], own["rows"], own.get("groups", 1)] == here
+        is_same = [own["shard"], own["rows"], own["groups"]] == here
         if is_same:
             places = [place and Place(*place) for place in own["lanes"]]
         else:
@@ -460,11 +457,11 @@ class LaneBlend(BlendDataset):
         for lane, place in sorted(read, key=lambda each: (each[1].source, each[1].stream)):
             self._take_up(lane, place)
         waiting = [*filter(None, places[num_lanes:])]
-        self._lay_out(num_sets, lanes, waiting, is_same * own.get("turn", 0))
+        self._lay_out(num_sets, lanes, waiting, is_same * own["turn"])
 
 
 def _in_order(state: Mapping[str, Any]) -> list[Place | None]:
     """The places of a state's lanes, from the next set that is read on, and of what waits."""
     places = [place and Place(*place) for place in state["lanes"]]
-    num_lanes, first = state.get("groups", 1) * state["rows"], state.get("turn", 0) * state["rows"]
+    num_lanes, first = state["groups"] * state["rows"], state["turn"] * state["rows"]
     return [*places[first:num_lanes], *places[:first], *places[num_lanes:]]

@@ -225,7 +225,6 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self.metric_keys = pool_metric_keys(self.modalities)
         self._pool = ActivePool[ReaderT](self.modalities, mix.pick_mode)
         self._num_picks = 0
-        self.deals_few = True  # False: continues a state of a version that had no `FewDocuments`
         self._dealers: dict[int, FewDocuments | None] = {}  # by the number of shards
         self._uniforms = KeyedUniforms("pick", self.name, mix.seed, *self._key(shard, num_shards))
         self._begin(0, {})
@@ -423,7 +422,6 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self._note()
         return {
             **self.fixed_state,
-            "deals_few": self.deals_few,
             "epoch": self.epoch,
             "most_begun": self._most_begun,
             "index": self._index,
@@ -447,8 +445,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         own = states[0]
         if len(states) == self._num_shards:
             own = states[self._shard]
-        self.deals_few = own.get("deals_few", self.deals_few)
-        self._most_begun = own.get("most_begun", own["epoch"] + bool(own["index"]))
+        self._most_begun = own["most_begun"]
         self._pool = ActivePool[ReaderT](self.modalities, self._mix.pick_mode)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)
@@ -461,7 +458,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self._pool.turn = own["turn"]
         self._pool.restore(own["observed"])
         self._num_picks = own["num_picks"]
-        self._pool.absences |= own.get("absences", {})
+        self._pool.absences |= own["absences"]
         self.is_ended = own["is_ended"] and not self._may_repeat()
         self._has_groups = self._has_groups or own["epoch"] > 0
         if own["pool"]:
@@ -473,7 +470,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         if len(states) != first["world_size"]:
             problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
             raise UserError(self.name, problem, "give the states of all of them, in order")
-        self._most_begun = max(each.get("most_begun", self._most_begun) for each in states)
+        self._most_begun = max(each["most_begun"] for each in states)
         # A shard without any group stays in its first epoch: it does not tell where the run is.
         epochs = [each["epoch"] for each in states if each["pool"] or not each["is_ended"]] or [first["epoch"]]
         points: dict[int, list[Point]] = {}
@@ -512,7 +509,7 @@ class ShardSource(StreamSource[Part | Few, Reader]):
 
     def _dealer_of(self, num_shards: int) -> FewDocuments | None:
         """What deals the documents one by one, if there are few for each of so many shards."""
-        if not self.deals_few or num_shards == 1 or len(self.streams) >= FEW * num_shards:
+        if num_shards == 1 or len(self.streams) >= FEW * num_shards:
             return None
         if num_shards not in self._dealers:
             found: list[tuple[int, int, int]] = []

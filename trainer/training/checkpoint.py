@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.config.load import flatten, without_removed
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.files import (
@@ -42,7 +41,7 @@ from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.training.tensor_files import CheckpointError, model_file, rank_file
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 LATEST = "latest"
@@ -171,9 +170,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     if step_of(path.resolve()) not in (-1, state["step"]):  # the run would resume at the wrong one
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}")
-    # A resume, unlike verbs, has to know how many cells a row had.
-    cells = flatten(state["config"]).get("train.tbptt_cells", 1)
-    return {**state, "config": without_removed(state["config"], any_value=True), "tbptt_cells": cells}
+    return state
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output
 from trainer.model.families import with_sizes
 from trainer.training import Found, Uploads, checkpoint, need
 from trainer.training.plan import Plan, width_of
-from trainer.training.restore import changed_settings, check_config, refuse_gone
+from trainer.training.restore import changed_settings, check_config
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.training.train_state import Position, TrainState
 from trainer.wording import printable
@@ -70,7 +70,6 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
             logger.info("--resume auto: no checkpoint found; starting at step 0")
     elif found is not None:  # before the data are compared, which another tokenizer changes
         with checkpoint.loading(found[0], "config"):
-            refuse_gone(found[1])
             check_config(found[1]["config"], with_sizes(config, found[1]["config"]))
     return run_dir, found, uploads
 

@@ -146,15 +146,6 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
             logger.warning("the averaged weights of the checkpoint are dropped")
 
 
-def refuse_gone(saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose rows were several cells."""
-    if saved["tbptt_cells"] != 1:
-        tokens = saved["config"]["data"]["seq_len"] * saved["tbptt_cells"]
-        problem = f"the checkpoint was made with train.tbptt_cells = {saved['tbptt_cells']}, which is gone"
-        fix = f"begin a run with its weights ([model] weights) and data.seq_len = {tokens}, which has the same gradient"
-        raise UserError("--resume", problem, fix)
-
-
 class Change(NamedTuple):
     """A setting before and after a resume; None: the key is not set there."""
 

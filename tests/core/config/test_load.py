@@ -14,7 +14,7 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT, TINY, write_tiny_config
 from trainer import options
 from trainer.config import data_tables, schema
-from trainer.config.load import line_of, load_config, to_toml, without_removed
+from trainer.config.load import line_of, load_config, to_toml
 from trainer.errors import UserError
 
 BASE = TINY.format(runs="runs", corpus="corpus")
@@ -130,15 +130,6 @@ def test_a_key_that_is_written_in_another_form_is_found_too():
     keys = [("a",), ("a", "b", "c"), ("a", "d e", "f"), ("a", "g", 1), ("a", "g", 1, "h"), ("a", "g", 1, "i", "j")]
     assert [line_of(text, key) for key in keys] == [1, 2, 3, 5, 6, 8]
     assert line_of(text, ("k",)) is None
-
-
-def test_recorded_configs_may_set_what_always_applies(tmp_path):
-    recorded = {"ledger": {"probe_cells": 8}, "gns": {"ema": 0.9, "enabled": True}, "train": 1}
-    assert without_removed(recorded) == {**recorded, "ledger": {}}
-    assert without_removed(recorded, any_value=True) == {"ledger": {}, "gns": {"enabled": True}, "train": 1}
-    assert recorded["ledger"] == {"probe_cells": 8}
-    assert load(tmp_path, BASE, "ledger.probe_cells=8", "train.max_skips=10").train.steps == 6
-    assert "ledger.probe_cells: this key is gone" in refusal(tmp_path, BASE, "ledger.probe_cells=16")[0]
 
 
 @pytest.mark.parametrize("pair", ["Coord", "Ledger", "Mixing", "Objective", "Strategy Distributed", "Tracker Metrics"])

@@ -68,7 +68,7 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),
         (
             ['train.micro_batches={schedule="step",points={0=1,9=2},unit="tokens"}'],
-            "train.micro_batches.unit: this key is gone; give the points in optimizer steps",
+            "train.micro_batches.unit: unknown key; did you mean data.source.weight.unit?",
         ),
     ],
 )

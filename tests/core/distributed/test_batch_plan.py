@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import sign
 from tests.support.fault_runs import events, rows_of
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import train, write_tiny_config
-from trainer.training.checkpoint import STATE_FILE
 
 pytestmark = pytest.mark.distributed
 
@@ -73,23 +69,3 @@ def test_what_is_read_early_does_not_move_a_change(whole):
     start(whole.parent, "late", "checkpoint.every=0", "metrics.log_interval=1000", "data.prefetch=0")
     assert changes(late) == changes(whole)
     assert checkpoint_differences(last(whole), last(late)) == []
-
-
-# Keys of `[train]` in a checkpoint of an earlier version, and what refuses it.
-GONE = {
-    "grown": ({"micro_batches": {"schedule": "auto", "start": 1, "max": 16, "lr": "none"}}, ""),
-    "rows of two cells": ({"tbptt_cells": 2}, "train.tbptt_cells = 2, which is gone"),
-    "rows of one cell": ({"tbptt_cells": 1}, ""),
-}
-
-
-@pytest.mark.parametrize("case", GONE)
-def test_what_is_gone_is_refused_by_name_where_it_was_used(whole, tmp_path, case):
-    table, message = GONE[case]
-    checkpoint = Path(shutil.copytree(whole / "checkpoints" / "step_00000012", tmp_path / "step_00000012"))
-    state = json.loads((checkpoint / STATE_FILE).read_text())
-    state["config"]["train"] |= table
-    (checkpoint / STATE_FILE).write_text(json.dumps(state))
-    sign(checkpoint)
-    more = ("--resume", checkpoint)
-    assert message in start(whole.parent, case, "train.micro_batches=1", more=more, code=2 * bool(message))

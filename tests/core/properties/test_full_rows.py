@@ -310,19 +310,6 @@ def test_few_documents_are_begun_equally_often_on_any_number_of_shards():
         assert sum(begun.values()) > 100
 
 
-def test_a_state_of_before_few_documents_were_dealt_goes_on_as_it_began():
-    with corpus({"one": [[5, 1, 40, 200, 17]]}) as streams:
-        old, new = (blend(streams, shard=1, num_shards=2, rows=1, repeat=True) for _ in range(2))
-        for part in old._laned.values():
-            part.deals_few = False
-        for _ in range(300):
-            next(old)
-        state = {key: value for key, value in old.state_dict().items() if key not in ("groups", "turn")}
-        del state["sources"][0]["deals_few"]
-        new.load_state_dict(state)
-        assert [same(next(new)) for _ in range(300)] == [same(next(old)) for _ in range(300)]
-
-
 @settings(max_examples=25)
 @given(st.integers(2, 4), st.integers(0, 10**6))
 def test_weights_are_shares_of_the_tokens_that_are_read(num_sources, seed):

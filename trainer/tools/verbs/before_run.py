@@ -171,7 +171,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.training import checkpoint
     from trainer.training.optimizer import parameter_groups
     from trainer.training.plan import make_auxiliary
-    from trainer.training.restore import check_config, refuse_gone
+    from trainer.training.restore import check_config
 
     config = plan.config
     refuse_unfit_best(config)
@@ -194,7 +194,6 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     resume = config.checkpoint.resume
     if resume not in ("off", "auto"):
         state = checkpoint.named(resume, checkpoint.read_state)
-        refuse_gone(state)
         check_config(state["config"], with_sizes(config, state["config"]))
 
 
