@@ -12,7 +12,7 @@ import json
 import re
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -293,7 +293,7 @@ def _record(name: str, *arguments: Any) -> Any:
 
 
 _RECORDS: Any = {"load": None, "options": ("column", "loss_mask"), "cannot_be_mapped": True}
-FORMATS: dict[str, Format] = {
+FORMATS: Mapping[str, Format] = {
     "text": Format(TEXT_SUFFIXES, load_text, ("text_split",), pieces=text_pieces),
     "jsonl": Format((".jsonl",), None, ("column", "loss_mask"), pieces=jsonl_pieces),
     "npy": Format((".npy",), documents.load_npy, ("eod",)),

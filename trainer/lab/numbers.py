@@ -174,13 +174,13 @@ def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBa
         shape = 8, config.data.seq_len, config.data.features
         drawn = np.random.default_rng(0).normal(size=shape).astype(np.float32)
         features, targets = map(torch.from_numpy, _parts(drawn, config.data.targets))
-        batch = {"features": features, "targets": targets}
-        return take_apart(batch, accepted).to(next(model.parameters(), torch.empty(0)).device)
-    own = next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
-    if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
-        return None
-    given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}
-    batch = _read(str(own.target), json.dumps(given), f"source {own.name}: target", vocab_size)
+        batch: dict[str, Any] = {"features": features, "targets": targets}
+    else:
+        own = next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
+        if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
+            return None
+        given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}
+        batch = _read(str(own.target), json.dumps(given), f"source {own.name}: target", vocab_size)
     return take_apart(batch, accepted).to(next(model.parameters(), torch.empty(0)).device)
 
 
@@ -201,11 +201,8 @@ class OnPositions(nn.Module):
 
     def __init__(self, model: nn.Module, micro: MicroBatch) -> None:
         super().__init__()
-        self.model, self.fixed, self.takes_resets = (
-            model,
-            some_rows(micro, 1),
-            "resets" in (accepted_inputs(model) or ()),
-        )
+        self.model, self.fixed = model, some_rows(micro, 1)
+        self.takes_resets = "resets" in (accepted_inputs(model) or ())
         for name in {"state_width", "state_layout", "loss_keys"} & {*dir(model)}:
             setattr(self, name, getattr(model, name))
         shape = micro.targets.shape[:2]

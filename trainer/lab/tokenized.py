@@ -36,7 +36,7 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, damaged, read_index
-from trainer.data.formats import FORMATS, Format, format_name, is_copied
+from trainer.data.formats import FORMATS, format_name, is_copied
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -138,7 +138,7 @@ def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, report:
     found = Spelled()
     done, total, last = sum(sizes.values()) - sum(sizes[path] for path in missing), sum(sizes.values()), ""
     # With fewer files than processes, each has the tokenizer's threads.
-    settings = (how, dict(FORMATS), len(missing) < workers)
+    settings = (how, len(missing) < workers)
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
@@ -165,10 +165,9 @@ def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, report:
 _options: ReadOptions  # of a process of the pool
 
 
-def _begin(how: How, formats: Mapping[str, Format], has_threads: bool) -> None:
+def _begin(how: How, has_threads: bool) -> None:
     """Load in a process of the pool what all of its files need."""
     global _options
-    FORMATS.update(formats)
     # A terminal sends it to all processes: the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
