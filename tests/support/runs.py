@@ -141,11 +141,12 @@ _group: list[Member] = []
 
 def group_of(size: int) -> list[Member]:
     """Processes that wait for runs, as many as asked for; those that have ended meanwhile are replaced."""
-    alive = [member for member in _group if member.is_alive]
-    missing = max(size, 4) - len(alive)
-    if missing > 0:
+    missing = [place for place in range(max(size, 4)) if not _group[place:] or not _group[place].is_alive]
+    if missing:
         count_launch()
-    _group[:] = alive + [Member() for _ in range(missing)]
+    # Each keeps its rank: torch would give it again the device mesh of its first run, with the groups of that rank.
+    for place in missing:
+        _group[place : place + 1] = [Member()]
     return _group[:size]
 
 
