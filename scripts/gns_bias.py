@@ -37,9 +37,9 @@ from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
+from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model import build
 from trainer.options import BatchingMode
 
 COLUMNS = ("documents, rows x m", "spread", "independent rows", "measured", "over the truth", "bounds that hold it")

@@ -15,10 +15,10 @@ from tests.support.gns_cases import loss_sum, make_model, rows
 from tests.support.on_device import synchronization_forbidden
 from trainer.distributed.strategy import compile_blocks
 from trainer.lab import gated_delta, transformer
+from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model import build
 
 pytestmark = pytest.mark.cuda
 document_mask = transformer.document_mask

@@ -1,6 +1,5 @@
-"""The reference model, and the protocol that every model must implement."""
+"""The protocol that every model must implement, and the families that need no code of the user's."""
 
-from trainer.model.encoder import RecurrentEncoder, build
 from trainer.model.protocol import ModelOutput, SequenceModel
 
-__all__ = ["ModelOutput", "RecurrentEncoder", "SequenceModel", "build"]
+__all__ = ["ModelOutput", "SequenceModel"]

@@ -22,7 +22,7 @@ ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", 
 SLOW_SAVES = """
 import os, time
 import numpy as np
-from trainer.model import build as build_ours
+from trainer.lab.encoder import build as build_ours
 from trainer.training import saver
 
 if os.environ.get("RANK") == "1":

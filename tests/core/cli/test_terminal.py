@@ -107,7 +107,7 @@ def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path: P
 
 CHATTY = """
 from trainer.metrics.logger import get_logger
-from trainer.model import build as build_ours
+from trainer.lab.encoder import build as build_ours
 
 def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)

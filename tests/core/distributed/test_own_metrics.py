@@ -106,7 +106,7 @@ def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_li
 SPOILED = """
 import os
 import torch
-from trainer.model import build as build_ours
+from trainer.lab.encoder import build as build_ours
 from trainer.model.protocol import ModelOutput
 
 class Spoiled(torch.nn.Module):

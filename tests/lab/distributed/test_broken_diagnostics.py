@@ -114,7 +114,7 @@ def test_what_is_no_diagnostic_ends_the_run(config, tmp_path, monkeypatch, name)
 ON_RANK_1 = """
 import os
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model import build
+from trainer.lab.encoder import build
 
 measure = GradientNoiseScale._measure
 
