@@ -8,20 +8,27 @@ this module nor a verb imports anything slow (torch, numpy, pydantic) at the top
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import json
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib import import_module
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from trainer.cli.parts import VERBS
-from trainer.cli.terminal import ConfigOption, SetOption, echo, refuse, require_config
+from trainer.cli.parts import PARTS, VERBS, launcher
+from trainer.cli.terminal import ConfigOption, SetOption, echo, refuse, require_config, uncollected
 from trainer.errors import UserError
 
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+IS_LAUNCHED = "TRAINER_IS_LAUNCHED"  # set for the ranks of `--nproc`, which are given it too
 app = typer.Typer(
     name="train",
     help="Train recurrent-state sequence models on mixed data streams, from a TOML config.",
@@ -87,15 +94,41 @@ def train(
     config_path = require_config(config, "train")
     options = {key: context.params[name] for name, key in SETTINGS.items()}
     settings = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
-    from trainer.cli.launch import launch_ranks, prepared, starts_ranks
     from trainer.config.load import load_config
 
     loaded = load_config(config_path, settings)
-    if nproc is not None and starts_ranks():
-        raise typer.Exit(launch_ranks(nproc))
-    with prepared(config_path, settings, run_dir) as (train_here, launch):
-        code = train_here(loaded, launch)
-    raise typer.Exit(code)
+    if nproc is not None and IS_LAUNCHED not in os.environ:
+        raise typer.Exit(launcher.launch_ranks(nproc))
+    raise typer.Exit(_train_here(loaded, config_path, settings, run_dir))
+
+
+def _train_here(config: RunConfig, config_path: str, settings: list[str], run_dir: str | None) -> int:
+    """Train in this process; returns its exit code. A mistake is printed, and ends the process."""
+    from trainer.config.load import located
+    from trainer.training.signals import StopRequest, say_stopping
+
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed
+        # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
+        faulthandler.enable()
+    if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
+        echo("starting", err=True)
+    # Before torch is imported, whose import a signal would otherwise kill.
+    stop = StopRequest(say_stopping)
+    stop.install()
+    with uncollected():
+        import_module("torch._dynamo")  # which the optimizer's first step imports
+        from trainer.training.main import train
+        from trainer.training.open_run import Launch
+
+    # The user's code, which is imported from here on, may change the working directory.
+    launch = Launch(
+        stop=stop, config_path=Path(config_path).absolute(), run_dir=run_dir and os.path.abspath(run_dir), parts=PARTS
+    )
+    try:
+        with located(config_path, settings):
+            return train(config, launch)
+    except UserError as error:
+        refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ VERBS = {
 if TYPE_CHECKING:  # so that the modules are checked against the signatures of `Parts`
     from trainer.lab import models, own_batches, remote
     from trainer.tools import evaluation_sample, services, summary
+    from trainer.tools import launcher as launcher
 else:
 
     class _Later:
@@ -42,6 +43,7 @@ else:
     models, own_batches = _Later("trainer.lab.models"), _Later("trainer.lab.own_batches")
     remote, services = _Later("trainer.lab.remote"), _Later("trainer.tools.services")
     evaluation_sample, summary = _Later("trainer.tools.evaluation_sample"), _Later("trainer.tools.summary")
+    launcher = _Later("trainer.tools.launcher")  # of `--nproc`
 
 
 PARTS = Parts(

@@ -113,9 +113,9 @@ def test_the_launcher_ends_with_the_code_of_the_first_rank_that_failed_and_ends_
 
 LAUNCH = """
 import pathlib, sys
-from trainer.cli import launch
-launch.PROGRAM = pathlib.Path("{}")
-sys.exit(launch.launch_ranks(2))
+from trainer.tools import launcher
+launcher.PROGRAM = pathlib.Path("{}")
+sys.exit(launcher.launch_ranks(2))
 """
 
 
