@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.lab.encoder import build
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 
 CORPUS = Path("data/pytext")
 SIZES = ((48, 1), (64, 2))  # width and layers of each model

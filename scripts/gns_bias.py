@@ -39,7 +39,7 @@ from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.options import BatchingMode
 
 COLUMNS = ("documents, rows x m", "spread", "independent rows", "measured", "over the truth", "bounds that hold it")

@@ -26,7 +26,7 @@ try:
 except ImportError:
     sys.exit("this example needs transformers and accelerate: pip install transformers accelerate")
 
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks import JsonlSink
 from trainer.metrics.tracker import MetricsTracker

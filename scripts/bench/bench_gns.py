@@ -21,7 +21,7 @@ from bench_table import Figure, bench_parser, growth_mb, in_child, ratio_figure,
 from torch import Tensor, nn
 
 from trainer.lab.encoder import build
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
+from trainer.metrics.gradient_noise import GradientNoiseScale, norms_of, square_sum
 
 VOCAB = 256
 HOOKS_GOAL = {"cpu": 1.02, "cuda": 1.005}

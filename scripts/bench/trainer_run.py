@@ -13,10 +13,9 @@ import torch
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.training.extension import Extension
+from trainer.training.extension import Extension, Step
 from trainer.training.loop import run_loop
 from trainer.training.open_run import Launch, open_run
-from trainer.training.outcome import Step
 from trainer.training.plan import Plan, make_plan
 
 LOG_INTERVAL = 10

@@ -17,8 +17,8 @@ from trainer.distributed.strategy import compile_blocks
 from trainer.lab import gated_delta, transformer
 from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics import noise_scale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 
 pytestmark = pytest.mark.cuda
 document_mask = transformer.document_mask

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tests.support.noise_windows import Process, covers, histories
-from trainer.metrics.noise_scale.estimate import Current
+from trainer.metrics.noise_scale import Current
 
 AT = 200  # the step of the jump
 DELAYS = (3, 10, 20, 54, 100)

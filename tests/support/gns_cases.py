@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale import hooks
-from trainer.metrics.noise_scale.estimate import Absent, Window
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics import gradient_noise, noise_scale
+from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.metrics.noise_scale import Absent, Window
 
 VOCAB = 40
 TOKENS = 3  # a row
@@ -281,8 +280,8 @@ def window(gns: GradientNoiseScale, model: nn.Module, num_micros: int, first_see
 @contextlib.contextmanager
 def norms_of_cuda() -> Iterator[None]:
     """The CPU takes norms as CUDA does: of many gradients at once."""
-    hooks.MULTI_TENSOR.add("cpu")
+    gradient_noise.MULTI_TENSOR.add("cpu")
     try:
         yield
     finally:
-        hooks.MULTI_TENSOR.remove("cpu")
+        gradient_noise.MULTI_TENSOR.remove("cpu")

@@ -32,10 +32,10 @@ from trainer.data import (
     discover_nested,
 )
 from trainer.ledger import Ledger, LedgerOptions
+from trainer.metrics import noise_scale
 from trainer.metrics.aggregate import Recorder, reduce_over_ranks
 from trainer.metrics.catalog_rows import SHARE_ERRORS
-from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
+from trainer.metrics.noise_scale import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import encode_payload
 from trainer.options import MicroBatches
 

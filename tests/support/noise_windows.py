@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import Current, History, Window, estimate
+from trainer.metrics import noise_scale
+from trainer.metrics.noise_scale import Current, History, Window, estimate
 
 DIM = 20
 MEAN = [0.5] * DIM

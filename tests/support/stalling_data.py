@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from tests.support.runs import overrides, write_tiny_config
-from trainer.training import signals
 
 
 def build(
@@ -29,7 +28,6 @@ def build(
 ) -> Stalling:
     """See `Stalling`; only the ranks named stall. `start`: never returns."""
     if how == "start":
-        signals.GRACE_SEC = 2.0
         Path(os.environ["STARTED"], f"started_{rank}").touch()
         time.sleep(seconds)
     return Stalling(seq_len, after if rank in ranks else -1, how, seconds, fifo)

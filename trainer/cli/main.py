@@ -105,7 +105,8 @@ def train(
 def _train_here(config: RunConfig, config_path: str, settings: list[str], run_dir: str | None) -> int:
     """Train in this process; returns its exit code. A mistake is printed, and ends the process."""
     from trainer.config.load import located
-    from trainer.training.signals import StopRequest, say_stopping
+    from trainer.ending import StopRequest
+    from trainer.metrics.logger import get_logger
 
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
         # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
@@ -113,7 +114,8 @@ def _train_here(config: RunConfig, config_path: str, settings: list[str], run_di
     if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
         echo("starting", err=True)
     # Before torch is imported, whose import a signal would otherwise kill.
-    stop = StopRequest(say_stopping)
+    get_logger(__name__)  # makes the handler of what a signal logs
+    stop = StopRequest()
     stop.install()
     with uncollected():
         import_module("torch._dynamo")  # which the optimizer's first step imports

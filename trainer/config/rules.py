@@ -1,7 +1,7 @@
 """Rules across tables or that need the world size, and the numbers that follow from a config.
 
 Checked before the process group starts. Rules that need the data itself are in
-`trainer.training.sources`.
+`trainer.training.plan`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from trainer.import_path import users_code
 from trainer.metrics.catalog import EMA_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpoint import MARKER, checkpoint_name, loading
-from trainer.training.extension import Extension, RunView
-from trainer.training.outcome import Step
+from trainer.training.extension import Extension, RunView, Step
 from trainer.training.tensor_files import TensorFiles
 from trainer.training.train_state import open_model, read_like
 from trainer.wording import counted

@@ -33,8 +33,7 @@ from trainer.training.evaluator import ALL, EvalSet, Evaluator
 from trainer.wording import counted
 
 if TYPE_CHECKING:
-    from trainer.training.plan import Plan
-    from trainer.training.sources import Source
+    from trainer.training.plan import Plan, Source
 
 IDS = ("tokens", "targets")
 HOST_KEYS = {*CARRY_KEYS, *OPTIONAL_CARRY_KEYS, *BATCH_EXTRAS}

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from trainer.training.extension import Extension, RunView
-from trainer.training.outcome import Step
+from trainer.training.extension import Extension, RunView, Step
 
 NAMED = ("evaluation", "checkpoint", "extensions")
 """The watchdog's words for what happens between steps, which the bar shows."""

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.config.schema import CheckpointTable, RunConfig
+from trainer.ending import StopRequest
 from trainer.errors import UserError
 from trainer.files import discard, read_bytes, remove_tree, sync_directory
 from trainer.metrics.best_effort import Diagnostics
@@ -27,7 +28,6 @@ from trainer.metrics.sinks import EventWriter
 from trainer.training import Found, checkpoint
 from trainer.training.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
 from trainer.training.run_dir import RunDir
-from trainer.training.signals import StopRequest
 from trainer.training.tensor_files import CheckpointError
 from trainer.wording import error_text
 

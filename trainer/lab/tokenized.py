@@ -47,8 +47,7 @@ from trainer.wording import counted, few, printable
 
 if TYPE_CHECKING:  # what starts each of the processes imports little
     from trainer.distributed.env import RankInfo
-    from trainer.training.plan import Plan
-    from trainer.training.sources import Source
+    from trainer.training.plan import Plan, Source
 
 logger = get_logger(__name__)
 LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it is read

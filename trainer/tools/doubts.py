@@ -22,8 +22,7 @@ from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.build import reading
 from trainer.training.optimizer import Length, make_schedule
-from trainer.training.plan import Plan
-from trainer.training.sources import Source
+from trainer.training.plan import Plan, Source
 from trainer.wording import counted, few, printable
 
 logger = get_logger(__name__)

@@ -30,14 +30,13 @@ from trainer.data.loader import Carry, MicroBatch
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.files import remove_leftovers, write_file
-from trainer.metrics.noise_scale.estimate import Moments
+from trainer.metrics.noise_scale import Moments
 from trainer.metrics.sinks import strict
 from trainer.objective import ObjectiveOutput
 from trainer.on_device import to_device
 from trainer.training.build import evaluated_rows, make_held_out
 from trainer.training.evaluator import EvalRider, EvalSet, Evaluator
-from trainer.training.plan import Plan
-from trainer.training.sources import Source
+from trainer.training.plan import Plan, Source
 from trainer.wording import counted
 
 if TYPE_CHECKING:

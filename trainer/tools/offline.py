@@ -22,8 +22,7 @@ from trainer.tools.doubts import trained_on
 from trainer.tools.saved_model import Step, load_model, refuse_code
 from trainer.training.build import model_and_loss
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
-from trainer.training.plan import Plan, make_auxiliary, make_plan
-from trainer.training.sources import resolve_sources
+from trainer.training.plan import Plan, make_auxiliary, make_plan, resolve_sources
 
 logger = get_logger(__name__)
 

@@ -28,7 +28,7 @@ from trainer.tools.saved_model import config_of, config_path_of, refuse_code
 from trainer.training import checkpoint
 from trainer.training.build import make_blend, plan_lanes, recorded_sets
 from trainer.training.plan import Plan, make_plan, width_of
-from trainer.training.restore import check_data
+from trainer.training.record import check_data
 from trainer.training.run_dir import RunDir
 from trainer.training.tensor_files import read_rank
 

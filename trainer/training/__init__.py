@@ -21,16 +21,15 @@ if TYPE_CHECKING:  # a run imports what it uses
     from trainer.data.tokenizer import Tokenizer
     from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
+    from trainer.ending import StopRequest
     from trainer.metrics.best_effort import BestEffort, Diagnostics
     from trainer.metrics.sinks import Sink
     from trainer.objective import Auxiliary, Loss, Objective, ObjectiveOutput
     from trainer.training.evaluator import EvalRider, EvalSet, Evaluator
     from trainer.training.open_run import Run
     from trainer.training.optimizer import ParameterGroup
-    from trainer.training.plan import Plan
+    from trainer.training.plan import Plan, Source
     from trainer.training.run_dir import RunDir
-    from trainer.training.signals import StopRequest
-    from trainer.training.sources import Source
     from trainer.training.step import TrainStep
     from trainer.training.train_state import Position, TrainState
 

@@ -48,8 +48,7 @@ from trainer.on_device import memory_of
 from trainer.options import DEFAULT_CAPACITY
 from trainer.training import need
 from trainer.training.optimizer import build_optimizer
-from trainer.training.plan import Plan, build_model, own_loss, width_of
-from trainer.training.sources import Source
+from trainer.training.plan import Plan, Source, build_model, own_loss, width_of
 from trainer.training.train_state import DataShard, TrainState
 from trainer.wording import counted
 

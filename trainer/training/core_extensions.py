@@ -17,8 +17,7 @@ from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.on_device import to_device
-from trainer.training.extension import Extension, RunView
-from trainer.training.outcome import Step
+from trainer.training.extension import Extension, RunView, Step
 
 LABELS = {"source": "dataset_labels", "modality": "dataset_segments"}
 """What losses are split by, and the name under which a batch holds its labels."""

@@ -30,8 +30,7 @@ from trainer.options import DEFAULT_CAPACITY, LedgerOptions
 from trainer.training import need
 from trainer.training.build import autocast_context, evaluated_rows, make_held_out, runs_on
 from trainer.training.core_extensions import StepDetails
-from trainer.training.plan import Plan, width_of
-from trainer.training.sources import Source
+from trainer.training.plan import Plan, Source, width_of
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 """The numbers that are logged of an `[[eval.source]]`."""

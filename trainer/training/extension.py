@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntFlag, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,13 +38,54 @@ from trainer.metrics.sinks import EventWriter
 from trainer.objective import ObjectiveOutput
 from trainer.on_device import HostCopy
 from trainer.training import Found
-from trainer.training.outcome import Step
 from trainer.training.plan import Plan
 from trainer.training.run_dir import RunDir
 from trainer.training.train_state import Position, TrainState
 
 if TYPE_CHECKING:
     from trainer.training.evaluator import Evaluator
+
+
+class Flag(IntFlag):
+    """What a rank says with a step."""
+
+    NONE = 0
+    STOP = auto()  # it was asked to stop
+    SAVE = auto()  # by its clock, the time between two saves has passed
+    EXHAUSTED = auto()  # it had no batch of its own, only masked copies
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The result of a step."""
+
+    flags: Flag
+    """`STOP` and `SAVE` if any rank says so. `EXHAUSTED` if all do: nothing was changed."""
+    is_finite: bool  # False: the step was skipped; weights and optimizer are as before
+    loss: float
+    """Token-weighted over all micro-batches and ranks, nats per token; NaN without a token."""
+    tokens: int
+    """Target tokens over all ranks. 0: all targets were masked, and nothing was changed."""
+    tokens_trained: int  # 0 for a step that was skipped
+    grad_norm: float
+    """Norm of the true gradient before clipping; for a skipped step, the squared norm as it was."""
+    grad_factor: float
+    """c, where the gradient before the update was c times that of the mean loss."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the weights were updated."""
+        return self.is_finite and self.tokens > 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step whose numbers are known."""
+
+    number: int
+    window: Sequence[MicroBatch]  # of this rank
+    is_logged: bool
+    outcome: StepOutcome
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -19,8 +19,8 @@ from trainer.distributed.env import gather_from_ranks
 from trainer.distributed.watchdog import DATA
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.logger import get_logger
+from trainer.training.extension import Flag, Step, StepOutcome
 from trainer.training.open_run import Run
-from trainer.training.outcome import Flag, Step, StepOutcome
 from trainer.training.step import Launched
 
 logger = get_logger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainer.distributed.env import (
 )
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
+from trainer.import_path import place_of
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
 from trainer.training import MISSING
@@ -30,13 +31,16 @@ from trainer.training.loop import CorruptedError, NonFiniteError, run_loop
 from trainer.training.open_run import Launch, Run, open_run
 from trainer.training.plan import Plan, make_plan
 from trainer.training.run_dir import FINISHED
-from trainer.training.saver import SaveError
-from trainer.training.signals import exits_as_errors
+from trainer.training.saved_state import SaveError
 from trainer.wording import error_text
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
 EXIT_FAILED = 1
+
+
+class UnexpectedExit(Exception):
+    """The user's code ended the process; the message says how and where."""
 
 
 class RunFailed(Exception):
@@ -78,7 +82,7 @@ def train(config: RunConfig, launch: Launch) -> int:
                             end.reason = run_loop(run)
                         return end.code
                 except UserError:  # also from closing the run
-                    stop.mute()
+                    stop.is_muted = True
                     raise
         except RunFailed:
             return EXIT_FAILED
@@ -101,6 +105,23 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
         logger.info("text is tokenized again whenever it is read: %s", MISSING)
         return plan
     return plan.parts.data.tokenize_once(plan, info, lambda: launch.stop.requested)
+
+
+@contextmanager
+def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
+    """Turn `sys.exit` and any other `BaseException` into an `UnexpectedExit`.
+
+    The message of an exit says `when` in the run it came, as ` after step 7`.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        what = f"{type(error).__name__} was raised"
+        if isinstance(error, SystemExit):
+            what = f"sys.exit({error.code!r}) was called"
+        raise UnexpectedExit(f"{what}{when()}{place_of(error)}") from error
 
 
 @dataclass

@@ -18,13 +18,14 @@ from trainer.data.loader import Loader, Reading, accepted_inputs
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import Watchdog, start_watchdog
+from trainer.ending import StopRequest
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog import plain_names
 from trainer.metrics.catalog_rows import RankReduction
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.logger import get_logger, is_terminal
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter, Output
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
@@ -46,11 +47,9 @@ from trainer.training.evaluator import EvalSet, Evaluator, eval_sets, make_detai
 from trainer.training.extension import Extension, Extensions, RunView
 from trainer.training.optimizer import Length, Schedule, make_schedule
 from trainer.training.plan import Plan, make_auxiliary
-from trainer.training.record import begin_record, open_record, place_run
-from trainer.training.restore import check_data, restore
+from trainer.training.record import begin_record, check_data, open_record, place_run
 from trainer.training.run_dir import FINISHED, RunDir, environment, refuse_unlike
-from trainer.training.saver import Saver
-from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.saved_state import Saver, restore
 from trainer.training.step import TrainStep
 from trainer.training.tensor_files import pack
 from trainer.training.train_state import Position, TrainState
@@ -63,7 +62,7 @@ logger = get_logger(__name__)
 class Launch:
     """How a run is started, in addition to its config."""
 
-    stop: StopRequest = field(default_factory=partial(StopRequest, say_stopping))
+    stop: StopRequest = field(default_factory=StopRequest)
     config_path: Path | None = None  # None: the config is not recorded
     run_dir: str | None = None
     parts: Parts = NO_PARTS

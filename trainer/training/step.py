@@ -36,14 +36,13 @@ from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
+from trainer.metrics.gradient_noise import GradientNoiseScale, norms_of, square_sum
+from trainer.metrics.noise_scale import NUM_SUMS, RANKS
 from trainer.objective import Auxiliary, Loss, ObjectiveOutput
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
 from trainer.training import Graphs
-from trainer.training.extension import Extensions, Measured
+from trainer.training.extension import Extensions, Flag, Measured, StepOutcome
 from trainer.training.optimizer import set_lr
-from trainer.training.outcome import Flag, StepOutcome
 
 # Positions in the reduced vector: after the flags come the noise scale's sums, then the squared
 # gradient norm.

@@ -16,7 +16,7 @@ from trainer.distributed.strategy import as_shard, layout_of, own_range, part_to
 from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder, Reporter
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import tied_names
 from trainer.training.optimizer import load_named_state, named_state

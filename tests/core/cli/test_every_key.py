@@ -23,14 +23,14 @@ SLOW_SAVES = """
 import os, time
 import numpy as np
 from trainer.lab.encoder import build as build_ours
-from trainer.training import saver
+from trainer.training import saved_state
 
 if os.environ.get("RANK") == "1":
-    write = saver.write_part
+    write = saved_state.write_part
     def slow(path, value):
         time.sleep(0.02)
         write(path, value)
-    saver.write_part = slow
+    saved_state.write_part = slow
 
 def build(vocab_size, dim, num_layers):
     return build_ours(vocab_size, dim=dim, num_layers=num_layers)

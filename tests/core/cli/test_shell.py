@@ -62,7 +62,7 @@ for line in sys.argv[1:]:
         main()
     except SystemExit as ended:
         print(ended.code, *sorted({"torch", "numpy", "pydantic", "wandb"} & {*sys.modules}), file=sys.stderr)
-import trainer.training.signals, trainer.tools.launcher
+import trainer.ending, trainer.tools.launcher
 assert "torch" not in sys.modules, "ranks are said to start before it is imported"
 """
 

@@ -34,8 +34,8 @@ from trainer.data.weights import ConstantWeight
 from trainer.distributed.strategy import Strategy
 from trainer.lab.encoder import build
 from trainer.metrics.aggregate import reduce_over_ranks
-from trainer.metrics.noise_scale.estimate import ROWS_BEFORE
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.metrics.noise_scale import ROWS_BEFORE
 from trainer.options import MicroBatches
 from trainer.training import build as built
 from trainer.training.build import LANE_SETS, plan_lanes, recorded_sets

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
-from trainer.metrics.noise_scale.estimate import Absent, Window
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.metrics.noise_scale import Absent, Window
 
 pytestmark = pytest.mark.distributed
 

@@ -24,8 +24,8 @@ from tests.support.gns_cases import (
     wrong_windows,
 )
 from trainer.errors import UserError
-from trainer.metrics.noise_scale.estimate import Window
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.metrics.noise_scale import Window
 
 pytestmark = pytest.mark.distributed
 

@@ -17,7 +17,7 @@ from trainer.config.load import load_config
 from trainer.data.loader import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import num_parameters, own_part
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.training.build import autocast_context, make_state, make_strategy
 from trainer.training.optimizer import named_state
 from trainer.training.plan import Plan, make_plan

@@ -11,10 +11,10 @@ from trainer.data.loader import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.objective import Objective
 from trainer.options import ObjectiveOptions
-from trainer.training.outcome import Flag, StepOutcome
+from trainer.training.extension import Flag, StepOutcome
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
 CPU = torch.device("cpu")

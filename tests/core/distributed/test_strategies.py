@@ -21,7 +21,8 @@ from trainer.lab.weights import read_weights
 from trainer.training import checkpoint
 from trainer.training.build import make_state, make_strategy
 from trainer.training.plan import make_plan
-from trainer.training.restore import check_data, restore
+from trainer.training.record import check_data
+from trainer.training.saved_state import restore
 from trainer.training.train_state import model_part
 
 pytestmark = pytest.mark.distributed

@@ -13,8 +13,8 @@ import pytest
 from tests.support.fault_runs import ARGUMENTS, LOST, STEPS, assert_same, end_with, keep, make_config, whole_run
 from tests.support.ranks import PATIENCE_SEC, Ranks, is_saving, last_logged, status, wait_while_starting
 from tests.support.runs import losses, read_rows
+from trainer.ending import SAME_REQUEST_SEC
 from trainer.metrics.payload_contract import validate_stream
-from trainer.training.signals import SAME_REQUEST_SEC
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 # torchrun kills what is left 30 s after its SIGTERM.

@@ -20,7 +20,7 @@ from trainer.metrics.aggregate import (
     reduce_over_ranks,
 )
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.noise_scale.estimate import Moments
+from trainer.metrics.noise_scale import Moments
 
 PLAN = rank_operations(
     [

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.gns_cases import loss_sum, make_model, micro, norms_by_definition, norms_of_cuda, rows, window
 from trainer.errors import UserError
-from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import Absent, Window
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
+from trainer.metrics import noise_scale
+from trainer.metrics.gradient_noise import GradientNoiseScale, norms_of, square_sum
+from trainer.metrics.noise_scale import Absent, Window
 
 
 @pytest.fixture

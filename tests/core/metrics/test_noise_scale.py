@@ -22,8 +22,8 @@ from tests.support.noise_windows import (
     sums_of,
     window_of,
 )
-from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, PairAverage, Window, estimate
+from trainer.metrics import noise_scale
+from trainer.metrics.noise_scale import Absent, NoiseScaleAverage, PairAverage, Window, estimate
 
 LAYOUTS = [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2)]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.noise_windows import Process, constant, constant_window, continued, covers, histories
-from trainer.metrics.noise_scale.estimate import BLOCKS, Current, History, NoiseScaleAverage, Stretches
+from trainer.metrics.noise_scale import BLOCKS, Current, History, NoiseScaleAverage, Stretches
 
 RUNS = 100
 STEPS = (14, 40, 100, 215, 260, 400, 1000)

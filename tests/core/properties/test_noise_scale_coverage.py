@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from trainer.metrics.noise_scale.estimate import PairAverage
+from trainer.metrics.noise_scale import PairAverage
 
 RUNS = 1000
 RATIOS = (0.5, 1.0, 10.0, 30.0, 100.0, 1000.0, 1e6)  # B over the batch, whose size is 1 here

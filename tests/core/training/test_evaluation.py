@@ -27,7 +27,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.noise_scale.estimate import t_quantile
+from trainer.metrics.noise_scale import t_quantile
 from trainer.objective import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample

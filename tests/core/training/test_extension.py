@@ -14,7 +14,7 @@ from tests.support.in_process import train_here
 from tests.support.runs import read_rows, run, write_tiny_config
 from trainer.errors import UserError
 from trainer.training import main
-from trainer.training.signals import UnexpectedExit
+from trainer.training.main import UnexpectedExit
 
 OWN = '''
 import torch

@@ -24,8 +24,8 @@ from trainer.lab.encoder import build
 from trainer.lab.extensions import LayerNumbers
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.noise_scale.estimate import NUM_SUMS
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.metrics.noise_scale import NUM_SUMS
 from trainer.objective import Objective
 from trainer.on_device import HostCopy
 from trainer.options import CoordOptions, ObjectiveOptions

@@ -25,7 +25,8 @@ from trainer.errors import UserError
 from trainer.training import checkpoint as files
 from trainer.training.build import make_state
 from trainer.training.plan import make_plan
-from trainer.training.restore import check_data, restore
+from trainer.training.record import check_data
+from trainer.training.saved_state import restore
 from trainer.training.tensor_files import CheckpointError, model_file, rank_file
 
 ALONE, CPU = RankInfo(), torch.device("cpu")

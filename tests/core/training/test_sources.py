@@ -14,8 +14,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.training.build import make_dataset
-from trainer.training.plan import Plan, make_plan
-from trainer.training.sources import Source, resolve_sources
+from trainer.training.plan import Plan, Source, make_plan, resolve_sources
 
 HEAD = "[train]\nsteps = 10\nmicro_batches = 2\n"
 SCHEDULE = '{ schedule = "linear", points = { 0 = 4.0, 10 = 2.0 } }'

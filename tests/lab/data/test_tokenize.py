@@ -32,7 +32,7 @@ from trainer.errors import UserError
 from trainer.lab import tokenized
 from trainer.lab.loss_mask import LossMask
 from trainer.lab.tokenized import How, tokenize_files, tokenize_source
-from trainer.training.sources import Source
+from trainer.training.plan import Source
 
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
 TEXTS = [f"document {i}: " + "ünï " * (i % 7) + "word " * (i * 37 % 211) for i in range(300)]

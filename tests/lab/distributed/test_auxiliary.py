@@ -12,11 +12,11 @@ from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Layout, Replicated, Sharded, Strategy, shard_units
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective import Objective
 from trainer.options import ObjectiveOptions
-from trainer.training.outcome import StepOutcome
+from trainer.training.extension import StepOutcome
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3

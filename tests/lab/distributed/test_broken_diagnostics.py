@@ -33,7 +33,7 @@ tokens = 4
 # A function -> the guard that it fails in, and the metrics that are absent from the last row.
 CASES = {
     "trainer.ledger.ledger:Ledger.drain_metrics": ("ledger metrics", ("ledger/", "ledger_")),
-    "trainer.metrics.noise_scale.hooks:GradientNoiseScale._measure": ("gns", ("gns/",)),
+    "trainer.metrics.gradient_noise:GradientNoiseScale._measure": ("gns", ("gns/",)),
     "trainer.lab.extensions:LayerNumbers.gradient_ready": ("per_layer", ("layer/",)),
     "trainer.training.core_extensions:StepDetails._add_token_types": ("token_type", ("token_type/",)),
     "trainer.training.core_extensions:StepDetails._add_labels": ("per_source", ("source/", "modality/")),
@@ -113,7 +113,7 @@ def test_what_is_no_diagnostic_ends_the_run(config, tmp_path, monkeypatch, name)
 
 ON_RANK_1 = """
 import os
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.lab.encoder import build
 
 measure = GradientNoiseScale._measure

@@ -20,7 +20,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.lab import extensions
 from trainer.lab.extensions import LayerNumbers, layer_of
 from trainer.metrics.catalog import is_known, lookup
-from trainer.training.outcome import Flag, Step, StepOutcome
+from trainer.training.extension import Flag, Step, StepOutcome
 
 
 @pytest.mark.parametrize(

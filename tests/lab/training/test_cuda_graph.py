@@ -23,7 +23,7 @@ from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.lab.cuda_graph import MicroGraphs, make_graphs
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.objective import Objective
 from trainer.options import ObjectiveOptions
 from trainer.training.extension import Extension, Extensions

@@ -16,10 +16,10 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.lab.depth import bucket_start, depths
+from trainer.metrics import noise_scale
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog import is_known, lookup
-from trainer.metrics.noise_scale import estimate
-from trainer.metrics.noise_scale.estimate import t_quantile
+from trainer.metrics.noise_scale import t_quantile
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
 from trainer.training.build import make_model
@@ -135,7 +135,7 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
     sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
     monkeypatch.setattr(evaluation_sample, "LEAST", 4)
-    monkeypatch.setattr(estimate, "FEWEST_UNITS", 2)
+    monkeypatch.setattr(noise_scale, "FEWEST_UNITS", 2)
     plan = plan_of(tmp_path, "eval.batches=40")
     one = by_depth(evaluated(plan, model_of(plan)))
     (drawn,) = eval_sets(plan, RankInfo(), CPU)

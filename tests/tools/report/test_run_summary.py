@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.records import record_of, write_record
-from trainer.metrics.noise_scale.estimate import t_quantile
+from trainer.metrics.noise_scale import t_quantile
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, summarize
 from trainer.tools.runs.load import load_run

@@ -171,7 +171,7 @@ def difference(before: Losses, after: Losses) -> dict[str, Any]:
     """
     import numpy as np  # which a diagnosis of one run does not need
 
-    from trainer.metrics.noise_scale.estimate import Moments
+    from trainer.metrics.noise_scale import Moments
 
     both = [where for where in before if where in after and before[where][1] == after[where][1]]
     tokens = np.array([before[where][1] for where in both], np.float64)
@@ -189,7 +189,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
     `error`: of the mean, by Student's t; `ERRORS_SHOWN` are 95 %. None for one seed.
     """
-    from trainer.metrics.noise_scale.estimate import t_quantile
+    from trainer.metrics.noise_scale import t_quantile
 
     groups: dict[str, dict[str, tuple[str, float]]] = {}
     for run in runs:

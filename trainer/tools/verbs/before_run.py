@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.tools.doubts import Content
-    from trainer.training.plan import Plan
-    from trainer.training.sources import Source
+    from trainer.training.plan import Plan, Source
 
 WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, max=10**6, help="World size to assume.")]
 SCHEMA_NAME = "config.schema.json"
@@ -171,7 +170,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.training import checkpoint
     from trainer.training.optimizer import parameter_groups
     from trainer.training.plan import make_auxiliary
-    from trainer.training.restore import check_config
+    from trainer.training.record import check_config
 
     config = plan.config
     refuse_unfit_best(config)

@@ -41,9 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.strategy import layout_and_group, layout_of, own_part, unsharded_parameters
 from trainer.errors import UserError
+from trainer.metrics import noise_scale
 from trainer.metrics.catalog_rows import GNS_ROWS
-from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
+from trainer.metrics.noise_scale import Absent, NoiseScaleAverage, Window
 
 log = logging.getLogger(__name__)
 BOUNDED = [f"gns/{name}{bound}" for name in ("b_now", "b_simple") for bound in ("", "_low", "_high")]

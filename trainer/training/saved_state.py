@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run."""
+"""Writes the checkpoints of a run, and restores it from one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy, saving_ranks
 from trainer.files import discard
+from trainer.metrics.catalog_rows import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.training import checkpoint as files
+from trainer.training.checkpoint import loading
 from trainer.training.extension import Extensions
+from trainer.training.plan import Plan
 from trainer.training.tensor_files import (
     Part,
     Rows,
@@ -23,10 +29,19 @@ from trainer.training.tensor_files import (
     model_file,
     pack,
     rank_file,
+    read_rank,
     rows_file,
     write_part,
 )
-from trainer.training.train_state import Position, TrainState, model_part
+from trainer.training.train_state import (
+    Position,
+    TrainState,
+    load_optimizer,
+    load_weights_of,
+    model_part,
+    open_model,
+)
+from trainer.wording import counted
 
 logger = get_logger(__name__)
 
@@ -149,3 +164,85 @@ class Saver:
                     self.check_owner()
                     files.discard_staging(self.directory)  # or the disk stays full
             raise SaveError(f"the checkpoint could not be written: {problems[0]}")
+
+
+def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState, info: RankInfo) -> Position:
+    """Load a checkpoint, with its state.json, into a run. Returns where the run continues.
+
+    A UserError if a file is damaged, or does not fit the model or the data.
+    """
+    # In an order in which a wrong checkpoint is refused before anything large is read.
+    num_saved, num_shards = saved["data_shards"], plan.facts.data_shards
+    is_same = num_saved == num_shards
+    with loading(path, "files"):
+        tensors = open_model(path, saved, rank=info.rank)
+        # The usual resume: each rank reads its own files alone.
+        numbers = [shard.number for shard in state.shards] if is_same else range(num_saved)
+        parts = {number: read_rank(path, number) for number in numbers}
+    with loading(path, "weights"):
+        load_weights_of(state.model, tensors)
+    with loading(path, "optimizer"):
+        load_optimizer(state.optimizer, state.model, tensors)
+    if state.scaler.is_enabled():
+        with loading(path, "loss scaling"):
+            state.scaler.load_state_dict(tensors.values["scaler"])
+    with loading(path, "averages"):
+        state.load_shared(saved)
+    if not is_same:
+        text = "saved with %s, resumed with %d: with as many rows and micro-batches, a step has other tokens "
+        text += "(distributed.shards = %d keeps the batch, on any number of ranks that divides it)"
+        logger.warning(text, counted(num_saved, "data shard"), num_shards, num_saved)
+    with loading(path, "data cursors"):
+        blends = {number: part["data"] for number, part in parts.items()}
+        for shard in state.shards:
+            # The cursors of other shards are redistributed: each needs all of them.
+            shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
+        position = Position.of(state, saved["step"])
+    # After the data cursors, which know the documents that are in flight.
+    with loading(path, "ledger"):
+        may_grow, in_flight = not plan.config.ledger.capacity, plan.facts.groups_in_flight
+        _restore_ledgers(state, saved, parts, is_same=is_same, in_flight=in_flight, may_grow=may_grow)
+    position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
+    position.tokens_before, position.tokens = saved["tokens"]
+    with loading(path, "counts"):
+        if is_same:
+            for index, shard in enumerate(state.shards):
+                position.load_counts(index, parts[shard.number]["unlogged"])
+        elif state.shards[0].number == 0:
+            # Only epochs are totals since the start: the first shard takes over those of all.
+            for part in parts.values():
+                pool = part["unlogged"]["pool"]
+                position.unlogged[0].add({key: pool[key][0] for key in pool if key.startswith(EPOCHS)})
+    logger.info("resuming after step %d from %s", position.step, path)
+    return position
+
+
+def _restore_ledgers(
+    state: TrainState,
+    saved: Mapping[str, Any],
+    parts: Mapping[int, Mapping[str, Any]],
+    *,
+    is_same: bool,
+    in_flight: int,
+    may_grow: bool,
+) -> None:
+    layout = saved.get("state_layout")
+    if state.ledgers and layout != state.state_layout:
+        raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
+    for shard in state.shards:
+        if shard.ledger is None:
+            continue
+        if may_grow:  # for documents that wait, in addition to those of the lanes
+            shard.ledger.reserve(len(shard.dataset.waiting_groups))
+        # Their documents resume, perhaps after a long wait, and must not be swept.
+        shard.ledger.keep(shard.dataset.waiting_groups)
+        if is_same:
+            shard.ledger.load_state_dict(parts[shard.number]["ledger"])
+            shard.ledger.load_undrained(parts[shard.number]["unlogged"]["ledger"])
+            continue
+        shards = [part["ledger"] for part in parts.values() if "ledger" in part]
+        groups = shard.dataset.groups_in_flight
+        if groups is None:  # those in flight here need room besides the others'
+            shard.ledger.load_shards(shards, room=in_flight)
+        else:  # no other group will be looked up
+            shard.ledger.load_shards(shards, owned=partial(np.isin, test_elements=groups))
