@@ -18,7 +18,6 @@ from trainer.arrays import stable_hash
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream
-from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.errors import UserError
 from trainer.wording import few
 
@@ -102,14 +101,11 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     """Everything that must match for a state to fit: how files are read and cut, and which."""
     paths = [part for stream in streams for part in (stream.relative_path, stream.modality)]
     tokenizer = options.tokenizer
-    words = f"{tokenizer.name} ({tokenizer.vocab_size} ids)"
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.special_tokens and not tokenizer.parse_special:
-        words += ", data.parse_special = false"
     return {
         **asdict(cut),
         **settings,
         **vars(options),
-        "tokenizer": words,
+        "tokenizer": f"{tokenizer.name} ({tokenizer.vocab_size} ids){tokenizer.settings}",
         "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
     }
 

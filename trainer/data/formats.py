@@ -25,7 +25,7 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.data import documents
 from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
-from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, encode_all
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
 
@@ -339,7 +339,7 @@ def is_copied(path: str, format: str, tokenizer: Tokenizer) -> bool:
     row = FORMATS.get(format_name(Path(path), format))
     if row is None or row.pieces is None:
         return False
-    return row.cannot_be_mapped or isinstance(tokenizer, HuggingFaceTokenizer)
+    return row.cannot_be_mapped or tokenizer.is_slow
 
 
 def takes_option(name: str, option: str) -> bool:

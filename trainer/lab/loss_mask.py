@@ -13,7 +13,8 @@ from trainer.arrays import IGNORED, Ints
 from trainer.data.collate import TRAINED, Batch, Collator, Gathered
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable, damaged, load_megatron, table_from_pieces
 from trainer.data.formats import FORMATS, format_name, takes_option
-from trainer.data.tokenizer import HuggingFaceTokenizer, IdsTokenizer, Tokenizer
+from trainer.data.tokenizer import IdsTokenizer, Tokenizer
+from trainer.lab.tokenizer_json import HuggingFaceTokenizer
 
 
 class MaskedTable(TokenTable):

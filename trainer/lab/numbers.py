@@ -55,6 +55,7 @@ class Series:
     others, unshifted. Raises UserError: the columns are not F.
     """
 
+    is_slow, settings = False, ""
     token_type_names: tuple[str, ...] = ()
     token_type_table: npt.NDArray[np.int8] | None = None
 

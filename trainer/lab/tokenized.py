@@ -38,10 +38,11 @@ from trainer.arrays import Ints
 from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, damaged, read_index
 from trainer.data.formats import FORMATS, format_name, is_copied
 from trainer.data.layout import Stream
-from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
+from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
 from trainer.lab.loss_mask import LossMask
+from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted, few, printable
 

@@ -23,9 +23,10 @@ from trainer.data.formats import FORMATS, format_name, load_documents, takes_opt
 from trainer.data.groups import held_out
 from trainer.data.lanes import DOCUMENTS_PER_LANE
 from trainer.data.layout import Stream, discover_direct, discover_nested, is_data, refuse_empty_files, refuse_unheeded
-from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
+from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.lab.tokenized import UNBOUNDED, Report
+from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.corpora import why_not_text
 from trainer.wording import counted, few
 

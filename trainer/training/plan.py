@@ -238,8 +238,11 @@ def tokenizer_of(data: DataTable, name: str = "", *, parts: Parts) -> Tokenizer:
     """The tokenizer of `[data]`, or what reads numbers. `name`: where its file is by now."""
     if data.features:
         return need(parts.data, "data.features").Series(data)
+    name = name or data.tokenizer
+    if not name.endswith(".json"):
+        return load_tokenizer(name, vocab_size=data.vocab_size)
     how: dict[str, Any] = data.model_dump(include={"vocab_size", "parse_special", "eod"})
-    return load_tokenizer(name or data.tokenizer, **how)
+    return need(parts.data, "data.tokenizer").load_tokenizer(name, **how)
 
 
 def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -19,9 +19,10 @@ from trainer.data import records
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import format_name, load_documents
 from trainer.data.layout import discover_direct, discover_nested
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
 from trainer.lab.tokenized import write_index
+from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.survey import file_kind
 
 BYTES = BytesTokenizer()

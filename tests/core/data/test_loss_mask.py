@@ -20,9 +20,10 @@ from trainer.config.load import load_config
 from trainer.data import BlendSource, ConstantWeight, LaneBlend, ReadOptions, ShardSource, load_documents
 from trainer.data.documents import TokenTable
 from trainer.data.layout import discover_direct
-from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
+from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.lab.loss_mask import LossMask
+from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.read_step import find_origin, read_step
 from trainer.training.build import make_model
 from trainer.training.plan import make_plan

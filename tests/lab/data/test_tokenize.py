@@ -25,13 +25,13 @@ from trainer.data import ReadOptions, load_documents
 from trainer.data.documents import HEADER, MAGIC
 from trainer.data.groups import CutOptions, open_stream
 from trainer.data.layout import Stream, discover_direct, discover_nested
-from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.lab import tokenized
 from trainer.lab.loss_mask import LossMask
 from trainer.lab.tokenized import How, tokenize_files, tokenize_source
+from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.training.plan import Source
 
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")

@@ -12,6 +12,7 @@ import pytest
 from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus, train
 from tests.support.streams import write_arrow, write_megatron
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.errors import UserError
@@ -118,7 +119,7 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     source = config.data.source[0]
     found = ("nested" if source.root else "direct", config.data.tokenizer, config.data.vocab_size)
     assert found == (layout, tokenizer, vocab_size)
-    make_plan(config, Path("x.toml"), 1)
+    make_plan(config, Path("x.toml"), 1, parts=PARTS)
     assert config.data.mixing.batching_mode == "per_row"
     assert config.data.mixing.num_streams_mixed == 0
     assert (source.name, source.weight) == ("my-data" if kind == "nested" else source.name, 1.0)
@@ -182,7 +183,9 @@ def test_many_directories_of_program_text_are_read_and_noted_as_so_many_modaliti
         (tmp_path / f"d{number}" / "main.rs").write_text(TEXT[:200])
     init([str(tmp_path)], out=str(tmp_path / "x.toml"))
     assert "17 directories are 17 modalities" in capsys.readouterr().err
-    assert len(make_plan(load_config(tmp_path / "x.toml"), tmp_path / "x.toml", 1).sources[0].streams) == 17
+    assert (
+        len(make_plan(load_config(tmp_path / "x.toml"), tmp_path / "x.toml", 1, parts=PARTS).sources[0].streams) == 17
+    )
 
 
 @pytest.mark.usefixtures("data")
@@ -195,6 +198,6 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config():
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save("words.json")
     init(["data"], out="x.toml", tokenizer="words.json")
-    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1, parts=PARTS)
     assert plan.vocab_size == tokenizer.get_vocab_size() + 1
     assert plan.config.objective.token_types is False

@@ -84,7 +84,6 @@ def _summarise(out: str, manifest: Mapping[str, Any]) -> None:
 def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
     """Tokenize the text of a config ahead of its runs, into data.cache_dir. Run it again after an interruption."""
     from trainer.config.load import load_config, located
-    from trainer.data.tokenizer import HuggingFaceTokenizer
     from trainer.distributed.env import RankInfo
     from trainer.lab.tokenized import tokenize_source
     from trainer.training.plan import make_plan
@@ -92,7 +91,7 @@ def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
     path = require_config(config, "train data tokenize")
     with located(path, settings or []):
         plan = make_plan(load_config(path, settings or []), Path(path), 1, parts=PARTS)
-    is_slow = isinstance(plan.tokenizer, HuggingFaceTokenizer)
+    is_slow = plan.tokenizer.is_slow
     for source in (*plan.sources, *plan.eval_sources):
         found = tokenize_source(plan, source, RankInfo())
         is_slow |= bool(found)
@@ -142,8 +141,8 @@ def verify(
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import refuse_unheeded
-    from trainer.data.tokenizer import load_tokenizer
     from trainer.lab.tokenized import progress
+    from trainer.lab.tokenizer_json import load_tokenizer
     from trainer.tools.survey import describe, discover, not_text
     from trainer.tools.survey import verify as read_everything
 

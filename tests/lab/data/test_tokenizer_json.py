@@ -14,17 +14,10 @@ from tests.support.streams import spaced
 from trainer.data import documents
 from trainer.data.documents import ReadOptions, table_from_pieces
 from trainer.data.formats import load_documents
-from trainer.data.tokenizer import (
-    BytesTokenizer,
-    HuggingFaceTokenizer,
-    IdsTokenizer,
-    encode_all,
-    load_tokenizer,
-    prompt_ids,
-    token_bytes,
-)
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, encode_all, prompt_ids, token_bytes
 from trainer.errors import UserError
 from trainer.lab.samples import TextStream
+from trainer.lab.tokenizer_json import HuggingFaceTokenizer, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 WORDS = {"a": 0, "b": 1, "[UNK]": 2, "[CLS]": 3, "[SEP]": 4}
