@@ -33,11 +33,11 @@ from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend, count_documents, document_limits, num_sets
 from trainer.data.layout import discover_direct
 from trainer.data.loader import take_apart
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource
+from trainer.data.shard_source import MixOptions, ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.lab.encoder import build
+from trainer.lab.stream_mixing import StreamMixingDataset
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.options import BatchingMode

@@ -27,10 +27,10 @@ from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_direct
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource
+from trainer.data.shard_source import MixOptions, ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
+from trainer.lab.stream_mixing import StreamMixingDataset
 from trainer.lab.tokenized import write_index
 
 ROWS, LANES, VOCAB, MIXED = 8, 16, 50_000, 4

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.support.in_process import train_here
-from tests.support.runs import ROOT, fresh, overrides, write_tiny_config
+from tests.support.runs import FULL_ROWS, ROOT, fresh, overrides, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.errors import UserError
 from trainer.training import NO_PARTS, Parts
@@ -52,15 +52,16 @@ def test_the_smoke_run_imports_nothing_of_the_lab_but_its_model_on_any_rank(tmp_
 NEEDS_A_PART = """
     metrics.per_layer=true metrics.profile=1 metrics.tensorboard=true train.spike_sigma=6 sample.every=2 optimizer.name=muon
     model.family=transformer objective.chunk_tokens=8 train.activation_checkpointing=block checkpoint.remote=memory://runs
+    data.mixing.batching_mode=per_stream
 """.split()  # noqa: SIM905 - as on a command line
 
 
 def test_a_run_with_a_model_alone_trains_and_a_setting_that_needs_one_is_refused_by_its_key(tmp_path):
     config = write_tiny_config(tmp_path)
     model = Parts(families={"rglru": PARTS.families["rglru"]})
-    train_here(config, tmp_path / "run", parts=model)
+    train_here(config, tmp_path / "run", FULL_ROWS, parts=model)
     with pytest.raises(UserError, match=r"^model\.family: the run was given no such part"):
         train_here(config, tmp_path / "refused", parts=NO_PARTS)
     for setting in NEEDS_A_PART:
         with pytest.raises(UserError, match=rf"^{setting.partition('=')[0]}: the run was given no such part; do with"):
-            train_here(config, tmp_path / "refused", setting, parts=model)
+            train_here(config, tmp_path / "refused", FULL_ROWS, setting, parts=model)

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.metric_streams import add_restarts, healthy_scenario, write_run
 from tests.support.records import Rows
-from trainer.data import StreamMixingDataset
+from trainer.lab.stream_mixing import StreamMixingDataset
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 

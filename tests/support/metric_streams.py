@@ -28,9 +28,9 @@ from trainer.data import (
     BytesTokenizer,
     ConstantWeight,
     ScheduledWeight,
-    StreamMixingDataset,
     discover_nested,
 )
+from trainer.lab.stream_mixing import StreamMixingDataset
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics import noise_scale
 from trainer.metrics.aggregate import Recorder, reduce_over_ranks

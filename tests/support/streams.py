@@ -17,8 +17,9 @@ import pytest
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream, discover_nested
-from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.shard_source import MixOptions
 from trainer.data.tokenizer import BytesTokenizer
+from trainer.lab.stream_mixing import StreamMixingDataset
 
 
 def mixing_dataset(

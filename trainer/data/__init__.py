@@ -8,8 +8,7 @@ from trainer.data.formats import load_documents
 from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_nested
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource
+from trainer.data.shard_source import MixOptions, ShardSource
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 
@@ -24,7 +23,6 @@ __all__ = [
     "ReadOptions",
     "ScheduledWeight",
     "ShardSource",
-    "StreamMixingDataset",
     "TokenTable",
     "discover_nested",
     "load_documents",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,12 +38,8 @@ from trainer.data.groups import (
 from trainer.data.layout import Stream
 from trainer.data.pool import ActivePool, ReaderT, pool_metric_keys
 from trainer.errors import UserError
-from trainer.options import DEFAULT_STREAMS
+from trainer.options import DEFAULT_STREAMS, MixingOptions, part_options
 from trainer.wording import printable
-
-if TYPE_CHECKING:
-    from trainer.data.mixing import MixOptions
-
 
 Cursor = list[Any]
 """Of a shard in an epoch: `[parts taken from the queue, [[stream, how far it was read...], ...]]`."""
@@ -51,6 +47,14 @@ Point = list[Cursor]
 """Of all shards, when their number changed in the middle of an epoch: the rest is dealt anew.
 Points are dropped at its end."""
 FEW = 8  # documents for each data shard; fewer are dealt anew in every epoch
+
+
+@part_options
+class MixOptions(MixingOptions):
+    """How the streams of a source are mixed."""
+
+    seed: int = 0
+    """Seed of every random choice."""
 
 
 class Share(Protocol):

@@ -25,6 +25,7 @@ from trainer.import_path import format_error, refuse_arguments, resolve_target, 
 from trainer.lab.loss_mask import LossMask as LossMask
 from trainer.lab.numbers import Series as Series
 from trainer.lab.samples import forked_rng
+from trainer.lab.stream_mixing import StreamMixingDataset as StreamMixingDataset
 from trainer.lab.tokenized import tokenize_once as tokenize_once
 from trainer.lab.tokenizer_json import load_tokenizer as load_tokenizer
 from trainer.metrics.best_effort import BestEffort, as_number, checked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -16,8 +16,11 @@ if TYPE_CHECKING:  # a run imports what it uses
 
     from trainer.config.data_tables import DataTable
     from trainer.config.schema import ObjectiveTable, OptimizerTable, RunConfig
+    from trainer.data.documents import ReadOptions
+    from trainer.data.groups import CutOptions
+    from trainer.data.layout import Stream
     from trainer.data.loader import MicroBatch
-    from trainer.data.shard_source import ShardSource
+    from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
     from trainer.data.tokenizer import Tokenizer
     from trainer.distributed.env import RankInfo
     from trainer.distributed.strategy import Strategy
@@ -85,11 +88,14 @@ class Models(Protocol):  # what is made of a model, or for one
     def recompute_blocks(self, model: nn.Module) -> None: ...
 
 
-class Data(Protocol):  # of the user's own; and text that is tokenized once (None: stopped)
+class Data(Protocol):  # of the user's own, or read in another way; and text that is tokenized once (None: stopped)
     def own_batches(self, plan: Plan, source: Source, info: RankInfo, model: nn.Module | None) -> Any: ...
     def own_set(self, plan: Plan, source: Source, info: RankInfo, device: Device, num_batches: int) -> EvalSet: ...
     def OwnTask(self, plan: Plan, model: nn.Module, guard: BestEffort) -> Task: ...
     def LossMask(self, field: str) -> Any: ...
+    def StreamMixingDataset(
+        self, streams: Sequence[Stream], cut: CutOptions, read: ReadOptions, mix: MixOptions, **shards: Any
+    ) -> StreamSource[Any, Any]: ...
     def Series(self, data: DataTable) -> Tokenizer: ...
     def load_tokenizer(self, name: str, *, vocab_size: int, parse_special: bool, eod: int | None) -> Tokenizer: ...
     def tokenize_once(self, plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None: ...

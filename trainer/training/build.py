@@ -31,8 +31,7 @@ from trainer.data.lanes import (
     num_sets,
     streams_open,
 )
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource
+from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
 from trainer.data.weights import WeightSpec
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, shard_units, strategy_for
@@ -263,9 +262,11 @@ def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:
     return largest
 
 
-def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> ShardSource | StreamMixingDataset:
+def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> StreamSource[Any, Any]:
     """The training part of a source, for so many lanes."""
-    kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
+    kind: Callable[..., StreamSource[Any, Any]] = ShardSource
+    if not reads_lanes(plan.config):
+        kind = need(plan.parts.data, "data.mixing.batching_mode").StreamMixingDataset
     cut, read, mix = reading(plan, source)
     if lanes and not mix.num_streams_mixed:
         mix = replace(mix, num_streams_mixed=streams_open(source.streams, lanes, read))

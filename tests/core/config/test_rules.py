@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import TINY, make_corpus, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.config.rules import check_rules
 from trainer.errors import UserError
@@ -44,7 +45,7 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
     if not (directory / "corpus").exists():
         make_corpus(directory / "corpus")
     path = write_tiny_config(directory)
-    return make_plan(load_config(path, overrides), path, world_size)
+    return make_plan(load_config(path, overrides), path, world_size, parts=PARTS)
 
 
 @pytest.mark.parametrize(

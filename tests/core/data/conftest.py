@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.streams import mixing_dataset
 from trainer.data.layout import Stream, discover_nested
-from trainer.data.mixing import StreamMixingDataset
+from trainer.lab.stream_mixing import StreamMixingDataset
 
 
 @pytest.fixture

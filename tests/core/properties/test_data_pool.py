@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.streams import mixing_dataset, streams_of
-from trainer.data.mixing import num_rows, schedule
 from trainer.data.pool import ActivePool
+from trainer.lab.stream_mixing import num_rows, schedule
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
 ACTIVE = "stream_mixing/active/"

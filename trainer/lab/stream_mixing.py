@@ -1,4 +1,8 @@
-"""Micro-batches of one stream each: `per_stream` and `device_per_stream`.
+"""Micro-batches of one stream each.
+
+`per_stream`: all ranks pick the same stream and read disjoint slices of it; a rank whose slice is
+exhausted yields one fully masked row. `device_per_stream`: each rank has its own pool and picks;
+with `repeat`, a rank without any cells yields fully masked rows.
 
 Each active reader has lanes of its own. Which groups a lane reads is a pure function of their
 cells, so that every rank can compute how long the slices of all ranks last.
@@ -18,25 +22,11 @@ from trainer.data.collate import Batch, Lane, make_collator
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, Handed, OpenStream
 from trainer.data.layout import Stream
-from trainer.data.shard_source import Point, StreamSource
+from trainer.data.shard_source import MixOptions, Point, StreamSource
 from trainer.metrics.logger import get_logger
-from trainer.options import MixingOptions, part_options
 
 logger = get_logger(__name__)
 AHEAD = 64  # groups of a lane that are looked up together
-
-
-@part_options
-class MixOptions(MixingOptions):
-    """How the streams of a source are mixed.
-
-    `per_stream`: all ranks pick the same stream and read disjoint slices of it; a rank whose slice
-    is exhausted yields one fully masked row. `device_per_stream`: each rank has its own pool and
-    picks; with `repeat`, a rank without any cells yields fully masked rows.
-    """
-
-    seed: int = 0
-    """Seed of every random choice."""
 
 
 def schedule(cells: Ints, num_lanes: int) -> tuple[Ints, Ints]:
