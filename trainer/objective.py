@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.arrays import IGNORED, is_known
 from trainer.errors import UserError
 from trainer.import_path import users_code
-from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.best_effort import BestEffort, SkipBatch
 from trainer.options import CoordOptions, ObjectiveOptions
 from trainer.wording import few
 
@@ -223,10 +223,6 @@ class Objective:
         return Term(total, num_tokens), None if is_sum else loss.reshape(*shape[:2], -1).sum(-1)
 
 
-class TokenTypeMismatch(ValueError):
-    """The token types do not match the batch; the caller skips the diagnostic for this batch."""
-
-
 class TokenTypeSums(NamedTuple):
     """Sums over one micro-batch by token type, on the device; each [num_types]."""
 
@@ -236,23 +232,20 @@ class TokenTypeSums(NamedTuple):
 
 
 def token_type_sums(
-    token_loss: Tensor, is_correct: Tensor, token_types: Tensor, num_types: int, *, mask: Tensor | None = None
+    token_loss: Tensor, is_correct: Tensor, token_types: Tensor, num_types: int, *, mask: Tensor
 ) -> TokenTypeSums:
     """Sum loss, correct predictions and targets, [B, T] each, by the type of the target.
 
-    Types outside 0..num_types-1 do not count. `mask`: bool [B, T], False where the target is masked
-    and must not count, whatever its type; None: the types mark such targets with -1. Raises
-    TokenTypeMismatch: the shapes differ.
+    Types outside 0..num_types-1 do not count, nor do masked targets, whatever their type. `mask`:
+    bool [B, T], False where a target is masked. Raises SkipBatch: the shapes differ.
     """
     if not token_loss.shape == is_correct.shape == token_types.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (token_loss, is_correct, token_types))
         problem = "losses, predictions and token types must have the same shape"
-        raise TokenTypeMismatch(f"{problem}, got {shapes}")
+        raise SkipBatch(f"{problem}, got {shapes}")
     types = torch.arange(num_types, device=token_types.device)
     # A masked sum, not a scatter: its order of additions is fixed on every device.
-    belongs = token_types.reshape(-1, 1) == types  # [B * T, num_types]
-    if mask is not None:
-        belongs &= mask.reshape(-1, 1)
+    belongs = (token_types.reshape(-1, 1) == types) & mask.reshape(-1, 1)  # [B * T, num_types]
     loss = token_loss.detach().reshape(-1, 1).masked_fill(~belongs, 0.0).sum(0)
     return TokenTypeSums(loss, (belongs & is_correct.reshape(-1, 1)).sum(0), belongs.sum(0))
 

@@ -197,7 +197,7 @@ class _Rank:
         for _ in range(scenario.micro_batches):
             batch = next(self.blend, None)
             is_masked = float(batch is None or not (batch["targets"] != -100).any())
-            self.recorder.record("stream_mixing/masked_share", is_masked)
+            self.recorder.add({"stream_mixing/masked_share": is_masked})
             if batch is None:
                 continue
             self.recorder.add(self.blend.drain_step_metrics())

@@ -89,9 +89,6 @@ class Recorder:
         self._specs: dict[str, MetricSpec] = {}  # looked up once
         self._entries: dict[str, _Entry] = {}
 
-    def record(self, key: str, value: Input | None) -> None:
-        self.add({key: value})
-
     def add(self, values: Mapping[str, Input | None]) -> None:
         """Take in the values of one micro-batch; a pair is (sum, count), None an unknown value.
 

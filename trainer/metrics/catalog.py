@@ -95,21 +95,17 @@ def _find(key: str) -> _Found | None:
     if key.endswith(ERROR_SUFFIX):
         base = _find(key.removesuffix(ERROR_SUFFIX))
         if base is not None and base.spec.has_error:
-            return base.changed(**_error_of(base.spec), name=key)
+            text = f"Error of {base.spec.name} over documents, widened by Student's t: two are 95 %."
+            return base.changed(
+                name=key,
+                ranks="max",
+                has_error=False,
+                title=f"{base.spec.title}, standard error",
+                description=f"{text} Absent below five documents.",
+                healthy="Small against the value.",
+                pathological="As large as the value: too few documents were read to tell.",
+            )
     return None
-
-
-def _error_of(base: MetricSpec) -> dict[str, Any]:
-    """What is different in the row of the standard error of a mean over documents."""
-    text = f"Error of {base.name} over documents, widened by Student's t: two are 95 %."
-    return {
-        "ranks": "max",
-        "has_error": False,
-        "title": f"{base.title}, standard error",
-        "description": f"{text} Absent below five documents.",
-        "healthy": "Small against the value.",
-        "pathological": "As large as the value: too few documents were read to tell.",
-    }
 
 
 def _need(key: str) -> _Found:

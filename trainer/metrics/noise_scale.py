@@ -586,13 +586,11 @@ class NoiseScaleAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Averages in the format of earlier versions are dropped."""
-        if "seen" not in state["gauges"]:
-            return
+        """Continue from `state_dict`."""
         self.history.load_state_dict(state["history"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:
-            setattr(self, name, float(state["gauges"].get(name, 0.0)))
+            setattr(self, name, float(state["gauges"][name]))
         self.stretches.rows = 1.0 + 2.0 * self.rows_sum / max(self.weight, sys.float_info.min)
         self._absent = None

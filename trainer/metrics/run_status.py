@@ -302,12 +302,9 @@ def dead(status: dict[str, Any], directory: Path) -> dict[str, Any]:
     steps = [step for step in (status.get("last_step"), last_step(directory)) if isinstance(step, int)]
     step = max(steps, default=None)
     where = f" at about step {step}" if steps else ""
-    reason = f"{_process_of(status)} ended without a word{where}: it was killed, or crashed"
+    process, host = status.get("pid", "unknown"), status.get("host", "the machine that wrote status.json")
+    reason = f"process {process} on {host} ended without a word{where}: it was killed, or crashed"
     return {**status, "state": "died", "reason": reason, "last_step": step}
-
-
-def _process_of(status: dict[str, Any]) -> str:
-    return f"process {status.get('pid', 'unknown')} on {status.get('host', 'the machine that wrote status.json')}"
 
 
 def is_held(directory: Path) -> bool:

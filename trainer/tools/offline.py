@@ -73,12 +73,10 @@ def evaluate_checkpoint(
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
     plan = _plan(config, sets, directory / "config.resolved.toml", batches)
     info, diagnostics = RankInfo(), Diagnostics()
-    row_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
+    row_model, loss = model_and_loss(saved.model, plan, device)
     read = eval_sets(plan, info, device)
     auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)
-    evaluator = Evaluator(
-        plan, saved.model, row_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
-    )
+    evaluator = Evaluator(plan, saved.model, row_model, loss, auxiliary, info, device, Strategy(), diagnostics, read)
     found = evaluator.run(saved.step or 0)
     if not found:
         fix = "; ".join(diagnostics.summary()) or "look at the data"

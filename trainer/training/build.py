@@ -114,9 +114,7 @@ def make_shards(
     return [DataShard(shard.rank, make_blend(plan, shard, model, lanes, guards), ledger) for shard, ledger in pairs]
 
 
-def model_and_loss(
-    model: nn.Module, plan: Plan, device: torch.device, *, vocab_size: int = 0
-) -> tuple[nn.Module, Loss]:
+def model_and_loss(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Loss]:
     """The model as it runs a row, and its loss, which computes the logits with `chunk_tokens`.
 
     A UserError if a custom loss cannot be made, or if the model does more to its logits than an
@@ -130,7 +128,7 @@ def model_and_loss(
             if any(each.requires_grad for each in trained):
                 name = type(own).__name__
                 raise TypeError(f"made a {name} with parameters, which no optimizer would train")
-    objective = Objective(table, own=own, vocab_size=vocab_size)
+    objective = Objective(table, own=own, vocab_size=plan.vocab_size)
     if table.chunk_tokens == 0:  # all logits exist at once
         return model, objective
     return need(plan.parts.models, "objective.chunk_tokens").in_chunks(plan, model, objective, device)

@@ -15,7 +15,7 @@ from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import own_part
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
-from trainer.objective import ObjectiveOutput, TokenTypeMismatch, token_type_sums
+from trainer.objective import ObjectiveOutput, token_type_sums
 from trainer.on_device import to_device
 from trainer.training.extension import Extension, RunView, Step
 
@@ -99,13 +99,10 @@ class StepDetails(Extension):
 
     def _add_token_types(self, micro: MicroBatch, loss: Tensor, is_correct: Tensor) -> None:
         types = micro.extras["token_types"]
-        try:
-            # Masked by the targets: a rank without data keeps the types of its last batch, and a
-            # custom data set may type every position.
-            mask = micro.targets != IGNORED
-            sums = token_type_sums(loss, is_correct, types, len(self._token_types), mask=mask)
-        except TokenTypeMismatch as error:
-            raise SkipBatch(str(error)) from None
+        # Masked by the targets: a rank without data keeps the types of its last batch, and a custom
+        # data set may type every position.
+        mask = micro.targets != IGNORED
+        sums = token_type_sums(loss, is_correct, types, len(self._token_types), mask=mask)
         for index, name in enumerate(self._token_types):
             self._put(f"token_type/{name}/loss", sums.loss[index], sums.num_tokens[index])
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])

@@ -81,10 +81,9 @@ class Evaluator:
         auxiliary: Auxiliary,
         info: RankInfo,
         device: torch.device,
+        strategy: Strategy,
         diagnostics: Diagnostics,
         sets: Sequence[EvalSet],
-        *,
-        strategy: Strategy,
     ) -> None:
         config, table = plan.config, plan.config.eval
         self.model, self.accepted = row_model, accepted_inputs(model)

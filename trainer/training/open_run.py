@@ -210,7 +210,7 @@ def assemble(
     """The parts of the loop, and the run that they make up."""
     plan, state, position, strategy, found = placed.plan, built.state, built.position, built.strategy, placed.found
     config, diagnostics = plan.config, state.tracker.diagnostics
-    row_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
+    row_model, loss = model_and_loss(state.model, plan, device)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
@@ -238,8 +238,9 @@ def assemble(
     stack.callback(view.watchdog.close)
     evaluator = None
     if config.eval.every:
-        own = (plan, state.model, row_model, loss, built.auxiliary, info, device, diagnostics, built.sets)
-        evaluator = view.evaluator = Evaluator(*own, strategy=strategy)
+        evaluator = view.evaluator = Evaluator(
+            plan, state.model, row_model, loss, built.auxiliary, info, device, strategy, diagnostics, built.sets
+        )
     extensions.add(_load_extensions(view, built.auxiliary))
     if found is not None:
         # After all are added: the states of those that are off now are kept for a later resume.

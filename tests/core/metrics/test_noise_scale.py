@@ -226,13 +226,6 @@ def test_resume_is_bit_exact() -> None:
     assert {phase for phase, _ in whole.state_dict()["history"]["phases"]} == {0, 1, 2, 3}
 
 
-def test_averages_of_before_stretches_begin_anew() -> None:
-    average = NoiseScaleAverage()
-    gauges = {"small_noise": 0.5, "big_noise": 0.1, "skipped": 3.0}
-    average.load_state_dict({"noise": {"mean_x": 2.0}, "history": [[[1.0, 2.0]]], "gauges": gauges})
-    assert average.state_dict() == NoiseScaleAverage().state_dict()
-
-
 def test_a_drain_reports_each_skip_once_also_across_a_resume() -> None:
     average, resumed = NoiseScaleAverage(), NoiseScaleAverage()
     bad = Absent("x", is_fault=True)

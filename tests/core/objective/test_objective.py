@@ -151,7 +151,8 @@ def test_sums_equal_a_loop_over_the_tokens(types: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     loss = torch.rand(1, len(types), generator=generator)
     correct = torch.rand(1, len(types), generator=generator) < 0.5
-    sums = token_type_sums(loss, correct, torch.tensor([types], dtype=torch.int8), 4)
+    everywhere = torch.ones_like(correct)
+    sums = token_type_sums(loss, correct, torch.tensor([types], dtype=torch.int8), 4, mask=everywhere)
     for kind in range(4):
         members = [i for i, other in enumerate(types) if other == kind]
         assert sums.num_tokens[kind] == len(members)

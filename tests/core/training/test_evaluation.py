@@ -87,8 +87,8 @@ def evaluate(plan: Plan, model: torch.nn.Module, sets: Sequence[Any], info: Rank
     """The numbers of an evaluation of these sets; `parts`: some of the evaluator's, by name."""
     own = {"auxiliary": Auxiliary(), "diagnostics": Diagnostics(), "strategy": Strategy(), **parts}
     row_model, loss = model_and_loss(model, plan, CPU)
-    order = own["auxiliary"], info, CPU, own["diagnostics"], sets
-    found = Evaluator(plan, model, row_model, loss, *order, strategy=own["strategy"]).run(1)
+    further = own["auxiliary"], info, CPU, own["strategy"], own["diagnostics"], sets
+    found = Evaluator(plan, model, row_model, loss, *further).run(1)
     assert found
     return found
 
