@@ -96,7 +96,7 @@ def run_loop(run: Run) -> str:
             reason, before = settle(run, step) or reason, None
     if run.saver.last_saved != position.step and position.step > 0:
         watchdog.at("checkpoint", position.step, may_wait=True)
-        run.saver.save(position)
+        run.saver.save()
     return reason or "all steps are done"
 
 
@@ -271,7 +271,7 @@ def at_boundary(run: Run, order: Order, *, is_last: bool) -> bool:
     is_due = position.must_save or (every and position.step % every == 0)
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
-        run.saver.save(position)
+        run.saver.save()
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
+from trainer.data.fingerprint import Fingerprint
 from trainer.data.loader import Loader, Reading, accepted_inputs
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.strategy import Strategy, compile_blocks
@@ -33,7 +33,6 @@ from trainer.objective import Auxiliary, Loss
 from trainer.options import MicroBatches
 from trainer.training import MISSING, NO_PARTS, Found, Graphs, Parts, Uploads, need
 from trainer.training.build import (
-    LANE_SETS,
     autocast_context,
     make_state,
     make_strategy,
@@ -48,7 +47,7 @@ from trainer.training.extension import Extension, Extensions, RunView
 from trainer.training.optimizer import Length, Schedule, make_schedule
 from trainer.training.plan import Plan, make_auxiliary
 from trainer.training.record import begin_record, check_data, open_record, place_run
-from trainer.training.run_dir import FINISHED, RunDir, environment, refuse_unlike
+from trainer.training.run_dir import FINISHED, RunDir, refuse_unlike
 from trainer.training.saved_state import Saver, restore
 from trainer.training.step import TrainStep
 from trainer.training.tensor_files import pack
@@ -261,7 +260,7 @@ def assemble(
         train_step=train_step,
         extensions=extensions,
         evaluator=evaluator,
-        saver=_make_saver(placed, view, extensions, opened.retain),
+        saver=Saver(view, extensions, placed.fingerprint, opened.retain),
         watchdog=view.watchdog,
     )
 
@@ -329,30 +328,6 @@ def _start_watchdog(view: RunView, position: Position, reading: Reading, train_s
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
         signs=lambda: train_step.ready_at,
         groups=view.strategy.groups,
-    )
-
-
-def _make_saver(placed: Placed, view: RunView, extensions: Extensions, retain: Callable[[Path], None]) -> Saver:
-    """What writes the checkpoints."""
-    table = view.config.checkpoint
-    return Saver(
-        directory=view.run_dir.checkpoints,
-        check_owner=view.run_dir.check_owner,
-        every_minutes=table.every_minutes,
-        info=view.info,
-        state=view.state,
-        strategy=view.strategy,
-        extensions=extensions,
-        shared={
-            "wandb_run_id": view.run_dir.wandb_run_id,
-            "config": view.config.model_dump(mode="json"),
-            "environment": environment(view.info),
-            FINGERPRINT_KEY: asdict(placed.fingerprint),
-            LANE_SETS: sorted(view.state.shards[0].dataset.lane_sets.items()),
-        },
-        last_saved=-1 if placed.found is None else view.first_step,
-        on_saving=partial(view.record, "checkpoint/save_sec"),
-        retain=retain,
     )
 
 

@@ -6,22 +6,25 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.distributed.env import RankInfo, gather_from_ranks
-from trainer.distributed.strategy import Strategy, saving_ranks
+from trainer.distributed.strategy import saving_ranks
 from trainer.files import discard
 from trainer.metrics.catalog_rows import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.training import checkpoint as files
+from trainer.training.build import LANE_SETS
 from trainer.training.checkpoint import loading
-from trainer.training.extension import Extensions
+from trainer.training.extension import Extensions, RunView
 from trainer.training.plan import Plan
+from trainer.training.run_dir import environment
 from trainer.training.tensor_files import (
     Part,
     Rows,
@@ -50,75 +53,75 @@ class SaveError(Exception):
     """A checkpoint could not be written; the ones before it are untouched."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Saver:
-    """Writes the checkpoints of a run."""
+    """Writes the checkpoints of a run.
 
-    directory: Path
-    check_owner: Callable[[], None]
-    """Raises an OSError if another process has taken over the run."""
-    every_minutes: float
-    info: RankInfo
-    state: TrainState
-    strategy: Strategy
-    extensions: Extensions
-    shared: Mapping[str, Any]
-    """Further values, equal on all ranks, that fit JSON: config, versions, the wandb run."""
-    on_saving: Callable[[float], None]
-    """Called with the seconds that training has waited for a save."""
-    retain: Callable[[Path], None]
-    """Called with a new checkpoint, to prune the others (rank 0)."""
-    last_saved: int = -1
-    """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
+    Args:
+        fingerprint: of the data.
+        retain: called with a new checkpoint, to prune the others (rank 0).
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, view: RunView, extensions: Extensions, fingerprint: Fingerprint, retain: Callable[[Path], None]
+    ) -> None:
+        self._view, self._extensions, self._fingerprint, self._retain = view, extensions, fingerprint, retain
+        self.last_saved = -1 if view.found is None else view.first_step
+        """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
         self._set_clock()
 
     def _set_clock(self) -> None:
         self.due_time = math.inf
-        """`every_minutes` after the last save began; only rank 0's clock counts."""
-        if self.info.is_main and self.every_minutes:
-            self.due_time = time.monotonic() + 60 * self.every_minutes
+        """`checkpoint.every_minutes` after the last save began; only rank 0's clock counts."""
+        minutes = self._view.config.checkpoint.every_minutes
+        if self._view.info.is_main and minutes:
+            self.due_time = time.monotonic() + 60 * minutes
 
-    def save(self, position: Position) -> None:
+    def save(self) -> None:
         """Save the state after the last finished step. Collective; all raise a SaveError."""
+        view, position, state = self._view, self._view.position, self._view.state
         started = time.monotonic()
-        step, position.must_save = position.step, False
+        position.must_save = False
         self._set_clock()
         # What a forward without a backward has left whole would be saved as if no rank had shards.
-        self.strategy.reshard(self.state.model)
-        staging = files.staging_dir(self.directory, step)
+        view.strategy.reshard(state.model)
+        staging = files.staging_dir(view.run_dir.checkpoints, position.step)
         self._together(lambda: self._make_staging(staging))
-        shared = {
-            "step": step,
+        shared = {  # equal on all ranks, and fits JSON
+            "step": position.step,
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
-            "world_size": self.info.world_size,
-            "data_shards": self.info.world_size * len(self.state.shards),
-            "model_files": saving_ranks(self.state.model),
+            "world_size": view.info.world_size,
+            "data_shards": view.info.world_size * len(state.shards),
+            "model_files": saving_ranks(state.model),
             "evaluation_is_due": position.evaluation_is_due,
-            **self.state.shared(),
-            "extensions": self.extensions.state_dict(),
-            **self.shared,
+            "tracker": state.tracker.state_dict(),
+            "gns": None if state.gns is None else state.gns.state_dict(),
+            "state_layout": state.state_layout,
+            "extensions": self._extensions.state_dict(),
+            "wandb_run_id": view.run_dir.wandb_run_id,
+            "config": view.config.model_dump(mode="json"),
+            "environment": environment(view.info),
+            FINGERPRINT_KEY: asdict(self._fingerprint),
+            LANE_SETS: sorted(state.shards[0].dataset.lane_sets.items()),
         }
 
         def write_all() -> None:
-            for name, part in self._parts(position).items():
+            for name, part in self._parts().items():
                 write_part(staging / name, part)
 
         # All ranks must have written before rank 0 publishes.
         self._together(write_all)
-        self._together(lambda: self._publish(step, shared))
-        self.last_saved = step
-        self.on_saving(time.monotonic() - started)
+        self._together(lambda: self._publish(shared))
+        self.last_saved = position.step
+        view.record("checkpoint/save_sec", time.monotonic() - started)
 
-    def _parts(self, position: Position) -> dict[str, Part]:
+    def _parts(self) -> dict[str, Part]:
         """The files that this rank writes; they refer to the tensors, without copies."""
-        state, rank = self.state, self.info.rank
+        state, position, rank = self._view.state, self._view.position, self._view.info.rank
         parts: dict[str, Part] = {}
         for index, shard in enumerate(state.shards):
             own: dict[str, Any] = {"data": position.data_states[index]}
-            own["unlogged"] = position.counts(index)
+            own["unlogged"] = {"pool": position.unlogged[index].state_dict(), "in_a_row": position.skipped_in_a_row}
             ledger = shard.ledger
             if ledger is not None:
                 own["ledger"] = ledger.state_dict(with_rows=False)
@@ -133,36 +136,36 @@ class Saver:
         return parts
 
     def _make_staging(self, staging: Path) -> None:
-        if not self.info.is_main:
+        if not self._view.info.is_main:
             return
-        self.check_owner()
+        self._view.run_dir.check_owner()
         discard(staging)
         staging.mkdir(parents=True)
 
-    def _publish(self, step: int, shared: dict[str, Any]) -> None:
-        if not self.info.is_main:
+    def _publish(self, shared: dict[str, Any]) -> None:
+        if not self._view.info.is_main:
             return
-        self.check_owner()
-        path = files.finish(self.directory, step, shared)
+        self._view.run_dir.check_owner()
+        path = files.finish(self._view.run_dir.checkpoints, shared["step"], shared)
         logger.info("saved %s", path)
-        self.retain(path)
+        self._retain(path)
 
     def _together(self, action: Callable[[], object]) -> None:
         """Do `action`, part of a save; if the disk or torch fails in it on any rank, all raise."""
-        problem = ""
+        info, run_dir, problem = self._view.info, self._view.run_dir, ""
         try:
             action()
         except OSError as error:
-            problem = f"rank {self.info.rank}: {error.strerror or error} ({error.filename})"
+            problem = f"rank {info.rank}: {error.strerror or error} ({error.filename})"
         except RuntimeError as error:
             # torch raises it if the disk is full while it writes the last of a file.
-            problem = f"rank {self.info.rank}: {str(error).partition(chr(10))[0]}"
-        problems = list(filter(None, gather_from_ranks(problem, world_size=self.info.world_size)))
+            problem = f"rank {info.rank}: {str(error).partition(chr(10))[0]}"
+        problems = list(filter(None, gather_from_ranks(problem, world_size=info.world_size)))
         if problems:
-            if self.info.is_main:
+            if info.is_main:
                 with suppress(OSError):
-                    self.check_owner()
-                    files.discard_staging(self.directory)  # or the disk stays full
+                    run_dir.check_owner()
+                    files.discard_staging(run_dir.checkpoints)  # or the disk stays full
             raise SaveError(f"the checkpoint could not be written: {problems[0]}")
 
 
@@ -187,7 +190,9 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         with loading(path, "loss scaling"):
             state.scaler.load_state_dict(tensors.values["scaler"])
     with loading(path, "averages"):
-        state.load_shared(saved)
+        state.tracker.load_state_dict(saved["tracker"])
+        if state.gns is not None and saved["gns"] is not None:
+            state.gns.load_state_dict(saved["gns"])
     if not is_same:
         text = "saved with %s, resumed with %d: with as many rows and micro-batches, a step has other tokens "
         text += "(distributed.shards = %d keeps the batch, on any number of ranks that divides it)"
@@ -207,7 +212,9 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
     with loading(path, "counts"):
         if is_same:
             for index, shard in enumerate(state.shards):
-                position.load_counts(index, parts[shard.number]["unlogged"])
+                unlogged = parts[shard.number]["unlogged"]
+                position.unlogged[index].load_state_dict(unlogged["pool"])
+                position.skipped_in_a_row = int(unlogged["in_a_row"])
         elif state.shards[0].number == 0:
             # Only epochs are totals since the start: the first shard takes over those of all.
             for part in parts.values():

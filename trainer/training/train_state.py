@@ -68,25 +68,11 @@ class TrainState:
             found.append(("gns", 0, self.gns))
         return found
 
-    def shared(self) -> dict[str, Any]:
-        """The states that are the same on all ranks and fit JSON."""
-        return {
-            "tracker": self.tracker.state_dict(),
-            "gns": None if self.gns is None else self.gns.state_dict(),
-            "state_layout": self.state_layout,
-        }
-
     @property
     def state_layout(self) -> list[list[Any]] | None:
         """The meaning of the ledger's rows: its leaves; None if states are rows already."""
         layout = getattr(self.model, "state_layout", None)
         return None if layout is None else layout.to_json()
-
-    def load_shared(self, saved: Mapping[str, Any]) -> None:
-        """Continue from `shared`."""
-        self.tracker.load_state_dict(saved["tracker"])
-        if self.gns is not None and saved["gns"] is not None:
-            self.gns.load_state_dict(saved["gns"])
 
 
 @dataclass
@@ -118,15 +104,6 @@ class Position:
         leave_out = state.tracker.diagnostics.best_effort("metrics").leave_out
         states = [shard.dataset.state_dict() for shard in state.shards]
         return cls(states, [Recorder(leave_out=leave_out) for _ in states], step=step)
-
-    def counts(self, index: int) -> dict[str, Any]:
-        """The counts of shard `index` since the last logged step, which a checkpoint keeps."""
-        return {"pool": self.unlogged[index].state_dict(), "in_a_row": self.skipped_in_a_row}
-
-    def load_counts(self, index: int, saved: Mapping[str, Any]) -> None:
-        """Continue from `counts`."""
-        self.unlogged[index].load_state_dict(saved["pool"])
-        self.skipped_in_a_row = int(saved["in_a_row"])
 
 
 def model_part(state: TrainState, *, rank: int) -> TensorPart | None:
