@@ -24,8 +24,8 @@ try:
 except ImportError:
     sys.exit("this example needs accelerate: pip install accelerate")
 
+from trainer.lab.own_loop import run_status
 from trainer.metrics.gradient_noise import GradientNoiseScale
-from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
 

@@ -26,8 +26,8 @@ try:
 except ImportError:
     sys.exit("this example needs transformers and accelerate: pip install transformers accelerate")
 
+from trainer.lab.own_loop import run_status
 from trainer.metrics.gradient_noise import GradientNoiseScale
-from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
 from trainer.options import TrackerOptions

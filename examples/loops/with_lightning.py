@@ -25,8 +25,8 @@ try:
 except ImportError:
     sys.exit("this example needs lightning: pip install lightning")
 
+from trainer.lab.own_loop import run_status
 from trainer.metrics.gradient_noise import GradientNoiseScale
-from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
 from trainer.options import TrackerOptions

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from trainer.arrays import Flags, weights_of
 from trainer.data.loader import MicroBatch
+from trainer.lab.moments import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
-from trainer.metrics.noise_scale import Moments
 from trainer.objective import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator
 

@@ -1,7 +1,7 @@
-"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and
-custom ones.
+"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, SGD of
+shards, and custom ones.
 
-It could go if torch's Muon skipped a step on the device, and took shards.
+The first two could go if torch's own skipped a step on the device, and took shards.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from trainer.distributed.strategy import gathered, layout_of, own_part
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.lab.weights import own_rows
-from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, Skipping, keep_buffers
+from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, keep_buffers
 from trainer.wording import counted, few
 
 
 def build_optimizer(model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
-    """Muon and AdamW over these groups, or the custom optimizer."""
+    """Muon and AdamW over these groups, SGD of shards, or the custom optimizer."""
     if table.target is not None:
         return build_custom(model, groups, table)
+    if table.name == "sgd":
+        optimizer = SkippingSGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.momentum > 0)
+        if table.momentum:
+            keep_buffers(optimizer)
+        return optimizer
     others = [group for group in groups if not is_for_muon(group)]
     return MuonWithAdamW([group for group in groups if is_for_muon(group)], others, table)
 
@@ -33,6 +38,51 @@ def build_optimizer(model: nn.Module, groups: list[ParameterGroup], table: Optim
 def is_for_muon(group: ParameterGroup) -> bool:
     """Whether Muon takes a group: matrices, without tables of embeddings and the output layer."""
     return bool(group["role"] == "matrix")
+
+
+class Skipping(torch.optim.Optimizer):
+    """An optimizer that does nothing where `found_inf` (float [], on the device) is set.
+
+    A skipped step is computed and reverted, so that the host never asks the device.
+    """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters, or not."""
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    touched = [own_part(parameter), *map(own_part, self.state[parameter].values())]
+                    before = [tensor.clone() for tensor in touched]
+                    # One parameter at a time, so that only one copy exists.
+                    self.param_groups = [{**group, "params": [parameter]}]
+                    self._step_one(parameter, group)
+                    if self.found_inf is None:
+                        continue
+                    for tensor, kept in zip(touched, before, strict=True):
+                        tensor.copy_(torch.where(self.found_inf > 0, kept, tensor))
+        finally:
+            self.param_groups = groups
+        return None
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """The optimizer's own step of the only parameter in its groups."""
+        super().step()
+
+
+class SkippingSGD(Skipping, torch.optim.SGD):
+    """torch's SGD for shards, which its fused one does not take (torch 2.13)."""
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        flag, self.found_inf = self.found_inf, None  # torch's own step refuses it
+        try:
+            super()._step_one(parameter, group)
+        finally:
+            self.found_inf = flag
 
 
 class SkippingMuon(Skipping, torch.optim.Muon):

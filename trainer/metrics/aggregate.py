@@ -287,33 +287,3 @@ def reduce_over_ranks(
         ranks = [torch.empty_like(own) for _ in range(world_size)]
         dist.all_gather(ranks, own, group=group)
     return _combine(torch.cat(ranks).cpu().numpy(), operations)
-
-
-def reduce_loss_metrics(
-    values: Mapping[str, Scalar],
-    counts: Mapping[str, Scalar] | None = None,
-    sum_keys: Iterable[str] | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str,
-    world_size: int,
-) -> dict[str, float]:
-    """Means and totals over ranks in one collective. Every rank must call it, with the same names.
-
-    Args:
-        values: this rank's numbers; one that it lacks is named by `counts` or `sum_keys` alone.
-        counts: weight of this rank's mean, by name; without one, all ranks weigh the same.
-        sum_keys: names of totals; `<name>_max` is the largest rank's.
-
-    Returns:
-        The same on every rank; a mean over nothing is absent, a total over nothing is 0.
-    """
-    counts, totals = counts or {}, frozenset(sum_keys or ())
-    names = values.keys() | counts.keys() | totals
-    operations: dict[str, RankReduction] = dict.fromkeys(sorted(names), "mean")
-    operations |= dict.fromkeys(totals, "sum_and_worst")
-    local: dict[str, Value] = {**dict.fromkeys(totals, 0.0), **values}
-    for name in (values.keys() & counts.keys()) - totals:
-        # A mean over nothing may be NaN: its count 0 leaves it out.
-        local[name] = SumCount(values[name] * counts[name], counts[name])
-    return reduce_over_ranks(local, operations, group=group, device=device, world_size=world_size)

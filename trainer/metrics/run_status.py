@@ -1,8 +1,4 @@
-"""status.json, the state of a run: how loops write it, and whether a `running` run is alive.
-
-with run_status(directory, rank=rank):
-    train()
-"""
+"""status.json, the state of a run, and whether a `running` run is alive."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,69 +20,25 @@ from trainer.files import (
     is_count,
     open_descriptor,
     open_plain,
-    parse_count,
     parse_json,
     read_bytes,
     read_json,
     write_json,
     write_new,
 )
-from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
 STATUS_NAME: Final = "status.json"
 LOCK_NAME: Final = ".lock"
-OWN_LOOP: Final = "own"
-"""`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20  # has the last row of any file
 _ROOM_BYTES, _LONGEST_REASON = 4096, 2000
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
-    **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
+    **dict.fromkeys(("state", "reason", "wandb_run_id", "host"), str),
     **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),
     "time": (int, float),
     **dict.fromkeys(("command", "devices"), list),
 }
-
-
-@contextmanager
-def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
-    """Keep status.json for your own loop: `running`, then `done`, `stopped` or `failed`, and why.
-
-    An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
-    code other than 0 is `failed`. A killed process leaves `running`, which readers take for `died`,
-    since it shows itself no more. A UserError if another process writes its run there.
-
-    Args:
-        directory: of the run; it is made.
-        rank: other ranks than 0 do nothing.
-    """
-    if rank != 0:
-        yield
-        return
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    own: dict[str, Any] = {"loop": OWN_LOOP}
-    world_size = parse_count(os.environ.get("WORLD_SIZE", ""))  # torchrun's, which the diagnosis needs
-    if world_size is not None:
-        own["world_size"] = world_size
-    with take_lock(path) as lock:
-        step = last_step(path)
-        if step is not None:
-            text = "%s has rows through step %d already, and those of this run follow them: "
-            logger.warning(text + "another run needs another directory", path, step)
-        write_status(path / STATUS_NAME, "running", reason="", step=step, **own)
-        state, reason = "failed", ""
-        try:
-            yield
-            state = "done"
-        except BaseException as error:
-            state, reason = _end_of(error)
-            raise
-        finally:
-            # Before the lock is free: without a process, `running` would mean that it died.
-            lock.check()
-            write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), **own)
 
 
 TIMEOUT_SEC: Final = 600.0  # of a run that does not say another
@@ -327,15 +279,3 @@ def last_step(directory: Path) -> int | None:
         except (ValueError, TypeError, KeyError, OverflowError):  # cut off, or no row
             continue
     return None
-
-
-def _end_of(error: BaseException) -> tuple[str, str]:
-    """(state, reason) of a run that ended with an exception."""
-    # Lightning catches Ctrl-C and exits with 1.
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-        return "stopped", "stopped by SIGINT"
-    if not isinstance(error, SystemExit):
-        return "failed", error_text(error)
-    if error.code in (None, 0):
-        return "done", ""
-    return "failed", f"exit: {error.code}"

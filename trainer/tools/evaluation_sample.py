@@ -30,7 +30,7 @@ from trainer.data.loader import Carry, MicroBatch
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.files import remove_leftovers, write_file
-from trainer.metrics.noise_scale import Moments
+from trainer.lab.moments import Moments
 from trainer.metrics.sinks import strict
 from trainer.objective import ObjectiveOutput
 from trainer.on_device import to_device

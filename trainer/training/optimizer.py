@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.config.schema import OptimizerTable, RunConfig, SchedulerTable
-from trainer.distributed.strategy import layout_of, own_part
+from trainer.distributed.strategy import layout_of
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.model.protocol import Role, parameter_roles
@@ -132,26 +132,30 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
-    Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and
-    custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if
-    a group matches no parameter, or the optimizer is missing or cannot be made.
+    Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon, SGD of
+    shards and custom optimizers. `roles`: of the parameters, where the model is sharded by now. A
+    UserError if a group matches no parameter, or the optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table, roles)
-    if table.target is not None or table.name == "muon":
+    is_sharded = layout_of(parameter for group in groups for parameter in group["params"]) is not None
+    # torch's fused SGD does not take shards (torch 2.13).
+    if table.target is not None or table.name == "muon" or (table.name == "sgd" and is_sharded):
         key = "optimizer.name" if table.target is None else "optimizer.target"
         return need(parts.models, key).build_optimizer(model, groups, table)
     if table.name == "adamw":
         betas = table.betas[0], table.betas[1]
         return torch.optim.AdamW(groups, lr=table.lr, betas=betas, eps=table.eps, fused=True)
-    sgd: dict[str, Any] = {"lr": table.lr, "momentum": table.momentum, "nesterov": table.momentum > 0}
-    optimizer: torch.optim.SGD
-    if layout_of(parameter for group in groups for parameter in group["params"]) is None:
-        optimizer = torch.optim.SGD(groups, fused=True, **sgd)
-    else:
-        optimizer = SkippingSGD(groups, **sgd)  # the fused one does not take shards
+    optimizer = torch.optim.SGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.momentum > 0, fused=True)
     if table.momentum:
         keep_buffers(optimizer)
     return optimizer
+
+
+def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
+    """Make momentum buffers: torch 2.13 leaves them uninitialized if the first step is skipped."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -218,55 +222,3 @@ def parameter_groups(
         problem = f"{', '.join(unused)} matches no parameter"
         raise UserError("optimizer.group", problem, f"names are such as {names}")
     return [found[key] for key in sorted(found)]
-
-
-def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
-    """Make momentum buffers: torch 2.13 leaves them uninitialized if the first step is skipped."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-class Skipping(torch.optim.Optimizer):
-    """An optimizer that does nothing where `found_inf` (float [], on the device) is set.
-
-    A skipped step is computed and reverted, so that the host never asks the device.
-    """
-
-    _step_supports_amp_scaling = True
-    found_inf: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update the parameters, or not."""
-        groups = self.param_groups
-        try:
-            for group in groups:
-                for parameter in group["params"]:
-                    touched = [own_part(parameter), *map(own_part, self.state[parameter].values())]
-                    before = [tensor.clone() for tensor in touched]
-                    # One parameter at a time, so that only one copy exists.
-                    self.param_groups = [{**group, "params": [parameter]}]
-                    self._step_one(parameter, group)
-                    if self.found_inf is None:
-                        continue
-                    for tensor, kept in zip(touched, before, strict=True):
-                        tensor.copy_(torch.where(self.found_inf > 0, kept, tensor))
-        finally:
-            self.param_groups = groups
-        return None
-
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """The optimizer's own step of the only parameter in its groups."""
-        super().step()
-
-
-class SkippingSGD(Skipping, torch.optim.SGD):
-    """torch's SGD for shards, which its fused one does not take (torch 2.13)."""
-
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        flag, self.found_inf = self.found_inf, None  # torch's own step refuses it
-        try:
-            super()._step_one(parameter, group)
-        finally:
-            self.found_inf = flag

@@ -234,7 +234,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
 
 
 def refuse_taken(given: str, resume: str) -> None:
-    """Refuse a directory with a corpus, another program's record, or a run not to be resumed.
+    """Refuse a directory with another program's record, or a run not to be resumed.
 
     A run that logged and saved nothing may be begun anew in its directory.
     """
@@ -242,9 +242,7 @@ def refuse_taken(given: str, resume: str) -> None:
     held, fix = "", "name another directory"
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
     is_running = run.status().get("state") == "running"  # it may have just begun
-    if (run.path / "manifest.json").exists():
-        held = "a corpus"
-    elif resume == "off" and (has_rows or is_running or run.has_saved()):
+    if resume == "off" and (has_rows or is_running or run.has_saved()):
         held, fix = "a run already", f"add --resume auto, or {fix}"
     elif has_rows and not run.resolved_config.exists() and not run.has_saved():
         held = "a metrics.jsonl that is not of a run of this program"

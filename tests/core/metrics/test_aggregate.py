@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
+from trainer.lab.moments import Moments
+from trainer.lab.own_loop import reduce_loss_metrics
 from trainer.metrics.aggregate import (
     Recorder,
     SumCount,
     Value,
     rank_operations,
-    reduce_loss_metrics,
     reduce_over_ranks,
 )
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.noise_scale import Moments
 
 PLAN = rank_operations(
     [

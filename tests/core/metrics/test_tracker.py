@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.lab.moments import Moments
 from trainer.metrics import tracker
 from trainer.metrics.aggregate import reduce_over_ranks
-from trainer.metrics.noise_scale import Moments
 from trainer.metrics.payload_contract import encode_payload, parse_payload
 from trainer.metrics.tracker import MetricsTracker, StepMetrics
 from trainer.options import TrackerOptions

@@ -261,16 +261,6 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     assert files.set_aside_after(tmp_path, 5) == []
 
 
-def test_a_run_does_not_begin_inside_a_corpus(config, tmp_path):
-    """A mistyped --run-dir would, and whoever builds the corpus anew would take the run for a part of it."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="holds a corpus"):
-        choose_run_dir(config, str(corpus), "auto")
-    assert [path.name for path in corpus.iterdir()] == ["manifest.json"]
-
-
 def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):
     newest = make_checkpoint(tmp_path / "run" / "checkpoints", 5)
     (tmp_path / "elsewhere").mkdir()

@@ -15,8 +15,8 @@ from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
+from trainer.lab import moments
 from trainer.lab.depth import bucket_start, depths
-from trainer.metrics import noise_scale
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog import is_known, lookup
 from trainer.metrics.noise_scale import t_quantile
@@ -135,7 +135,7 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
     sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
     monkeypatch.setattr(evaluation_sample, "LEAST", 4)
-    monkeypatch.setattr(noise_scale, "FEWEST_UNITS", 2)
+    monkeypatch.setattr(moments, "FEWEST_UNITS", 2)
     plan = plan_of(tmp_path, "eval.batches=40")
     one = by_depth(evaluated(plan, model_of(plan)))
     (drawn,) = eval_sets(plan, RankInfo(), CPU)

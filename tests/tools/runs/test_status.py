@@ -15,7 +15,8 @@ import pytest
 
 from tests.support.records import write_lock, write_record
 from trainer.errors import UserError
-from trainer.metrics.run_status import _place, _started, is_held, last_step, run_status, take_lock
+from trainer.lab.own_loop import run_status
+from trainer.metrics.run_status import _place, _started, is_held, last_step, take_lock
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 from trainer.tools.verbs.records import entry_of

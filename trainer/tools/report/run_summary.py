@@ -171,7 +171,7 @@ def difference(before: Losses, after: Losses) -> dict[str, Any]:
     """
     import numpy as np  # which a diagnosis of one run does not need
 
-    from trainer.metrics.noise_scale import Moments
+    from trainer.lab.moments import Moments
 
     both = [where for where in before if where in after and before[where][1] == after[where][1]]
     tokens = np.array([before[where][1] for where in both], np.float64)
