@@ -181,7 +181,7 @@ class TrackerOptions(Options):
 
 @part_options
 class StrategyOptions(Options):
-    """Options of `trainer.distributed.strategy.strategy_for`: how the ranks share the model."""
+    """Options of `trainer.training.build.make_strategy`: how the ranks share the model."""
 
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over

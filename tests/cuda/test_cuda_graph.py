@@ -100,7 +100,7 @@ def test_what_waits_for_the_device_cannot_be_captured(tmp_path: Path, device: to
 def test_ddp_on_one_rank_is_captured_too(tmp_path: Path, device: torch.device, monkeypatch) -> None:
     if device.type == "cpu":
         pytest.skip("DDP is captured on NCCL alone")
-    monkeypatch.setattr(open_run, "make_strategy", lambda config, info, device: Replicated(world_size=1, device=device))
+    monkeypatch.setattr(open_run, "make_strategy", lambda plan, info, device: Replicated(world_size=1, device=device))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     dist.init_process_group("nccl", rank=0, world_size=1, device_id=device)
     try:

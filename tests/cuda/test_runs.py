@@ -22,7 +22,8 @@ from tests.support.ranks import differences as tensor_differences
 from tests.support.runs import FULL_ROWS, losses, read_rows
 from trainer.cli.parts import PARTS
 from trainer.config.schema import OptimizerTable
-from trainer.distributed.strategy import Layout, Sharded
+from trainer.distributed.strategy import Layout
+from trainer.lab.sharding import Sharded
 from trainer.on_device import scale_gradients, step_unless, supports_found_inf
 from trainer.training import open_run
 from trainer.training.loop import Order

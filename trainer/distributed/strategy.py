@@ -1,14 +1,13 @@
-"""How ranks share a model: each has all of it (DDP), or rows of its tensors (FSDP2, HSDP)."""
+"""How ranks share a model: each has all of it (DDP), or rows of its tensors (`trainer.lab.sharding`)."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DDP = StrategyOptions()
-KEY = "distributed.strategy"
 FREEZE = "freeze them with requires_grad_(False)"
 
 
@@ -141,22 +139,6 @@ def part_to_save(tensor: Tensor, rank: int) -> tuple[Tensor, int] | None:
     return own_part(tensor), start
 
 
-def strategy_for(
-    options: StrategyOptions,
-    info: RankInfo,
-    device: torch.device,
-    *,
-    param_dtype: torch.dtype | None = None,
-) -> Strategy:
-    """The strategy of a run; see `Sharded` and `layout_for`. Every rank must call it."""
-    if info.world_size == 1:
-        return Strategy()
-    layout = layout_for(options, info)
-    if layout is None:
-        return Replicated(options, world_size=info.world_size, device=device)
-    return Sharded(layout, options, device=device, param_dtype=param_dtype)
-
-
 def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
     """How a run lays out its parameters; None if every rank holds the whole model."""
     if options.strategy == "ddp" or info.world_size == 1:
@@ -180,8 +162,8 @@ class Strategy:
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     """The context of all backwards of a window but the last, which averages."""
 
-    def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
-        """Leave this rank its part of the parameters, which `units()` gather one at a time."""
+    def shard(self, model: nn.Module) -> None:
+        """Leave this rank its part of the parameters."""
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """The module for the training step: `row_model`, which runs rows through `model`."""
@@ -238,107 +220,8 @@ class Replicated(Strategy):
             own = [name for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad]
             names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
             fix = f"{FREEZE}, or set distributed.find_unused_parameters = true"
-            raise _unused(names, f"use them in every micro-batch, {fix}", str(error)) from None
+            raise unused_error(names, f"use them in every micro-batch, {fix}", str(error)) from None
         return gradients
-
-
-class Sharded(Strategy):
-    """FSDP2 over all ranks, or within each of several replicas of neighbouring ranks.
-
-    Each rank holds some rows of each parameter. Every rank must make it: it makes process groups.
-
-    Args:
-        param_dtype: in which parameters are gathered and used; gradients are averaged in float32.
-    """
-
-    is_sharded = True
-
-    def __init__(
-        self,
-        layout: Layout,
-        options: StrategyOptions = StrategyOptions(),  # noqa: B008 - immutable
-        *,
-        device: torch.device,
-        param_dtype: torch.dtype | None = None,
-    ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        first = int(layout.replicas == 1)  # without replicas, a mesh of shards alone
-        names = ("replicate", "shard")[first:]
-        mesh = init_device_mesh(device.type, tuple(layout)[first:], mesh_dim_names=names)
-        self.copies, self.groups = layout.replicas, mesh.get_all_groups()
-        self._device = device
-        self._reshard_after_forward = options.reshard_after_forward
-        self._sharding: dict[str, Any] = {"mesh": mesh}
-        if param_dtype is not None:
-            # Inputs are not cast: a carried state stays in float32.
-            self._sharding["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-
-    def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
-        """Replace the parameters by shards of their rows (`fully_shard`)."""
-        # A unit's parameters are whole while it runs; those of no unit throughout a step.
-        from torch.distributed.fsdp import fully_shard
-
-        for unit in units():
-            fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._sharding)
-        fully_shard(model, **self._sharding)  # last: the parameters of no unit
-
-    def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
-        """As it is: FSDP2 has put its hooks into the model."""
-        self.reshard(model)  # some tokens may have been run through it
-        self._root: Any = model
-        self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        return row_model
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Averages shards all the same, but over replicas only in the last backward."""
-        self._root.set_requires_all_reduce(False)
-        try:
-            yield
-        finally:
-            self._root.set_requires_all_reduce(True)
-
-    def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Shards; refuses a parameter without a gradient."""
-        unused = [name for name, parameter in self._trained.items() if parameter.grad is None]
-        if unused:
-            raise _unused(unused, f"use them in every micro-batch, or {FREEZE}")
-        return [own_part(gradient) for gradient in gradients]
-
-    def most(self, number: int) -> int:
-        """Every rank must call it. Waits for the device."""
-        most = torch.tensor(number, device=self._device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most)
-
-    def reshard(self, model: nn.Module) -> None:
-        """Leave the model its shards alone."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def shard_units(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are gathered one module at a time.
-
-    They are `blocks_of` the model, or else its children, without those that share a parameter with
-    another part of it: FSDP would break the tie. A UserError if a parameter has no rows.
-    """
-    # Shards are rows, which a scalar has none of.
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise UserError(KEY, f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
-    blocks = blocks_of(model)
-    if not blocks:
-        logger.info("%s has no nn.ModuleList of blocks: its children are sharded one by one", type(model).__name__)
-        blocks = [child for child in model.children() if num_parameters(child) and _has_forward(child)]
-    return _apart(model, blocks)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -347,7 +230,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     if isinstance(blocks, nn.ModuleList) and len(blocks):
         lists = [blocks]
-    found = [[part for part in each if _has_forward(part)] for each in lists]
+    found = [[part for part in each if has_forward(part)] for each in lists]
     return max(found, key=lambda parts: sum(map(num_parameters, parts)), default=[])
 
 
@@ -360,18 +243,8 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile()
 
 
-def _apart(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """The units that share no parameter with another part of the model."""
-    uses = _uses(model)
-    return [unit for unit in units if all(uses[parameter] == n for parameter, n in _uses(unit).items())]
-
-
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """In how many places each parameter is."""
-    return Counter(p for part in module.modules() for p in part._parameters.values() if p is not None)
-
-
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether it can run: a list of modules cannot."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -380,7 +253,8 @@ def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _unused(names: Sequence[str], fix: str, otherwise: str = "") -> UserError:
+def unused_error(names: Sequence[str], fix: str, otherwise: str = "") -> UserError:
+    """The error of parameters that had no part in the loss; `otherwise`: what is known without names."""
     which = counted(len(names), "parameter") if names else "a parameter"
     problem = f"{which} took no part in a step's last micro-batch, so that the gradients of the "
     problem += f"ranks cannot be averaged: {few(names) or otherwise}"

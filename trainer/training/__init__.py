@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a run imports what it uses
     from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
     from trainer.data.tokenizer import Tokenizer
     from trainer.distributed.env import RankInfo
-    from trainer.distributed.strategy import Strategy
+    from trainer.distributed.strategy import Layout, Strategy
     from trainer.ending import StopRequest
     from trainer.metrics.best_effort import BestEffort, Diagnostics
     from trainer.metrics.sinks import Sink
@@ -85,6 +85,7 @@ class Models(Protocol):  # what is made of a model, or for one
     def load_weights(self, model: nn.Module, path: str, tokenizer: str) -> None: ...
     def make_auxiliary(self, table: ObjectiveTable, model: nn.Module) -> Auxiliary: ...
     def make_graphs(self, plan: Plan, device: Device, strategy: Strategy, auxiliary: Auxiliary) -> Graphs | None: ...
+    def make_sharded(self, layout: Layout, config: RunConfig, device: Device) -> Strategy: ...
     def recompute_blocks(self, model: nn.Module) -> None: ...
 
 

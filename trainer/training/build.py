@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,14 +32,14 @@ from trainer.data.lanes import (
 from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
 from trainer.data.weights import WeightSpec
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy, shard_units, strategy_for
+from trainer.distributed.strategy import Replicated, Strategy, layout_for
 from trainer.files import allow_open_files
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.protocol import ModelOutput, extras_of, output_layer, parameter_roles
+from trainer.model.protocol import parameter_roles
 from trainer.objective import Loss, Objective
 from trainer.on_device import memory_of
 from trainer.options import DEFAULT_CAPACITY
@@ -67,7 +65,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     model = make_model(plan)
     roles = parameter_roles(model)
     # Before the parameters get their memory on the device.
-    (strategy or Strategy()).shard(model, partial(prepared_units, model, config))
+    (strategy or Strategy()).shard(model)
     model = model.to(device)
     flops = getattr(model, "flops_per_token", None)  # for MFU; a custom model need not say
     tracker = MetricsTracker(
@@ -145,29 +143,14 @@ def max_tokens_per_micro(plan: Plan) -> int:
     return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.data.seq_len
 
 
-def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> Strategy:
-    """The strategy of a run. Every rank must call it. A UserError as in `strategy_for`."""
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else None
-    return strategy_for(config.distributed, info, device, param_dtype=dtype)
-
-
-def prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
-    """Prepare a model for sharding. Returns the modules that are gathered one at a time."""
-    units = shard_units(model)
-    if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
-        units = [unit for unit in units if unit is not output_layer(model)]
-    if config.model.target is None:
-        # That a block returns a view matters only if its result is written to; the families do not.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    model.register_forward_hook(_with_known_fields)
-    return units
-
-
-def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """FSDP finds tensors only in tuples, lists and dicts; a model may return any object."""
-    if isinstance(output, tuple):
-        return output
-    return ModelOutput(output.logits, output.state, *extras_of(output))
+def make_strategy(plan: Plan, info: RankInfo, device: torch.device) -> Strategy:
+    """The strategy of a run. Every rank must call it: it may make process groups."""
+    if info.world_size == 1:
+        return Strategy()
+    layout = layout_for(plan.config.distributed, info)
+    if layout is None:
+        return Replicated(plan.config.distributed, world_size=info.world_size, device=device)
+    return need(plan.parts.models, "distributed.strategy").make_sharded(layout, plan.config, device)
 
 
 def evaluated_rows(plan: Plan) -> int:

@@ -157,7 +157,7 @@ def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Place
 def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack) -> Built:
     """Make the parts that have a state, and restore it."""
     plan, found = placed.plan, placed.found
-    strategy = make_strategy(plan.config, info, device)
+    strategy = make_strategy(plan, info, device)
     with raise_on_all_ranks(world_size=info.world_size):
         state = make_state(plan, info, device, strategy)
     if plan.config.gns.enabled:

@@ -41,7 +41,7 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     """Bytes of parameters, of gradients between the last backward and the update, and of the optimizer's state."""
     info = RankInfo(rank, rank, world_size)
     plan = plan_of(config, world_size, sets)
-    strategy = make_strategy(plan.config, info, CPU)
+    strategy = make_strategy(plan, info, CPU)
     state = make_state(plan, info, CPU, strategy)
     state.gns = GradientNoiseScale(state.model, process_group=dist.group.WORLD if world_size > 1 else None)
     settings = {"optimizer": state.optimizer, "gns": state.gns, "autocast": autocast_context(plan.config, CPU)}

@@ -124,7 +124,8 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
     info, found = RankInfo(rank, rank, world), []
     for strategy, sets in STRATEGIES.items():
         loaded = load_config(config, [*SETTINGS, *sets, "train.steps=99"])
-        plan, ranks = make_plan(loaded, Path(config), world, parts=PARTS), make_strategy(loaded, info, CPU)
+        plan = make_plan(loaded, Path(config), world, parts=PARTS)
+        ranks = make_strategy(plan, info, CPU)
         for name, path in saved.items():
             state = make_state(plan, info, CPU, ranks)
             _, state_json = checkpoint.find(Path(path).parent, path)

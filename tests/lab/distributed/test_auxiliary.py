@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import MicroBatch
-from trainer.distributed.strategy import Layout, Replicated, Sharded, Strategy, shard_units
+from trainer.distributed.strategy import Layout, Replicated, Strategy
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
+from trainer.lab.sharding import Sharded
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective import Objective
@@ -117,7 +118,7 @@ def one_step(rank: int, world: int, micros: int, kind: str, loss: str, poison: f
     if world > 1:
         is_sharded = kind == "fsdp"
         strategy = Sharded(Layout(1, world), device=CPU) if is_sharded else Replicated(world_size=world, device=CPU)
-    strategy.shard(model, lambda: shard_units(model))
+    strategy.shard(model)
     group = torch.distributed.group.WORLD if world > 1 else None
     gns = GradientNoiseScale(model, process_group=group)
     losses = {"objective": OBJECTIVES[loss], "auxiliary": auxiliary()}

@@ -158,11 +158,11 @@ def _in_words(source: Mapping[str, Any]) -> str:
 def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     """Refuse what a run refuses before it builds anything. Reads weights, but no data.
     Raises UserError: the first of them."""
-    from trainer.distributed.strategy import shard_units
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
     from trainer.lab.remote import Store
+    from trainer.lab.sharding import shard_units
     from trainer.lab.weights import check_fit, read_weights
     from trainer.model.families import with_sizes
     from trainer.model.protocol import output_layer
