@@ -16,8 +16,10 @@ TABLE = PACKAGE / "cli" / "parts.py"
 NAMED = re.compile(r"trainer[./](lab|tools)\b|(from|import) (trainer|\.+)(.* import)? *(lab|tools)\b")
 # The program's verbs, whose options it has to know, and what they import; a run takes none of them.
 OF_THE_PROGRAM = re.compile(r"trainer\.tools(\.verbs(\.\w+)?)?")
-# The tools that every run is given.
-GIVEN = {f"trainer.tools.{name}" for name in ("doubts", "evaluation_sample", "limits", "services", "summary")}
+# The tools that every run is given, and what they import.
+GIVEN = {"trainer.lab.moments"} | {
+    f"trainer.tools.{name}" for name in ("doubts", "evaluation_sample", "limits", "services", "summary")
+}
 REFERENCE_MODEL = {"trainer.lab", "trainer.lab.encoder", "trainer.lab.recurrence"}
 EVALUATED = ("eval.every=2", "eval.depth=false", "eval.holdout_fraction=0.2", "train.steps=4")
 LISTED = """

@@ -20,7 +20,9 @@ from torch import nn
 
 from tests.support.runs import run
 from trainer.distributed.strategy import Strategy
+from trainer.metrics.best_effort import Diagnostics
 from trainer.objective import Objective
+from trainer.training.extension import Extensions
 from trainer.training.step import TrainStep
 
 
@@ -72,5 +74,6 @@ def make_step(model: nn.Module, strategy: Strategy, **changes: Any) -> TrainStep
         "world_size": 1,
         "autocast": nullcontext,
     }
-    given = {**settings, **changes}
-    return TrainStep(model=strategy.wrap(model, model), strategy=strategy, device=torch.device("cpu"), **given)
+    given, device = {**settings, **changes}, torch.device("cpu")
+    given.setdefault("extensions", Extensions(Diagnostics(), device=device, world_size=given["world_size"]))
+    return TrainStep(model=strategy.wrap(model, model), strategy=strategy, device=device, **given)

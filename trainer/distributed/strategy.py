@@ -1,4 +1,4 @@
-"""How ranks share a model: each has all of it (DDP), or rows of its tensors (`trainer.lab.sharding`)."""
+"""How ranks share a model: each has all of it (DDP), or rows of its tensors (a part of the run)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.files import (
     discard,
@@ -115,11 +114,6 @@ def best_step(path: Path) -> int:
     """The step of the best checkpoint when this one was saved, see `checkpoint.keep_best`; -1: none."""
     best = read_state(path)["extensions"].get("best") or {}
     return int(best.get("step", -1))
-
-
-def prune_after(table: CheckpointTable, path: Path) -> None:
-    """Prune the checkpoints beside a new one as `[checkpoint]` says."""
-    prune(path.parent, keep_last=table.keep_last, keep_every=table.keep_every)
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:

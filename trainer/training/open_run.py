@@ -40,7 +40,7 @@ from trainer.training.build import (
     model_and_loss,
     recorded_sets,
 )
-from trainer.training.checkpoint import loading, prune_after
+from trainer.training.checkpoint import loading
 from trainer.training.core_extensions import ModelMetrics, Replicas
 from trainer.training.evaluator import EvalSet, Evaluator, eval_sets, make_details
 from trainer.training.extension import Extension, Extensions, RunView
@@ -90,14 +90,6 @@ class Built:
     sets: Sequence[EvalSet]
 
 
-@dataclass(frozen=True)
-class Opened:
-    """The record, which is written from here on: a run refused earlier has left it as it was."""
-
-    events: EventWriter | None
-    retain: Callable[[Path], None]  # see `Saver`
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
     """The parts of a run, made by `open_run`. Only `position` and their own state change."""
@@ -132,11 +124,12 @@ def open_run(
     if _end_if_over(placed, built.position, info):
         return None
     contract = _check_contract(placed.plan, built, info, device)
-    opened = open_files(placed, built, launch, info, stack, after_group)
+    # The record is written from here on: a run refused earlier has left it as it was.
+    events = open_files(placed, built, launch, info, stack, after_group)
     messages = placed.plan.parts.messages
     if info.is_main and messages is not None:
         messages.begun(placed.plan, built.state, placed.run_dir, built.position, placed.found)
-    run = assemble(placed, built, opened, launch, info, device, stack)
+    run = assemble(placed, built, events, launch, info, device, stack)
     if contract is not None:
         run.view.event(contract)
     return run
@@ -180,27 +173,24 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
 
 def open_files(
     placed: Placed, built: Built, launch: Launch, info: RankInfo, stack: ExitStack, after_group: ExitStack
-) -> Opened:
-    """Begin to write: the directory, the record, and on rank 0 the uploads."""
+) -> EventWriter | None:
+    """Begin to write: the directory, the record, and on rank 0 the uploads. Returns what writes events."""
     plan, state, position, found = placed.plan, built.state, built.position, placed.found
     run_dir = placed.run_dir
     begin_record(plan, info, run_dir, stack, position.step)
     stack.push(partial(_leave_reason, run_dir, info, position))
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    retain: Callable[[Path], None] = partial(prune_after, plan.config.checkpoint)
     if placed.uploads is not None:
         placed.uploads.begin(run_dir, position.step, state.tracker.diagnostics)
         after_group.callback(placed.uploads.wait, launch.stop)
-        retain = placed.uploads.publish
-    events = open_record(plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout)
-    return Opened(events, retain)
+    return open_record(plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout)
 
 
 def assemble(
     placed: Placed,
     built: Built,
-    opened: Opened,
+    events: EventWriter | None,
     launch: Launch,
     info: RankInfo,
     device: torch.device,
@@ -224,7 +214,7 @@ def assemble(
         strategy=strategy,
         state=state,
         run_dir=placed.run_dir,
-        events=opened.events,
+        events=events,
         recorder=position.unlogged[0],
         first_step=position.step,
         position=position,
@@ -260,7 +250,7 @@ def assemble(
         train_step=train_step,
         extensions=extensions,
         evaluator=evaluator,
-        saver=Saver(view, extensions, placed.fingerprint, opened.retain),
+        saver=Saver(view, extensions, placed.fingerprint, placed.uploads),
         watchdog=view.watchdog,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable, Weight
+from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import Facts, check_rules, data_shards, least_steps, tokens_per_micro
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
@@ -34,7 +34,6 @@ from trainer.training import NO_PARTS, Parts, need
 from trainer.training.optimizer import Length, make_schedule
 
 logger = get_logger(__name__)
-MAX_INCLUDE_DEPTH = 16
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,13 @@ def _leaves(
     """The leaves of the tables in a file `path`, whose weights are multiplied by `outer`."""
     for table in tables:
         name = f"{prefix}{table.name}"
-        own = weight_spec(table.weight, f"{name}.weight")
-        above = f"the weight of {prefix.rstrip('.')}"
-        weight = compose_weights(outer, own, path_a=above, path_b=f"{name}.weight")
+        key, own = f"{name}.weight", table.weight
+        spec: WeightSpec
+        if isinstance(own, ScheduleTable):
+            spec = ScheduledWeight(own.schedule, own.points, scale=own.scale, unit=own.unit, path=key)
+        else:
+            spec = ConstantWeight(float(own), key)
+        weight = compose_weights(outer, spec, path_a=f"the weight of {prefix.rstrip('.')}", path_b=key)
         if table.include is None:
             leaf = Source(name, table, weight, [])
             try:
@@ -184,18 +187,11 @@ def _leaves(
             yield leaf
             continue
         included = path.parent / table.include
-        if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
+        if included.resolve() in including:
             problem = f"{table.include} includes itself"
             raise UserError(f"{name}.include", problem, "break the circle", where=str(path))
         nested = load_dataset_file(included).source
         yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()))
-
-
-def weight_spec(weight: Weight, path: str) -> WeightSpec:
-    """A config's weight as the value that the blend evaluates."""
-    if isinstance(weight, ScheduleTable):
-        return ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit, path=path)
-    return ConstantWeight(float(weight), path)
 
 
 def _streams(table: SourceTable, name: str, *, file: str = "") -> list[Stream]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, RunLock, run_stat
 from trainer.training.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 
 logger = get_logger(__name__)
-every_rank_logger = get_logger(f"{__name__}.host", rank_zero_only=False)
 METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
@@ -92,15 +90,11 @@ class RunDir:
     def refuse_unshared(self, name: str, patience_sec: float) -> None:
         """Refuse a directory in which this host does not see rank 0's mark, or may not write."""
         began, problem = time.monotonic(), ""
-        text = "waiting for rank 0's file %s in %s, up to %.0f s"
-        say = Timer(3.0, every_rank_logger.warning, [text, name, self.checkpoints.absolute(), patience_sec])
-        say.start()
         # Listed, not looked up: opening the directory makes a network file system ask anew.
         while not problem and not any(each.name == name for each in self.checkpoints.glob(".tmp_step_*")):
             time.sleep(0.05)
             if time.monotonic() - began > patience_sec:
                 problem = f"is not the directory of rank 0, whose file {name} was not seen for {patience_sec:.0f} s,"
-        say.cancel()
         if not problem and not os.access(self.checkpoints, os.W_OK):
             problem = "cannot be written"
         if problem:

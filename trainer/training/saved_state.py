@@ -19,6 +19,7 @@ from trainer.distributed.strategy import saving_ranks
 from trainer.files import discard
 from trainer.metrics.catalog_rows import EPOCHS
 from trainer.metrics.logger import get_logger
+from trainer.training import Uploads
 from trainer.training import checkpoint as files
 from trainer.training.build import LANE_SETS
 from trainer.training.checkpoint import loading
@@ -58,13 +59,13 @@ class Saver:
 
     Args:
         fingerprint: of the data.
-        retain: called with a new checkpoint, to prune the others (rank 0).
+        uploads: to a store (rank 0), which then decides what stays here.
     """
 
     def __init__(
-        self, view: RunView, extensions: Extensions, fingerprint: Fingerprint, retain: Callable[[Path], None]
+        self, view: RunView, extensions: Extensions, fingerprint: Fingerprint, uploads: Uploads | None
     ) -> None:
-        self._view, self._extensions, self._fingerprint, self._retain = view, extensions, fingerprint, retain
+        self._view, self._extensions, self._fingerprint, self._uploads = view, extensions, fingerprint, uploads
         self.last_saved = -1 if view.found is None else view.first_step
         """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
         self._set_clock()
@@ -148,7 +149,11 @@ class Saver:
         self._view.run_dir.check_owner()
         path = files.finish(self._view.run_dir.checkpoints, shared["step"], shared)
         logger.info("saved %s", path)
-        self._retain(path)
+        if self._uploads is not None:
+            self._uploads.publish(path)
+            return
+        table = self._view.config.checkpoint
+        files.prune(path.parent, keep_last=table.keep_last, keep_every=table.keep_every)
 
     def _together(self, action: Callable[[], object]) -> None:
         """Do `action`, part of a save; if the disk or torch fails in it on any rank, all raise."""

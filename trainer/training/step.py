@@ -82,6 +82,8 @@ class TrainStep:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[None]]
     """Makes the context in which forward and loss run."""
+    extensions: Extensions
+    """Called at the moments of the step."""
     shards: Sequence[int] = (0,)
     """The numbers of this rank's data shards, which have equally many micro-batches in a step."""
     seed: int = 0
@@ -91,16 +93,12 @@ class TrainStep:
     strategy: Strategy = field(default_factory=Strategy)
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     """Guards the noise scale, whose failure never costs the step."""
-    extensions: Extensions = field(default=None)  # type: ignore[assignment]
-    """Called at the moments of the step."""
     lane_sets: Mapping[int, int] = field(default_factory=dict)
     """Micro-batches of a shard in a step -> sets of lanes that take turns; empty: rows are not full."""
     has_targets: bool = False  # batches of a target take turns with those of lanes
     graphs: Graphs | None = None  # CUDA graphs that replace `run_micro`
 
     def __post_init__(self) -> None:
-        alone = Extensions(self.diagnostics, device=self.device, world_size=self.world_size)
-        self.extensions = self.extensions or alone
         self._gns_guard = self.diagnostics.best_effort("gns")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
