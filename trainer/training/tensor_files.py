@@ -190,7 +190,7 @@ def pack(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Split nested containers of plain values, dtypes and tensors into JSON, and tensors by name.
 
     Args:
-        value: dicts, lists, tuples and sets. A UserError if it holds anything else.
+        value: dicts, lists and tuples. A UserError if it holds anything else.
         name: begins the names of the tensors.
     """
     tensors: dict[str, Tensor] = {}
@@ -214,11 +214,9 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         if all(type(key) is str and not key.startswith(_TAG) for key in value):
             return {key: inner(found, key) for key, found in value.items()}
         return {"$dict": [[inner(key, "key"), inner(found, key)] for key, found in value.items()]}
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple):
         items = [inner(found, number) for number, found in enumerate(value)]
-        tags = {tuple: "$tuple", set: "$set"}
-        tag = next((tags[kind] for kind in tags if isinstance(value, kind)), "")
-        return {tag: items} if tag else items
+        return {"$tuple": items} if isinstance(value, tuple) else items
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     problem = f"is a {kind}; a checkpoint keeps plain values, lists, tuples, dicts and tensors"
     raise UserError(name or "checkpoint", problem, "keep it as a list or a tensor")
@@ -238,8 +236,8 @@ def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
         return read(content)
     if tag == "$dict":
         return {unpack(key, read): unpack(value, read) for key, value in content}
-    if tag in ("$tuple", "$set"):
-        return (tuple if tag == "$tuple" else set)(unpack(item, read) for item in content)
+    if tag == "$tuple":
+        return tuple(unpack(item, read) for item in content)
     dtype = getattr(torch, content, None) if tag == "$dtype" else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"nothing is written as {tag}")

@@ -40,7 +40,6 @@ NESTS = st.recursive(
         st.lists(inner)
         | st.dictionaries(KEYS, inner)
         | st.lists(inner).map(tuple)
-        | st.sets(st.integers() | st.text())
         | st.dictionaries(st.sampled_from(["$tensor", "$dict", "$", "a.b", "a"]), inner)
     ),
     max_leaves=12,
