@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.documents import IdBounds, TokenArray
+from trainer.data.documents import IdBounds, Mask, TokenArray, reader_of
 from trainer.data.groups import Handed, OpenStream
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.wording import printable
 
-TRAINED = "data/trained"  # the metric of a loss mask
+TRAINED = "data/trained"  # the metric of a mask, and the key of a batch for its (trained, all) tokens
 
 Batch = dict[str, Any]
 
@@ -253,7 +253,9 @@ class Collator:
             bounds.check(tokens, int(documents.starts[of.document]) + start)
 
 
-def make_collator(tokenizer: Tokenizer, loss_mask: Any = None, **how: Any) -> Collator:
-    """That of the tokenizer's documents (those of series are numbers), or of those with a mask."""
-    make: type[Collator] = getattr(loss_mask or tokenizer, "collator", Collator)
-    return make(tokenizer, **how)
+def make_collator(tokenizer: Tokenizer, mask: Mask | None = None, *, row_tokens: int, runs_on: bool) -> Collator:
+    """That of the source's documents."""
+    reader, make = reader_of(tokenizer, mask), Collator
+    if reader is not None:
+        make = reader.collator
+    return make(tokenizer, row_tokens=row_tokens, runs_on=runs_on)

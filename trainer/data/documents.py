@@ -15,10 +15,10 @@ import itertools
 import struct
 import tempfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,14 @@ from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.options import Options, TextSplit, part_options
 
+if TYPE_CHECKING:  # they import this module
+    from trainer.data.collate import Collator
+    from trainer.data.groups import OpenStream
+
 TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
 Kind: TypeAlias = Literal["text", "ids"]  # of a file: text to be tokenized, or token ids
 AGAIN = "write the file again"
+FOR_SERIES = "for series of numbers write data.features, model.target and objective.target (docs/mixing.md)"
 WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
 SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: tokens per stretch, and stretches
 CHUNK = 1 << 16  # tokens checked together: checking each short document would take longer
@@ -114,6 +119,33 @@ class TokenTable:
         return self.tokens[begin : begin + stop - start]
 
 
+@runtime_checkable
+class Reader(Protocol):
+    """Reads documents that are more than plain ids, and makes their batches. A tokenizer may be one."""
+
+    @property
+    def collator(self) -> type[Collator]: ...
+    def load(self, path: Path, format: str, options: ReadOptions) -> TokenTable: ...
+    def table(self, pieces: Iterable[TokenArray], where: str) -> TokenTable: ...
+
+
+class Mask(Reader, Protocol):
+    """Knows from a `field` of records which tokens are trained."""
+
+    @property
+    def field(self) -> str: ...
+    def pieces(self, path: Path, options: ReadOptions) -> Iterator[TokenArray]: ...
+    def coded(self, where: str, content: str | TokenArray, mask: Any, options: ReadOptions) -> TokenArray: ...
+    def refuse_untrained(self, opened: Iterable[OpenStream], source: str) -> Iterator[OpenStream]: ...
+
+
+def reader_of(tokenizer: Tokenizer, mask: Mask | None) -> Reader | None:
+    """What reads the documents of a source; None: they are plain ids."""
+    if mask is None and isinstance(tokenizer, Reader):
+        return tokenizer
+    return mask
+
+
 @part_options
 class ReadOptions(Options):
     tokenizer: Tokenizer
@@ -130,8 +162,8 @@ class ReadOptions(Options):
     """The documents' field in JSON lines or Parquet; None: `text` or `tokens`."""
     text_eod: int | None = None
     """The id to end each document of text with; None: none."""
-    loss_mask: Any = None
-    """The `LossMask` that knows which tokens are trained; None: all."""
+    loss_mask: Mask | None = None
+    """None: all tokens are trained."""
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
@@ -208,7 +240,7 @@ def load_npy(path: Path, options: ReadOptions) -> TokenTable:
             return _table(path, tokens, options)
         found = f"{tokens.dtype.str} of shape {tokens.shape}"
     problem = f"must be a 1-D integer array, little-endian, got {found}"
-    raise damaged(path, problem, "save the ids of all documents concatenated, or set data.features for series")
+    raise damaged(path, problem, f"save the ids of all documents concatenated; {FOR_SERIES}")
 
 
 def load_bin(path: Path, options: ReadOptions) -> TokenTable:

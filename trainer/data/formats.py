@@ -24,7 +24,16 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data import documents
-from trainer.data.documents import IdBounds, Kind, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
+from trainer.data.documents import (
+    IdBounds,
+    Kind,
+    ReadOptions,
+    TokenArray,
+    TokenTable,
+    damaged,
+    reader_of,
+    table_from_pieces,
+)
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
@@ -198,7 +207,7 @@ def find_column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> Co
             return Column(name, "ids", pyarrow.large_list(values))
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
     problem = f"needs one column {column or 'text or tokens'}, of strings or lists of integers (its columns: {columns})"
-    raise damaged(path, problem, "name the one of the documents: column")
+    raise damaged(path, problem, f"name the one of the documents: column; {documents.FOR_SERIES}")
 
 
 def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
@@ -216,7 +225,10 @@ def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while row groups are read."""
     with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
         column = find_column(path, file.schema_arrow, pyarrow, options.column)
-        batches = file.iter_batches(BATCH_ROWS, columns=[column.name, *(options.loss_mask or ())])
+        names = [column.name]
+        if options.loss_mask is not None:
+            names.append(options.loss_mask.field)
+        batches = file.iter_batches(BATCH_ROWS, columns=names)
         yield from pieces_of_rows(path, batches, column, options)
 
 
@@ -381,9 +393,9 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         if not status.st_size:
             raise damaged(path, "the file is empty", "remove it")
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
-        load: Callable[..., TokenTable] | None = getattr(options.loss_mask or options.tokenizer, "load", None)
-        if load is not None:  # of numbers, or with a mask
-            return load(path, name, options)
+        reader = reader_of(options.tokenizer, options.loss_mask)
+        if reader is not None:
+            return reader.load(path, name, options)
         if is_import_path(name):
             return load_own(name, path, options)
         row = FORMATS[name]

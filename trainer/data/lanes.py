@@ -39,7 +39,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch, Lane, Place, make_collator
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import is_read_whole
-from trainer.data.groups import CutOptions, Handed, file_bytes, open_stream
+from trainer.data.groups import CutOptions, Handed, OpenStream, file_bytes, open_stream
 from trainer.data.layout import Stream
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def count_documents(streams: Sequence[Stream], cut: CutOptions, read: ReadOption
     sizes = np.array([file_bytes(stream) for stream in streams], np.int64)
     order = keyed_generator("count", cut.namespace).permutation(len(streams))
     drawn, others = order[:COUNTED_FILES], order[COUNTED_FILES:]
-    opened = (open_stream(streams[at], read, cut) for at in drawn)
+    opened: Iterable[OpenStream] = (open_stream(streams[at], read, cut) for at in drawn)
     if read.loss_mask is not None:
         opened = read.loss_mask.refuse_untrained(opened, cut.namespace)
     counts = [len(np.unique(each.groups.documents)) for each in opened]
@@ -190,7 +190,7 @@ class LaneBlend(BlendDataset):
         for part in self._laned.values():
             self._shard = (part.fixed_state["rank"], part.fixed_state["world_size"])
             if part.loss_mask is not None:
-                self._collator = part.loss_mask.collator(tokenizer, row_tokens, runs_on, self._constants)
+                self._collator = make_collator(tokenizer, part.loss_mask, row_tokens=row_tokens, runs_on=runs_on)
 
     @property
     def places(self) -> list[Place | None]:

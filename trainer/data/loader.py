@@ -259,7 +259,7 @@ class Loader:
         metrics = self._guard.run(self._drain)
         if metrics is None:  # not known, which is not 0
             metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
-        targets = batch.get("targets")
+        targets, trained = batch.get("targets"), batch.pop(TRAINED, None)
         is_on_device = isinstance(targets, torch.Tensor) and targets.device.type != "cpu"
         # A tensor on a device must not be waited for.
         if targets is not None and not is_on_device:
@@ -267,8 +267,8 @@ class Loader:
             if np.asarray(targets).dtype.kind == "f":
                 is_target = is_known(np.asarray(targets))
             num_tokens = np.count_nonzero(is_target)
-            if trained := metrics.get(TRAINED):  # the others fill rows, too
-                num_tokens = trained[1]
+            if trained is not None:  # the others fill rows, too
+                metrics, num_tokens = {**metrics, TRAINED: trained}, trained[1]
             fill = num_tokens, self._full_tokens or is_target.size
             metrics = {**metrics, MASKED_SHARE: float(num_tokens == 0), FILL: fill}
         move_together(batch, TENSOR_KEYS, self._device)

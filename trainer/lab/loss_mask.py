@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.collate import TRAINED, Batch, Collator, Gathered
-from trainer.data.documents import ReadOptions, TokenArray, TokenTable, damaged, load_megatron, table_from_pieces
+from trainer.data.collate import TRAINED, Batch, Collator, Gathered, Lane, Refill
+from trainer.data.documents import (
+    Reader,
+    ReadOptions,
+    TokenArray,
+    TokenTable,
+    damaged,
+    load_megatron,
+    table_from_pieces,
+)
 from trainer.data.formats import FORMATS, format_name, takes_option
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.lab.tokenizer_json import HuggingFaceTokenizer
@@ -29,9 +37,7 @@ class MaskedTable(TokenTable):
 
 
 class MaskedCollator(Collator):
-    """Takes the tokens of a `MaskedTable` apart, and keeps among `metrics` how many are trained."""
-
-    metrics: dict[str, Any]
+    """Takes the tokens of a `MaskedTable` apart, and counts them."""
 
     def _content(self, found: Gathered, sizes: Ints) -> Batch:
         begins, untrained = sizes.cumsum() - sizes, np.zeros(sizes.sum(), np.bool_)
@@ -45,8 +51,12 @@ class MaskedCollator(Collator):
         flat = super()._content(found, sizes)
         flat["targets"][untrained] = IGNORED
         num_tokens = int(sizes[filled].sum())
-        self.metrics[TRAINED] = (num_tokens - np.count_nonzero(untrained), num_tokens)
+        self._counts = num_tokens - np.count_nonzero(untrained), num_tokens
         return flat
+
+    def batch(self, lanes: Sequence[Lane], refill: Refill) -> Batch:
+        """The next row of each lane."""
+        return {**super().batch(lanes, refill), TRAINED: self._counts}
 
 
 class LossMask(NamedTuple):
@@ -54,10 +64,10 @@ class LossMask(NamedTuple):
 
     field: str
 
-    def collator(self, tokenizer: Tokenizer, row_tokens: int, runs_on: bool, metrics: Any = None) -> Collator:
-        made = MaskedCollator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
-        made.metrics = {} if metrics is None else metrics
-        return made
+    @property
+    def collator(self) -> type[Collator]:
+        """Makes the batches."""
+        return MaskedCollator
 
     def load(self, path: Path, format: str, options: ReadOptions) -> TokenTable:
         """The documents of a file, or of a copy of its tokens."""
@@ -76,7 +86,7 @@ class LossMask(NamedTuple):
     def pieces(self, path: Path, options: ReadOptions) -> Iterator[TokenArray]:
         """The tokens of each document. Raises UserError: the file has no such field."""
         name = format_name(path, options.format)
-        if not takes_option(name, "loss_mask") or hasattr(options.tokenizer, "load"):
+        if not takes_option(name, "loss_mask") or isinstance(options.tokenizer, Reader):
             raise damaged(path, f"is read as {name}, without loss_mask", "make it a source of its own")
         return FORMATS[name].pieces(path, options)  # type: ignore[misc]
 

@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import Ints, keyed_generator, weights_of
-from trainer.data.documents import TokenArray, TokenTable, table_from_pieces
+from trainer.data.documents import TokenArray, TokenTable, reader_of, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.loader import Carry, MicroBatch
@@ -184,6 +183,8 @@ def draw_sample(
     # Cells; at least so many: batches that grow later only make the share smaller.
     steps = min(plan.config.eval.every, plan.facts.steps)
     budget = int(SHARE * steps * plan.config.micro_batches.least * rows)
+    if plan.config.train.ema:  # the evaluation is repeated with the averages
+        budget //= 2
     if num_batches:
         budget, runs = num_batches * rows * plan.facts.data_shards, 1
     generator = keyed_generator("evaluation", name)  # not by run.seed: runs are compared on the same documents
@@ -258,8 +259,11 @@ def _copied(
         in_memory = {}
         for modality, own in pieces.items():
             path, numbers = f"documents drawn of {modality}", np.arange(len(own))
-            of_ids = partial(table_from_pieces, vocab_size=plan.tokenizer.vocab_size)
-            table = getattr(dataset.loss_mask or plan.tokenizer, "table", of_ids)(own, where=path)
+            reader = reader_of(plan.tokenizer, dataset.loss_mask)
+            if reader is None:
+                table = table_from_pieces(own, plan.tokenizer.vocab_size, where=path)
+            else:
+                table = reader.table(own, where=path)
             groups = build_groups(table.lengths, numbers, path, CutOptions(source.name, seq_len))
             in_memory[path] = OpenStream(Stream(0, path, path, modality), table, groups, seq_len, len(table.tokens))
             group_ids[places[modality]] = groups.ids_of(numbers)

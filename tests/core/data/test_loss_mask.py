@@ -24,6 +24,7 @@ from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.lab.loss_mask import LossMask
 from trainer.lab.tokenizer_json import load_tokenizer
+from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.tools.read_step import find_origin, read_step
 from trainer.training.build import make_model
 from trainer.training.plan import make_plan
@@ -100,34 +101,56 @@ metrics.log_interval = 1
 """
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_loss_is_that_of_the_trained_tokens_by_plain_torch(tmp_path, monkeypatch, ranks):
+ONE_STREAM = ("data.align='auto'", "data.mixing.batching_mode='per_stream'")
+
+
+@pytest.mark.parametrize(("ranks", "sets"), [(1, ()), (1, ONE_STREAM), pytest.param(2, (), marks=pytest.mark.slow)])
+def test_loss_and_noise_scale_are_those_of_the_trained_tokens_by_plain_torch(tmp_path, monkeypatch, ranks, sets):
     """The first step reads all documents, of which each has a row; the second has nothing to read."""
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": SPANS})
     (tmp_path / "x.toml").write_text(CONFIG)
+    windows, measure = [], noise_scale.estimate
+    monkeypatch.setattr(
+        noise_scale, "estimate", lambda *sums, **how: windows.append(measure(*sums, **how)) or windows[-1]
+    )
     start = train_here if ranks == 1 else partial(train, nproc=ranks)
-    start(tmp_path / "x.toml", tmp_path / "run")
+    start(tmp_path / "x.toml", tmp_path / "run", *sets)
     plan = make_plan(load_config(tmp_path / "x.toml"), tmp_path / "x.toml", 1, parts=PARTS)
     torch.manual_seed(plan.config.run.seed)
-    model, total, num_trained, num_read = make_model(plan), torch.zeros(()), 0, 0
+    model, num_read, sums = make_model(plan), 0, {}
     for text, spans in zip(TEXTS, SPANS, strict=True):
         ids = [*text.encode(), 255]
         trained = trained_by_hand([1] * (len(ids) - 1), text, spans)
         trained.append(trained[-1])
         logits = model(torch.tensor([[256, *ids[:-1]]]), state=None).logits[0]
         losses = F.cross_entropy(logits, torch.tensor(ids), reduction="none")
-        total = total + losses[torch.tensor(trained)].sum()
-        num_trained, num_read = num_trained + sum(trained), num_read + len(ids)
-    (total / num_trained).backward()
-    norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm()
+        loss = losses[torch.tensor(trained)].sum()
+        gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, [*model.parameters()])])
+        sums[f"{text}\ufffd"] = float(loss), sum(trained), gradient.double()
+        num_read += len(ids)
+    total, num_trained, gradient = map(sum, zip(*sums.values(), strict=True))
     row = next(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))["metrics"]
-    assert row["loss"] == pytest.approx(float(total / num_trained), rel=1e-5)
-    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert row["loss"] == pytest.approx(total / num_trained, rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(float(gradient.norm()) / num_trained, rel=1e-4)
     found = [row[name] for name in ("tokens_seen", "data/trained", "data/fill")]
     assert found == [num_trained, num_trained / num_read, num_read / 512 / ranks]
     read = read_step(find_origin(tmp_path / "run", 1, trust_code=False), 1, with_text=True)
     shown = {each["text"]: each["trained"] for row in read for each in row["documents"]}
+    # With h the gradient of a micro-batch's sum and n its trained tokens, of which a row has w, the noise is
+    # (sum |h|^2 - sum n^2 |G|^2) / sum w^2, where |G|^2 = (|sum h|^2 - sum |h|^2) / ((sum n)^2 - sum n^2).
+    micros = {}
+    for of in read:
+        for each in of["documents"]:
+            micros.setdefault((of["shard"], of["micro_batch"]), []).append(sums[each["text"]][1:])
+    tokens = np.array([sum(w for w, _ in rows) for rows in micros.values()])
+    squares = np.array([float(sum(h for _, h in rows).square().sum()) for rows in micros.values()])
+    mean = (float(gradient.square().sum()) - squares.sum()) / (num_trained**2 - np.square(tokens).sum())
+    noise = (squares.sum() - np.square(tokens).sum() * mean) / sum(w**2 for _, w, _ in sums.values())
+    found = [each for each in windows if isinstance(each, noise_scale.Window)]
+    assert bool(found) == bool(sets)  # lanes of so few documents continue each other's
+    for window in found:
+        assert (window.grad_sq, window.tr_sigma) == pytest.approx((mean, noise), rel=1e-4)
     answers = [["A: ja – «é» 🙏\r\n"], [], ["answer"], ["🙏🙏 a"], ["a "]]
     assert [[part.rstrip("�") for part in shown[f"{text}�"]] for text in TEXTS] == answers
     write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": [[] for _ in TEXTS]})

@@ -245,6 +245,10 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
     assert 0.7 * 240 < len(cells) + np.count_nonzero(cells) < 1.1 * 240
     (once,) = eval_sets(dear, RankInfo(), CPU, has_state=False)
     assert 0.7 * 240 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 240
+    (twice,) = eval_sets(plan_of(tmp_path, "eval.every=200", "train.ema=0.9", long), RankInfo(), CPU)
+    by_depth = [micro.carry.cell_index[(micro.targets != -100).any(1).numpy()] for micro in twice.batches(None)]
+    cells = np.concatenate(by_depth)
+    assert 0.7 * 120 < len(cells) + np.count_nonzero(cells) < 1.1 * 120, "it is repeated with averaged weights"
     (least,) = eval_sets(plan_of(tmp_path, "eval.every=1", long), RankInfo(), CPU)
     assert re.match(r"8 of \d+ documents, [12]\d\d of .*, each to a depth of 32 tokens$", least.read)
     # Of few documents, each gets its part of the budget of 60 cells, and the error is not that of a set that was read whole.

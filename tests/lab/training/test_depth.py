@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -68,9 +69,11 @@ def expected(parts: list[tuple[np.ndarray, np.ndarray]], cell: int) -> dict[str,
     def put(key: str, low: int, high: float, pick) -> None:
         units = []
         for each in parts:
-            if (count := min(high, len(each[0])) - low) > 0:
-                total = pick(*(losses[low : int(min(high, len(losses)))] for losses in each)).sum()
-                units.append((total, count))
+            losses = pick(*(losses[low : int(min(high, len(losses)))] for losses in each))
+            if count := np.count_nonzero(~np.isnan(losses)):  # NaN: not trained
+                units.append((np.nansum(losses), count))
+        if not units:
+            return
         sums, counts = np.array(units).T
         ratio = sums.sum() / counts.sum()
         found[key] = ratio
@@ -129,6 +132,27 @@ def test_of_a_sample_they_are_those_of_the_drawn_documents(tmp_path, monkeypatch
         chosen.append(left.pop(at))
         assert chosen[-1][0].sum() == pytest.approx(loss, abs=1e-5)
     assert found == pytest.approx(expected(chosen, CELL), abs=1e-6)
+
+
+def test_of_masks_they_are_those_of_the_trained_tokens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    texts = ["".join(random.choice([*"abcde "], size=size)) for size in (5, 40, 70, 120, 33, 90, 16, 200)]
+    spans = [[[size // 4, size // 2], [size - 2, size]] for size in map(len, texts)]
+    lines = [json.dumps({"text": text, "mask": mask}) for text, mask in zip(texts, spans, strict=True)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    sets = "eval.source=[{name='chat', paths=['chat.jsonl'], loss_mask='mask'}]", "objective.z_loss=0"
+    plan = plan_of(tmp_path, "eval.holdout_fraction=0", *sets)
+    model = model_of(plan)
+    found = evaluated(plan, model)
+    parts = parts_of(plan, model, [text.encode() for text in texts], CELL)
+    for each, mask in zip(parts, spans, strict=True):
+        for losses in each:
+            losses[[not any(start <= at < end for start, end in mask) for at in range(len(losses))]] = np.nan
+    depth = {key.removeprefix("eval/chat/depth/"): value for key, value in found.items() if "/depth/" in key}
+    assert depth == pytest.approx(expected(parts, CELL), abs=1e-6)
+    carried = np.concatenate([losses for losses, _ in parts])
+    assert found["eval/chat/loss"] == pytest.approx(np.nanmean(carried), abs=1e-6)
 
 
 def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
