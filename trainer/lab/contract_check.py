@@ -19,7 +19,7 @@ from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.loader import MicroBatch, accepted_inputs, check_inputs
 from trainer.errors import UserError
 from trainer.import_path import users_code
-from trainer.lab.numbers import OnPositions, first_batch
+from trainer.lab.numbers import OnPositions, first_batch, own_source
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import FEW_TOKENS, evaluating
 from trainer.training import NO_PARTS, Parts
@@ -74,7 +74,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         return OFF
     from trainer.lab.contracts import check_model  # takes a while, and few runs need it
 
-    size = find_size(table, plan.vocab_size, tokens, plan.parts, plan.config)
+    size = find_size(table, plan.vocab_size, tokens, plan.parts, plan.as_read)
     if isinstance(size, str):
         return size
     is_full = (size.dim, size.num_layers) == (table.dim, table.num_layers)
@@ -89,7 +89,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if accepted is not None and is_read_here:
             refuse_align(plan, model, accepted)
             check_inputs({"features" if plan.config.data.features else "tokens"}, accepted)
-        micro = first_batch(model, plan.config, plan.vocab_size)
+        micro = first_batch(model, plan.as_read, plan.vocab_size)
         given: dict[str, Any] = {"vocab_size": plan.vocab_size, "build": build, "seq_len": tokens}
         judged = model
         if micro is not None:
@@ -98,6 +98,8 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             given["seq_len"] = micro.targets.shape[1]
         autocast = AUTOCAST[plan.config.train.precision]
         report = check_model(judged, autocast=autocast, rows=evaluated_rows(plan), **given)
+        if micro is not None and report["forward"].status == "broken":
+            _refuse_lengths(plan, micro)
         if (plan.config.objective.target or micro) and report["forward"].status == "held":
             _check_loss(plan, model, micro, device)
     if is_full:  # nothing to add to what was checked
@@ -105,6 +107,16 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     reduction = f"at dim {size.dim} and {size.num_layers} layers"
     how = f"{report.how}, {reduction} instead of {table.dim} and {table.num_layers}"
     return replace(report, how=how)
+
+
+def _refuse_lengths(plan: Plan, micro: MicroBatch) -> None:
+    """Blame a forward that fails on a batch with inputs longer or shorter than its targets."""
+    own, targets = own_source(plan.as_read), micro.targets
+    shapes = {key: each.shape for key, each in micro.inputs.items() if isinstance(each, Tensor) and each.ndim > 2}
+    for key, shape in shapes.items():
+        if own is not None and shape[1] != targets.shape[1]:
+            problem = f"a batch has {key} {list(shape)} and targets {list(targets.shape)}, and the model fails on it"
+            raise UserError(f"source {own.name}: {own.target}", problem, "give as many positions of both")
 
 
 def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from trainer.lab.nested_state import some_rows
 from trainer.model.protocol import ModelOutput, extras_of
 
 if TYPE_CHECKING:
-    from trainer.config.data_tables import DataTable
+    from trainer.config.data_tables import DataTable, FilesTable
     from trainer.config.schema import RunConfig
 
 POSITIONS = 256  # of the first batch that are tried: copies of the model have them
@@ -66,6 +66,15 @@ class Series:
         if len(data.columns) not in (0, self.width) or not {*data.targets} < {*range(self.width)}:
             problem = f"are {self.width}, and do not fit columns = {data.columns} and targets = {data.targets}"
             raise UserError("data.features", problem, "name as many columns, and numbers from 0 of some of them")
+
+    def refuse_unfit(self, path: str, document: int, start: int, rows: npt.NDArray[Any]) -> None:
+        """Refuse rows [n, F] of a document, from `start` on, with numbers that no model takes."""
+        is_bad = ~np.isfinite(rows)
+        is_bad[:, self.targets] = np.isinf(rows[:, self.targets])
+        for row, column in np.argwhere(is_bad)[:1].tolist():
+            where = f"{path}: document {document}, row {start + row}, column {column}"
+            fix = "fill it in; NaN may stand in data.targets alone"
+            raise damaged(where, f"is {rows[row, column]}, and a model takes finite numbers", fix)
 
     @property
     def collator(self) -> type[Collator]:
@@ -133,9 +142,9 @@ class SeriesCollator(Collator):
 
     def __init__(self, tokenizer: Tokenizer, **how: Any) -> None:
         super().__init__(tokenizer, **how)
-        series: Any = tokenizer
-        self._targets: list[int] = series.targets
-        self._nothing: Any = np.zeros((self._row_tokens, series.width), np.float32)
+        assert isinstance(tokenizer, Series)
+        self._series, self._targets = tokenizer, tokenizer.targets
+        self._nothing: Any = np.zeros((self._row_tokens, tokenizer.width), np.float32)
 
     def _content(self, found: Gathered, sizes: Ints) -> Batch:
         rows = np.concatenate(found.pieces, dtype=np.float32, casting="same_kind")
@@ -159,12 +168,12 @@ class SeriesCollator(Collator):
         for of, offset, size in chain.from_iterable(found.rows):
             start = max(of.first + offset - 1, 0)
             rows = of.source.documents.read(of.document, start, of.first + offset + size)
-            is_bad = ~np.isfinite(rows)
-            is_bad[:, self._targets] = np.isinf(rows[:, self._targets])
-            for row, column in np.argwhere(is_bad)[:1].tolist():
-                where = f"{of.source.stream.path}: document {of.document}, row {start + row}, column {column}"
-                fix = "fill it in; NaN may stand in data.targets alone"
-                raise damaged(where, f"is {rows[row, column]}, and a model takes finite numbers", fix)
+            self._series.refuse_unfit(of.source.stream.path, of.document, start, rows)
+
+
+def own_source(config: RunConfig) -> FilesTable | None:
+    """The first data set of the user's own."""
+    return next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
 
 
 def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBatch | None:
@@ -177,7 +186,7 @@ def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBa
         features, targets = map(torch.from_numpy, _parts(drawn, config.data.targets))
         batch: dict[str, Any] = {"features": features, "targets": targets}
     else:
-        own = next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
+        own = own_source(config)
         if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
             return None
         given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}

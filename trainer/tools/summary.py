@@ -138,8 +138,8 @@ def begun(plan: Plan, state: TrainState, run_dir: RunDir, at: Position, found: F
 
 
 def alignment(plan: Plan, model: nn.Module | None) -> str:
-    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
-    if not reads_lanes(plan.config):
+    """How documents lie in full rows, and why; empty if there are none. `model`: see `runs_on`."""
+    if not reads_lanes(plan.config) or not any(source.streams for source in plan.sources):
         return ""
     if runs_on(plan, model):
         return "stream: documents begin within rows, and no position is padded"

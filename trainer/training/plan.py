@@ -84,9 +84,15 @@ class Plan:
         """How the ranks share the model; None if each holds all of it."""
         return layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size))
 
+    @property
+    def as_read(self) -> RunConfig:
+        """The config, with the sources of included files in the place of their names."""
+        data = self.config.data.model_copy(update={"source": leaf_tables(self.sources)})
+        return self.config.model_copy(update={"data": data})
+
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""
-        return weightless(self.config.model, self.vocab_size, self.config, self.parts)
+        return weightless(self.config.model, self.vocab_size, self.as_read, self.parts)
 
 
 def weightless(table: ModelTable, vocab_size: int, config: RunConfig | None, parts: Parts) -> nn.Module:

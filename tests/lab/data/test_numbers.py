@@ -17,6 +17,7 @@ from tests.support.runs import EXAMPLES, read_rows, train
 from trainer.cli.parts import PARTS
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.config.load import load_config
+from trainer.data import BytesTokenizer, ReadOptions, load_documents
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import parse_json
@@ -56,6 +57,10 @@ def test_the_example_trains_to_exact_numbers_resumes_and_is_evaluated(sensors, t
     checked = verb("check", "--config", CONFIG)
     assert checked.returncode == 0, checked.stderr
     assert "held: forward, purity, soak, carry, causality, isolation, gradient" in checked.stdout
+    assert "align" not in checked.stdout, "whose rows are its own"
+    judged = verb("doctor", "--model", "sensors:Model")
+    assert judged.returncode == 3
+    assert re.search("forward needs features, .*: train check --config judges it on the first batch", judged.stdout)
     train_here(CONFIG, tmp_path / "whole", *SHORT)
     train_here(CONFIG, tmp_path / "parts", *SHORT, "train.steps=5")
     train_here(CONFIG, tmp_path / "parts", *SHORT, 'checkpoint.resume="auto"')
@@ -110,7 +115,12 @@ class Plain:
 def holes(**given):
     for batch in Sensors(**given):
         yield {**batch, "features": batch["features"] * float("nan")}
+
+def short(**given):
+    for batch in Sensors(**given):
+        yield {**batch, "features": batch["features"][:, 3:]}
 """
+INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
 
 
 @pytest.mark.parametrize(
@@ -119,13 +129,22 @@ def holes(**given):
         ("model.target='mistakes:Looks'", "mistakes:Looks: breaks causality: changing the tokens from position"),
         ("objective.target='mistakes:Plain'", "the gradient is not finite: compute with targets.nan_to_num()"),
         ("data.source=[{name='a', target='mistakes:holes'}]", "the loss is NaN, as are numbers of the batch: features"),
+        (
+            "data.source=[{name='a', include='HERE/more.toml'}]",
+            "the loss is NaN, as are numbers of the batch: features",
+        ),
+        (
+            "data.source=[{name='a', target='mistakes:short'}]",
+            "source a: mistakes:short: a batch has features [4, 13, 4] and targets [4, 16, 4]",
+        ),
         ("objective={}", "objective.target: is not set, and the targets are floats"),
     ],
 )
 def test_the_model_and_the_loss_are_judged_on_the_first_batch(sensors, tmp_path, monkeypatch, verb, setting, problem):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
+    (tmp_path / "more.toml").write_text(INCLUDED)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    ended = verb("check", "--config", CONFIG, "--set", setting)
+    ended = verb("check", "--config", CONFIG, "--set", setting.replace("HERE", str(tmp_path)))
     assert (ended.returncode, problem in ended.stderr) == (2, True), ended.stderr
 
 
@@ -265,6 +284,8 @@ def test_columns_of_lists_are_rows_and_null_is_unknown(tmp_path):
     found = reader(columns=["a", "b"], targets=[1]).load(path, "parquet", None)
     np.testing.assert_array_equal(found.tokens, np.array([[4, 1.5], [5, np.nan], [6, 3]], np.float32))
     assert (found.starts.tolist(), found.lengths.tolist()) == ([0, 2, 2], [2, 0, 1])
+    with pytest.raises(UserError, match=r"needs one column b, .*; for series of numbers write data.features, "):
+        load_documents(path, ReadOptions(BytesTokenizer(), column="b"))
     save_parquet(path, {"b": [[1.5]], "a": [[4, 5]]})
     with pytest.raises(UserError, match=r"a.parquet: has a row whose a, b are of unequal length"):
         reader(columns=["a", "b"]).load(path, "parquet", None)
@@ -296,10 +317,15 @@ def test_a_file_that_is_no_series_is_refused_in_a_line(tmp_path, array, problem)
 
 
 def test_numbers_that_no_model_can_take_are_refused_with_their_place(series, tmp_path, verb):
+    ended = verb("init", "series")
+    assert (ended.returncode, "write data.features, model.target and objective.target (" in ended.stderr) == (2, True)
     series[4][10, 2] = np.nan
     np.save(tmp_path / "series" / "4.npy", series[4])
-    with pytest.raises(UserError, match=r"series/4.npy: document 0, row 10, column 2: is nan, and .*; fill it in"):
+    problem = r"series/4.npy: document 0, row 10, column 2: is nan, and .*; fill it in"
+    with pytest.raises(UserError, match=problem):
         train_here(tmp_path / "series.toml", tmp_path / "run", "model.contract=false")
+    ended = verb("check", "--config", "series.toml")
+    assert (ended.returncode, bool(re.search(problem, ended.stderr))) == (2, True)
     ended = verb("check", "--config", "series.toml", "--set", "data.features=4")
     assert (ended.returncode, "must be floats [T, 4]" in ended.stderr) == (2, True)
     ended = verb("check", "--config", "series.toml", "--set", "data.targets=[3]")

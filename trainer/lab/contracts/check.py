@@ -224,7 +224,8 @@ def _refuse_unknown_inputs(model: nn.Module) -> None:
     needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in skipped]
     unknown = sorted({p.name for p in needed} - {"tokens", "state", "resets"})
     if unknown:
-        raise NotTestable(f"forward needs {', '.join(unknown)}, beside tokens, state and resets")
+        text = f"forward needs {', '.join(unknown)}, and only tokens, state and resets are known here"
+        raise NotTestable(f"{text}: train check --config judges it on the first batch of its data")
 
 
 def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
