@@ -111,6 +111,9 @@ class BestCheckpoint(Extension):
         refuse_unfit_best(run.config)
         self._key = run.config.checkpoint.keep_best or ""
         self._best: dict[str, Any] = {}
+        # The evaluation that a resume makes up for is of a checkpoint that may be in another directory.
+        begins_here = run.found is None or run.found[0].resolve().parent == run.run_dir.checkpoints.resolve()
+        self._first = run.first_step + (not begins_here)
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
         """Save after an evaluation that is the best; end the run if the first has no such number."""
@@ -127,7 +130,7 @@ class BestCheckpoint(Extension):
         """The best with the last evaluation, which may be that of a resume, before the first step."""
         step, found = self.run.position.last_eval or (0, {})
         value = found.get(self._key, math.nan)
-        if value < self._best.get("value", math.inf):  # never NaN
+        if step >= self._first and value < self._best.get("value", math.inf):  # never NaN
             self._best = {"key": self._key, "step": step, "value": value}
         return self._best
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import faulty_model
-from tests.support.checkpoints import model_content
+from tests.support.checkpoints import model_content, sign
 from tests.support.in_process import train_here
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import read_rows, write_tiny_config
@@ -160,6 +160,18 @@ def test_the_best_is_saved_at_once_survives_later_ones_and_resumes_and_is_what_t
     assert go(19, {18: 7.0}, auto) == ([19, 18], 18)
     (at(run_dir, 19) / "state.json").write_text("{}")
     assert verb("sample", run_dir, "--best").returncode == 2
+
+
+def test_an_evaluation_of_a_checkpoint_in_another_directory_is_no_best(go, tmp_path):
+    go(2, {2: 1.0})
+    state = json.loads((at(tmp_path / "run", 2) / "state.json").read_text())
+    # As of a run that was stopped while it evaluated.
+    state |= {"evaluation_is_due": True, "extensions": {**state["extensions"], "best": {}}}
+    (at(tmp_path / "run", 2) / "state.json").write_text(json.dumps(state))
+    sign(at(tmp_path / "run", 2))
+    (tmp_path / "run").rename(tmp_path / "before")
+    resume = f"checkpoint.resume={at(tmp_path / 'before', 2)}"
+    assert go(5, {2: 1.0, 4: 2.0}, resume) == ([5, 4], 4)
 
 
 def test_without_a_best_the_verbs_say_so_and_a_number_that_never_comes_ends_the_run(go, tmp_path, verb):
