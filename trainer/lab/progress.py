@@ -30,7 +30,11 @@ class _Between(ProgressColumn):
         super().__init__()
         self._run = run
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: Task) -> _Between:
+        """Itself: a line of the log is followed by the bar as it was last drawn, but for this."""
+        return self
+
+    def __rich__(self) -> Text:
         """What the main thread does between steps; drawn by rich's own thread."""
         doing = self._run.watchdog.doing
         return Text(f"{doing} ..." if doing in NAMED else "", style="yellow")
