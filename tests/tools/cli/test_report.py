@@ -37,7 +37,7 @@ def runs(tmp_path_factory) -> list[Path]:
     shutil.copytree(first, second, symlinks=True)
     settings = second / "config.resolved.toml"
     settings.write_text(re.sub(r"(?m)^lr = .*$", "lr = 0.01", settings.read_text()))
-    failed = write_record(directory / "runs" / "third", {}, status={"state": "failed", "reason": "KeyError: 'x'"})
+    failed = write_record(directory / "runs" / "third", {}, status={"state": "failed", "reason": "KeyError: 'x', y"})
     return [first, second, failed]
 
 
@@ -194,5 +194,5 @@ def test_any_number_of_runs_is_compared_side_by_side_one_without_rows_too(runs, 
     assert "optimizer.lr" not in two, "of the others no settings are known"
     for shown in (three, two):
         assert re.search(r"State .*\bfailed\b", shown)
-        assert "failed at step 0: KeyError: 'x'" in shown
+        assert "failed at step 0: KeyError: 'x', y" in shown
         assert "killed: metrics.jsonl cannot be read: No such file" in shown

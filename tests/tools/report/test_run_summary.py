@@ -40,6 +40,8 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
     run = record_of(rows, environment={"parameters": 50})
     expected = {"Tokens seen": 100.0, "MFU": 0.4, "Peak memory": 3.0, "Data read": 2.3}
     assert results(run) == results(run) | expected
+    units = {row.label: row.unit for row in summarize(record_of(rows, config={"objective": {"target": "my:loss"}}))}
+    assert (units["Final loss"], units["Held-out loss"]) == ("per token", "per token")
     resumed = record_of({"step_time_sec": {110: 11.0, 120: 12.0}}, restarts=[Restart(100)])
     assert results(resumed)["Time of all steps"] == 10 * 11 + 10 * 12
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainer.metrics.catalog import CATALOG, ERROR_SUFFIX, ERRORS_SHOWN, family, is_known, lookup
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import DepthCurve, Number, in_words, is_by_depth, last_curves
+from trainer.tools.runs.readings import CROSS_ENTROPY, DepthCurve, Number, in_words, is_by_depth, last_curves, loss_unit
 from trainer.wording import few
 
 MOST_POINTS: Final = 500  # of a curve: a page of 300 curves is below 15 MB, 5 of them plotly
@@ -30,8 +30,8 @@ HEIGHT, ROW_HEIGHT, DEPTH_HEIGHT = 228, 20, 380  # pixels; of a row of the legen
 PLACES: Final = {spec.name: place for place, spec in enumerate(CATALOG)}
 DEPTH_LAYOUT: Final = {  # x is logarithmic
     "xaxis": {"type": "log", "anchor": "y2", "title": {"text": "tokens of the document before"}},
-    "yaxis": {"title": {"text": "loss, nats per token"}, "domain": [0.42, 1.0]},
-    "yaxis2": {"title": {"text": "gain, nats per token"}, "domain": [0.0, 0.34], "zeroline": True},
+    "yaxis": {"title": {"text": "loss per token"}, "domain": [0.42, 1.0]},
+    "yaxis2": {"title": {"text": "gain per token"}, "domain": [0.0, 0.34], "zeroline": True},
     "hovermode": "closest",
 }
 Floats = NDArray[np.float64]
@@ -127,7 +127,10 @@ def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
     if is_known(keys[0]):
         spec = lookup(keys[0])
         about = f"{spec.description} Healthy: {spec.healthy} Trouble: {spec.pathological}"
-        chart = replace(chart, title=spec.title, unit=spec.unit, group=spec.group, about=about)
+        unit = spec.unit
+        if unit == CROSS_ENTROPY:
+            unit = loss_unit(*runs)
+        chart = replace(chart, title=spec.title, unit=unit, group=spec.group, about=about)
         if spec.band is not None:
             low, high = spec.band  # None ends at the axis
             band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high}

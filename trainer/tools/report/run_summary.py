@@ -16,7 +16,7 @@ from trainer.config.load import flatten, recorded_settings
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import Losses, losses_of_documents, noise_scale_of, number_text
+from trainer.tools.runs.readings import Losses, loss_unit, losses_of_documents, noise_scale_of, number_text
 from trainer.wording import counted
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
@@ -77,7 +77,7 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
         SummaryRow("Tokens seen", _reduced(run, _last, "tokens_seen"), "tokens"),
         SummaryRow("Data read", _reduced(run, _last, "data/epochs_most"), "epochs at most"),
         SummaryRow("Parameters", float(run.environment.get("parameters") or 0) or None),
-        SummaryRow("Fill", _reduced(run, statistics.fmean, "data/fill"), "of full rows"),
+        SummaryRow("Fill", _reduced(run, statistics.fmean, "data/fill"), "of the positions"),
         SummaryRow("Speed", _reduced(run, statistics.median, "tokens_per_sec"), "tokens/s"),
         SummaryRow("MFU", _reduced(run, statistics.median, "mfu"), "of the peak"),
         SummaryRow("Peak memory", _reduced(run, _last, "gpu/peak_gb"), "GB"),
@@ -110,17 +110,17 @@ def _held_out(run: RunRecord) -> SummaryRow:
     """The last held-out loss, with its error, and the lowest one."""
     evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
     if not evals:
-        return SummaryRow("Held-out loss", None, "nats/token")
+        return SummaryRow("Held-out loss", None, loss_unit(run))
     last, best = max(evals), min(evals, key=evals.__getitem__)
     notes = [f"step {last:,}", f"best {number_text(evals[best])} at step {best:,}"]
     if last in errors:
         notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[last])} (95 %)")
-    return SummaryRow("Held-out loss", evals[last], "nats/token", ", ".join(notes))
+    return SummaryRow("Held-out loss", evals[last], loss_unit(run), ", ".join(notes))
 
 
 def _final_loss(run: RunRecord) -> SummaryRow:
     """The mean loss of the last rows, a tenth of them, that have a finite one."""
-    losses, label, unit = _finite(run, "loss"), "Final loss", "nats/token"
+    losses, label, unit = _finite(run, "loss"), "Final loss", loss_unit(run)
     steps = sorted(losses)[-max(min(_MOST_ROWS, len(run.steps) // 10), 1) :]
     if not steps:
         return SummaryRow(label, None, unit)
@@ -158,7 +158,7 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
             found: dict[str, Any] = {"value": None, "note": problem}
             if key in own and number != first:
                 found = difference(losses, own[key])
-            row.append(SummaryRow(f"{key} {label}", unit="nats/token", **found))
+            row.append(SummaryRow(f"{key} {label}", unit=loss_unit(*runs), **found))
         yield tuple(row)
 
 

@@ -16,6 +16,7 @@ from trainer.wording import error_text
 
 B_BIG: Final = "gns/b_big"
 B_NOW: Final = "gns/b_now"
+CROSS_ENTROPY: Final = "nats/token"
 
 
 def number_text(value: float, digits: int = 4) -> str:
@@ -87,6 +88,13 @@ def noise_scale_of(run: RunRecord) -> NoiseScale | None:
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:
     return dict(zip(*run.train.column(key), strict=True))
+
+
+def loss_unit(*runs: RunRecord) -> str:
+    """The unit of their losses: nats of cross-entropies, nothing of a loss of the user's own."""
+    if any(run.setting("objective.target") for run in runs):
+        return "per token"
+    return CROSS_ENTROPY
 
 
 # ---- The losses of held-out documents

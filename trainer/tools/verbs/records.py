@@ -259,10 +259,7 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
     for number, each in enumerate(diagnoses):
         cells = [value_text(values[number]) for _, values in differing]
         cells += [f"{rows[number].text}\n{rows[number].note}".strip() for rows in results]
-        columns[escape(each.run.name)] = [
-            *map(escape, cells),
-            coloured(str(each.verdict), each.brief.replace(", ", "\n")),
-        ]
+        columns[escape(each.run.name)] = [*map(escape, cells), coloured(str(each.verdict), each.brief)]
     print_table(columns, box=SIMPLE_HEAD, pad_edge=False)
     notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
     for line in [*(each["text"] for each in seeds), *notes]:
