@@ -88,10 +88,7 @@ def _sort_out(files: Mapping[str, PurePath], format: str) -> tuple[list[str], li
 
 def warn_unread(where: object, unread: Collection[str]) -> None:
     if unread:
-        text = (
-            '%s: does not read %s: %s; if they are text, set format = "text", or copy them with train data build text, '
-            "as those that lie in no <modality>/ or begin with _"
-        )
+        text = "%s: does not read %s: %s; if they are text, train data build text does, whatever their place and name"
         files = counted(len(unread), "file"), few(sorted(unread))
         logger.warning(text, printable(str(where)), *files)
 

@@ -201,3 +201,17 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config():
     plan = make_plan(load_config("x.toml"), Path("x.toml"), 1, parts=PARTS)
     assert plan.vocab_size == tokenizer.get_vocab_size() + 1
     assert plan.config.objective.token_types is False
+
+
+def test_of_a_folder_of_code_the_verb_that_reads_the_rest_is_named(tmp_path, capsys):
+    for name in ("setup.py", "package/__init__.py", "package/main.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(TEXT[:2000])
+    ended = program(["init", tmp_path], capsys)
+    said = (
+        "does not read 2 files: package/__init__.py, setup.py; if they are text, train data build text does, whatever"
+    )
+    assert said in ended.stderr
+    assert program(["data", "build", "text", "--out", tmp_path / "all", "--modality", f"all={tmp_path}/**/*"], capsys)
+    manifest = json.loads((tmp_path / "all" / "manifest.json").read_text())
+    assert (manifest["modalities"]["all"]["documents"], len(manifest["skipped"])) == (1, 2), "copies of one text"
