@@ -24,7 +24,7 @@ from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.lab.loss_mask import LossMask
 from trainer.lab.tokenizer_json import load_tokenizer
-from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics import noise_scale
 from trainer.tools.read_step import find_origin, read_step
 from trainer.training.build import make_model
 from trainer.training.plan import make_plan
