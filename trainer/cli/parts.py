@@ -20,7 +20,6 @@ VERBS = {
     "export": "trainer.tools.verbs.models:export",
     "data": "trainer.tools.verbs.data:app",
     "config": "trainer.tools.verbs.files:config",
-    "checkpoint": "trainer.tools.verbs.files:checkpoint",
     "payload": "trainer.tools.verbs.files:payload",
 }
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""

@@ -18,14 +18,14 @@ from typing import Any, Literal
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.documents import IdBounds, Kind, ReadOptions
+from trainer.data.documents import Kind, ReadOptions
 from trainer.data.formats import FORMATS, format_name, load_documents, takes_option
 from trainer.data.groups import held_out
 from trainer.data.lanes import DOCUMENTS_PER_LANE
 from trainer.data.layout import Stream, discover_direct, discover_nested, is_data, refuse_empty_files, refuse_unheeded
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
-from trainer.lab.tokenized import UNBOUNDED, Report
+from trainer.lab.tokenized import UNBOUNDED
 from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.corpora import why_not_text
 from trainer.wording import counted, few
@@ -88,22 +88,6 @@ def look(streams: Sequence[Stream], options: ReadOptions) -> tuple[list[Ints], i
     return lengths, largest
 
 
-def verify(streams: Sequence[Stream], options: ReadOptions, report: Report) -> tuple[int, int, list[UserError]]:
-    """Read every stream completely: documents, tokens, and an error for each damaged file."""
-    errors: list[UserError] = []
-    num_documents = num_tokens = 0
-    for number, stream in enumerate(streams):
-        report(number, len(streams), stream.relative_path)
-        try:
-            documents = load_documents(stream.path, options)
-            IdBounds.of(stream.path, options.tokenizer).check(documents.tokens, 0)
-            num_tokens += int(documents.lengths.sum())
-            num_documents += documents.num_documents
-        except UserError as error:
-            errors.append(error)
-    return num_documents, num_tokens, errors
-
-
 def not_text(streams: Sequence[Stream], format: str) -> list[str]:
     """`FILE (why)` of each stream that is read as plain text and is not UTF-8 text, which the bytes
     tokenizer would not notice. `format`: as `data.source.format`."""
@@ -115,13 +99,6 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
             if why:
                 found.append(f"{stream.relative_path} ({why})")
     return found
-
-
-def describe(found: Sequence[str], num_files: int) -> str:
-    """A sentence on what `not_text` found among so many files, and what to do."""
-    what = f"not UTF-8 text: {len(found):,} of {counted(num_files, 'file')}, {few(found)}"
-    fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
-    return f"{what}; a run would read the bytes as they are; {fix}"
 
 
 def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
@@ -222,7 +199,9 @@ def starter(
         raise UserError(paths[0], "holds no token at all", "name files with text or ids")
     strange = not_text(chosen, format)
     if strange:
-        notes.append(describe(strange, len(chosen)))
+        what = f"not UTF-8 text: {len(strange):,} of {counted(len(chosen), 'file')}, {few(strange)}"
+        fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
+        notes.append(f"{what}; a run would read the bytes as they are; {fix}")
     num = len({stream.modality for stream in at.streams})
     if num > MANY_MODALITIES:
         one = f"train data build text --modality all='{paths[0]}/**/*' makes one of them"

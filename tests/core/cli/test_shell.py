@@ -48,7 +48,6 @@ LOADS = {
     "--help": "",
     "diagnose {run}": "pydantic",
     "ls {run}": "pydantic",
-    "data verify {data}": "numpy pydantic",
     "data build text --out {new} --modality prose={data}/*.txt": "numpy pydantic",
     "init {data} --out {new}": "numpy pydantic",
     "eval {near}": "numpy pydantic",

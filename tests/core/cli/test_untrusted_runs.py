@@ -94,8 +94,7 @@ def test_a_run_whose_names_are_not_utf8_can_be_looked_at_and_resumed(tmp_path, c
     for steps in (2, 3):
         done = run("--config", config, "--run-dir", run_dir, "--steps", steps, "--resume", "auto")
         assert done.returncode == 0, done.stderr
-    more = [["checkpoint", "verify", run_dir], ["check", "--config", config]]
-    for verb in [*verbs(Path(run_dir), Path(run_dir)), *more]:
+    for verb in [*verbs(Path(run_dir), Path(run_dir)), ["check", "--config", config]]:
         done = program(verb, capsys)
         assert done.returncode in (0, 3), (verb, done.stderr)
         (done.stdout + done.stderr).encode("utf-8", "strict")

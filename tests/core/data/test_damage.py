@@ -12,22 +12,19 @@ import numpy as np
 import pytest
 
 from tests.support.streams import index_bytes, write_arrow, write_megatron
-from trainer.data.documents import ReadOptions
-from trainer.data.layout import Stream
+from trainer.data.documents import IdBounds, ReadOptions
+from trainer.data.formats import load_documents
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
-from trainer.tools.survey import verify
 
 SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes
 
 
 def read_all(path, **kwargs):
     """Read a file to its last token."""
-    streams, options = [Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs)
-    _, num_tokens, errors = verify(streams, options, lambda *_: None)
-    for error in errors:
-        raise error
-    return num_tokens
+    documents = load_documents(path, ReadOptions(BytesTokenizer(), **kwargs))
+    IdBounds.of(path, BytesTokenizer()).check(documents.tokens, 0)
+    return int(documents.lengths.sum())
 
 
 def refusal(path, message=".", **kwargs):

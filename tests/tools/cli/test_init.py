@@ -156,6 +156,9 @@ def test_what_cannot_be_one_run_is_refused(data, capsys):
     nothing = program(["init", "nowhere"], capsys)
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert "nowhere: no such file or directory; check the path" in nothing.stderr
+    unheeded = program(["init", "data", "--eod", "0"], capsys)
+    assert unheeded.returncode == 2
+    assert unheeded.stderr.splitlines()[-1] == "eod: is 0, but there are no npy or bin files; remove it"
     np.save(data / "ids.npy", ids(100, 50).astype(np.int64))
     mixed = program(["init", "data"], capsys)
     assert mixed.returncode == 2

@@ -1,4 +1,4 @@
-"""`train data`: build corpora and verify them, tokenize text, and show what a step read."""
+"""`train data`: build corpora, tokenize text, and show what a step read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typer import Argument, Option
 
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
-from trainer.errors import UserError, UserErrors
-from trainer.metrics.logger import get_logger
+from trainer.errors import UserError
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import print_json, print_table, require_run, writing
 from trainer.wording import counted, few
 
-app = typer.Typer(help="Build, tokenize and verify data.", no_args_is_help=True)
+app = typer.Typer(help="Build and tokenize data.", no_args_is_help=True)
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
 synth_app = typer.Typer(help="Generate a synthetic corpus.", no_args_is_help=True)
 app.add_typer(build_app, name="build")
@@ -28,15 +27,8 @@ app.add_typer(synth_app, name="synth")
 
 OutOption = Annotated[str, Option(help="Directory of the corpus.", metavar="DIR")]
 ForceOption = Annotated[bool, Option("--force", help="Replace an existing corpus.")]
-PathsArgument = Annotated[list[str], Argument(help="A corpus's root, or files and globs.", metavar="DIR|FILE...")]
-TokenizerOption = Annotated[str, Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")]
-VocabOption = Annotated[int, Option(min=0, help="Vocabulary size, for tokenizer ids.")]
-TextSplitOption = Annotated[
-    str, Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
-]
 # Columns of the table of rows.
 SHOWN = ("source", "stream", "documents", "cell", "tokens")
-DtypeOption = Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")]
 
 
 @build_app.command()
@@ -125,39 +117,6 @@ def key_recall(
     echo(f"answers, the digits: {nats:.4f} nats each without carried state, 0 with it", err=True)
     echo(f"with it {2 * nats / (cells * seq_len):.4f} nats a byte: the two revealed symbols", err=True)
     echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
-
-
-@app.command()
-def verify(
-    paths: PathsArgument,
-    tokenizer: TokenizerOption = "bytes",
-    vocab_size: VocabOption = 0,
-    format: shared.FormatOption = "auto",
-    dtype: DtypeOption = None,
-    eod: shared.EodOption = None,
-    text_split: TextSplitOption = "file",
-    column: shared.ColumnOption = None,
-) -> None:
-    """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
-    from trainer.data.documents import ReadOptions
-    from trainer.data.layout import refuse_unheeded
-    from trainer.lab.tokenized import progress
-    from trainer.lab.tokenizer_json import load_tokenizer
-    from trainer.tools.survey import describe, discover, not_text
-    from trainer.tools.survey import verify as read_everything
-
-    at = discover(paths, format=format)
-    given: dict[str, Any] = {"dtype": dtype, "eod": eod, "text_split": text_split, "column": column}
-    refuse_unheeded(at.streams, format, given)  # options without an effect on these files
-    words = load_tokenizer(tokenizer, vocab_size=vocab_size)
-    options = ReadOptions(words, format=format, **given)
-    documents, tokens, errors = read_everything(at.streams, options, progress("reading, in files"))
-    if errors:
-        raise UserErrors(errors)
-    strange = not_text(at.streams, format)
-    if strange:
-        get_logger("data").warning("%s", describe(strange, len(at.streams)))
-    echo(f"{len(at.streams):,} streams, {documents:,} documents, {tokens:,} tokens: no damage")
 
 
 @app.command("at")
