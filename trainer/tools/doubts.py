@@ -15,7 +15,6 @@ from trainer.config.schema import RunConfig
 from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
 from trainer.errors import UserError
-from trainer.lab.numbers import Series
 from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.metrics.logger import get_logger
 from trainer.tools import limits
@@ -141,7 +140,10 @@ def contents(plan: Plan) -> dict[str, Content]:
 def _opened(plan: Plan, source: Source) -> Content:
     cut, read, _ = reading(plan, source)
     opened = [open_stream(stream, read, cut) for stream in source.streams]
-    if isinstance(plan.tokenizer, Series):
+    if plan.config.data.features:
+        from trainer.lab.numbers import Series  # which a run of text does without
+
+        assert isinstance(plan.tokenizer, Series)
         for each in opened:
             for document, length in enumerate(each.documents.lengths.tolist()):
                 plan.tokenizer.refuse_unfit(each.stream.path, document, 0, each.documents.read(document, 0, length))
