@@ -21,11 +21,10 @@ from trainer.metrics.catalog import EMA_PREFIX, ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import planned as planned
 from trainer.tools.doubts import warn_of_rate_change, why_no_noise_scale
-from trainer.training import Found, checkpoint
+from trainer.training import checkpoint
 from trainer.training.build import runs_on, state_bytes
 from trainer.training.plan import Plan, width_of
-from trainer.training.run_dir import FINISHED, RunDir
-from trainer.training.train_state import Position, TrainState
+from trainer.training.run_dir import FINISHED
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -111,17 +110,17 @@ def resume_command(run: RunView) -> str:
     return f"train --nproc {ranks} --config {config_path} {options}"
 
 
-def begun(plan: Plan, state: TrainState, run_dir: RunDir, at: Position, found: Found | None) -> None:
+def begun(view: RunView) -> None:
     """Log model, machine, precision and run directory, and how the ranks share the model."""
-    if found is not None:
-        warn_of_rate_change(found[1]["config"], plan, at.reached)
-    facts, model = plan.facts, state.model
+    plan, facts, model = view.plan, view.plan.facts, view.model
+    if view.found is not None:
+        warn_of_rate_change(view.found[1]["config"], plan, view.position.reached)
     device = next(model.parameters()).device
     ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
     text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"
     if facts.tokens_per_step:
         text += f", up to {facts.tokens_per_step:,} tokens per step"
-    text += f", run directory {run_dir.path}"
+    text += f", run directory {view.run_dir.path}"
     implementation = getattr(model, "implementation", None)
     if implementation is not None:
         text += f"; {implementation(device, precision)}"

@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # a run imports what it uses
     from trainer.metrics.sinks import Sink
     from trainer.objective import Auxiliary, Loss, Objective, ObjectiveOutput
     from trainer.training.evaluator import EvalRider, EvalSet, Evaluator
+    from trainer.training.extension import RunView
     from trainer.training.open_run import Run
     from trainer.training.optimizer import ParameterGroup
     from trainer.training.plan import Plan, Source
     from trainer.training.run_dir import RunDir
     from trainer.training.step import TrainStep
-    from trainer.training.train_state import Position, TrainState
 
 T = TypeVar("T")
 Graphs = Callable[
@@ -50,7 +50,7 @@ MISSING: Final = "the run was given no such part"
 
 class Messages(Protocol):  # what a run says of itself
     def planned(self, plan: Plan) -> None: ...
-    def begun(self, plan: Plan, state: TrainState, run_dir: RunDir, at: Position, found: Found | None) -> None: ...
+    def begun(self, view: RunView) -> None: ...
     def out_of_memory(self, run: Run) -> None: ...
     def ended(self, run: Run, state: str, reason: str) -> None: ...
 

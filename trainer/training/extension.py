@@ -99,7 +99,7 @@ class RunView:
     strategy: Strategy
     state: TrainState
     run_dir: RunDir
-    events: EventWriter | None  # rank 0 only
+    events: EventWriter | None = None  # of rank 0, once the record is open
     recorder: Recorder  # of the metrics since the last logged step
     first_step: int
     position: Position

@@ -16,7 +16,7 @@ from torch import nn
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.loader import Loader, Reading, accepted_inputs
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
-from trainer.distributed.strategy import Strategy, compile_blocks
+from trainer.distributed.strategy import compile_blocks
 from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.ending import StopRequest
 from trainer.errors import UserError
@@ -26,7 +26,7 @@ from trainer.metrics.catalog import plain_names
 from trainer.metrics.catalog_rows import RankReduction
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.logger import get_logger, is_terminal
-from trainer.metrics.sinks import EventWriter, Output
+from trainer.metrics.sinks import Output
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
 from trainer.objective import Auxiliary, Loss
@@ -51,7 +51,7 @@ from trainer.training.run_dir import FINISHED, RunDir, refuse_unlike
 from trainer.training.saved_state import Saver, restore
 from trainer.training.step import TrainStep
 from trainer.training.tensor_files import pack
-from trainer.training.train_state import Position, TrainState
+from trainer.training.train_state import Position
 from trainer.wording import error_text, few, short_repr
 
 logger = get_logger(__name__)
@@ -83,9 +83,7 @@ class Placed:
 class Built:
     """What has a state, as the checkpoint left it, and what is computed with it."""
 
-    strategy: Strategy
-    state: TrainState
-    position: Position
+    view: RunView
     auxiliary: Auxiliary
     sets: Sequence[EvalSet]
 
@@ -121,17 +119,17 @@ def open_run(
     waits for uploads while no rank waits."""
     placed = place(plan, launch, info, stack)
     built = build(placed, info, device, stack)
-    if _end_if_over(placed, built.position, info):
+    view, messages = built.view, plan.parts.messages
+    if _end_if_over(view):
         return None
-    contract = _check_contract(placed.plan, built, info, device)
+    contract = _check_contract(view)
     # The record is written from here on: a run refused earlier has left it as it was.
-    events = open_files(placed, built, launch, info, stack, after_group)
-    messages = placed.plan.parts.messages
+    open_files(view, placed.uploads, launch, stack, after_group)
     if info.is_main and messages is not None:
-        messages.begun(placed.plan, built.state, placed.run_dir, built.position, placed.found)
-    run = assemble(placed, built, events, launch, info, device, stack)
+        messages.begun(view)
+    run = assemble(placed, built, launch, stack)
     if contract is not None:
-        run.view.event(contract)
+        view.event(contract)
     return run
 
 
@@ -168,77 +166,77 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info)
-    return Built(strategy, state, position, auxiliary, sets)
-
-
-def open_files(
-    placed: Placed, built: Built, launch: Launch, info: RankInfo, stack: ExitStack, after_group: ExitStack
-) -> EventWriter | None:
-    """Begin to write: the directory, the record, and on rank 0 the uploads. Returns what writes events."""
-    plan, state, position, found = placed.plan, built.state, built.position, placed.found
-    run_dir = placed.run_dir
-    begin_record(plan, info, run_dir, stack, position.step)
-    stack.push(partial(_leave_reason, run_dir, info, position))
-    # For a stop that waits for nothing, such as a second Ctrl-C.
-    launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    if placed.uploads is not None:
-        placed.uploads.begin(run_dir, position.step, state.tracker.diagnostics)
-        after_group.callback(placed.uploads.wait, launch.stop)
-    return open_record(plan, info, state, position, run_dir, found, stack, launch.config_path, launch.stdout)
-
-
-def assemble(
-    placed: Placed,
-    built: Built,
-    events: EventWriter | None,
-    launch: Launch,
-    info: RankInfo,
-    device: torch.device,
-    stack: ExitStack,
-) -> Run:
-    """The parts of the loop, and the run that they make up."""
-    plan, state, position, strategy, found = placed.plan, built.state, built.position, built.strategy, placed.found
-    config, diagnostics = plan.config, state.tracker.diagnostics
-    row_model, loss = model_and_loss(state.model, plan, device)
-    if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
-        logger.info("blocks are compiled in the first step, which takes some seconds more")
-        compile_blocks(state.model)
-    step_model = strategy.wrap(row_model, state.model)
-    reading = _start_reading(plan, info, state, position, device, stack)
-    # No part refers to the run, so that a finished run is freed, and the process group with it.
     view = RunView(
         plan=plan,
-        config=config,
+        config=plan.config,
         info=info,
         device=device,
         strategy=strategy,
         state=state,
         run_dir=placed.run_dir,
-        events=events,
         recorder=position.unlogged[0],
         first_step=position.step,
         position=position,
         found=found,
     )
-    extensions = Extensions(diagnostics, device=device, world_size=info.world_size)
+    return Built(view, auxiliary, sets)
+
+
+def open_files(
+    view: RunView, uploads: Uploads | None, launch: Launch, stack: ExitStack, after_group: ExitStack
+) -> None:
+    """Begin to write: the directory, the record, and on rank 0 the uploads."""
+    run_dir, info, position = view.run_dir, view.info, view.position
+    begin_record(view, stack)
+    stack.push(partial(_leave_reason, view))
+    # For a stop that waits for nothing, such as a second Ctrl-C.
+    launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
+    if uploads is not None:
+        uploads.begin(run_dir, position.step, view.diagnostics)
+        after_group.callback(uploads.wait, launch.stop)
+    open_record(view, stack, launch.config_path, launch.stdout)
+
+
+def assemble(placed: Placed, built: Built, launch: Launch, stack: ExitStack) -> Run:
+    """The parts of the loop, and the run that they make up."""
+    # No part refers to the run, so that a finished run is freed, and the process group with it.
+    view = built.view
+    plan, config, state, info, device = view.plan, view.config, view.state, view.info, view.device
+    row_model, loss = model_and_loss(state.model, plan, device)
+    if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
+        logger.info("blocks are compiled in the first step, which takes some seconds more")
+        compile_blocks(state.model)
+    step_model = view.strategy.wrap(row_model, state.model)
+    reading = _start_reading(view, stack)
+    extensions = Extensions(view.diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
     train_step = _make_train_step(view, step_model, loss, built.auxiliary, extensions)
-    view.watchdog = _start_watchdog(view, position, reading, train_step)
+    view.watchdog = _start_watchdog(view, reading, train_step)
     stack.callback(view.watchdog.close)
     evaluator = None
     if config.eval.every:
         evaluator = view.evaluator = Evaluator(
-            plan, state.model, row_model, loss, built.auxiliary, info, device, strategy, diagnostics, built.sets
+            plan,
+            state.model,
+            row_model,
+            loss,
+            built.auxiliary,
+            info,
+            device,
+            view.strategy,
+            view.diagnostics,
+            built.sets,
         )
     extensions.add(_load_extensions(view, built.auxiliary))
-    if found is not None:
+    if view.found is not None:
+        path, saved = view.found
         # After all are added: the states of those that are off now are kept for a later resume.
-        with loading(found[0], "extensions"):
-            extensions.load_state_dict(found[1]["extensions"])
+        with loading(path, "extensions"):
+            extensions.load_state_dict(saved["extensions"])
     own_keys = [*state.shards[0].dataset.metric_keys, *extensions.metric_keys]
     return Run(
         view=view,
-        position=position,
+        position=view.position,
         length=plan.length,
         schedule=make_schedule(config, plan.length),
         micro_batches=config.micro_batches,
@@ -255,12 +253,12 @@ def assemble(
     )
 
 
-def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
+def _leave_reason(view: RunView, *exit_info: Any) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
     _, error, _ = exit_info
     if error is not None:
         reason = error.message if isinstance(error, UserError) else error_text(error)
-        run_dir.leave_reason(info, reason, step=position.step)
+        view.run_dir.leave_reason(view.info, reason, step=view.position.step)
 
 
 def agreed_operations(own_keys: Iterable[str], *, world_size: int) -> Operations:
@@ -283,10 +281,9 @@ def agreed_operations(own_keys: Iterable[str], *, world_size: int) -> Operations
     return dict(sorted(agreed.items()))
 
 
-def _start_reading(
-    plan: Plan, info: RankInfo, state: TrainState, position: Position, device: torch.device, stack: ExitStack
-) -> Reading:
+def _start_reading(view: RunView, stack: ExitStack) -> Reading:
     """Start the loaders of this rank's data shards."""
+    plan, state, position = view.plan, view.state, view.position
     # Refuses a state that a checkpoint cannot keep before the first step, not at the first save.
     pack(position.data_states, "data")
     full_tokens, loaders = 0, []
@@ -295,20 +292,21 @@ def _start_reading(
     for shard in state.shards:
         loader = Loader(
             shard.dataset,
-            device=device,
+            device=view.device,
             accepted=accepted_inputs(state.model),
             prefetch=plan.config.data.prefetch,
-            guard=state.tracker.diagnostics.best_effort("data metrics"),
+            guard=view.diagnostics.best_effort("data metrics"),
             full_tokens=full_tokens,
         )
         loaders.append(loader)
         stack.callback(loader.close)
-    return Reading(loaders, position.data_states, info=info, device=device, is_resumed=position.step > 0)
+    is_resumed = position.step > 0
+    return Reading(loaders, position.data_states, info=view.info, device=view.device, is_resumed=is_resumed)
 
 
-def _start_watchdog(view: RunView, position: Position, reading: Reading, train_step: TrainStep) -> Watchdog:
+def _start_watchdog(view: RunView, reading: Reading, train_step: TrainStep) -> Watchdog:
     """Watch this rank from here on."""
-    info, run_dir = view.info, view.run_dir
+    info, run_dir, position = view.info, view.run_dir, view.position
     return start_watchdog(
         info,
         timeout_sec=view.config.distributed.timeout_sec,
@@ -402,9 +400,9 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
     return found
 
 
-def _end_if_over(placed: Placed, position: Position, info: RankInfo) -> bool:
+def _end_if_over(view: RunView) -> bool:
     """Note the last step, where it is known; if it is done, say so, also in status.json. Returns whether it is."""
-    run_dir, length, unit = placed.run_dir, placed.plan.length, "tokens"
+    run_dir, position, length, unit = view.run_dir, view.position, view.plan.length, "tokens"
     if not length.is_in_tokens:
         unit, position.last_step = "steps", length.total
     elif position.reached >= length.total:
@@ -414,21 +412,21 @@ def _end_if_over(placed: Placed, position: Position, info: RankInfo) -> bool:
     text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
     logger.info(text, run_dir.path, position.step, unit, length.total)
     if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
-        run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
+        run_dir.leave_status(view.info, FINISHED, reason="all steps are done", step=position.step)
     return True
 
 
-def _check_contract(plan: Plan, built: Built, info: RankInfo, device: torch.device) -> dict[str, Any] | None:
+def _check_contract(view: RunView) -> dict[str, Any] | None:
     """Check a custom model against its contract (rank 0). Returns the event of it, if any.
 
     Also on a resume, since its code may have changed. If the model is in shards, another is built.
     """
     contract: dict[str, Any] | None = None
-    model = None if built.strategy.is_sharded else built.state.model
-    with raise_on_all_ranks(world_size=info.world_size):
-        if info.is_main and not plan.has_built_in_model:
+    plan, model = view.plan, None if view.strategy.is_sharded else view.model
+    with raise_on_all_ranks(world_size=view.info.world_size):
+        if view.info.is_main and not plan.has_built_in_model:
             if plan.parts.models is not None:
-                contract = plan.parts.models.check_before_run(plan, model, device, step=built.position.step)
+                contract = plan.parts.models.check_before_run(plan, model, view.device, step=view.first_step)
             elif plan.config.model.contract:
                 logger.warning("the model was not checked against its contract: %s", MISSING)
     return contract

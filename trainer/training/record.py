@@ -27,15 +27,14 @@ from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
 from trainer.files import discard
 from trainer.import_path import users_code
-from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead, last_step
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
 from trainer.model.families import with_sizes
 from trainer.training import Found, Uploads, checkpoint, need
+from trainer.training.extension import RunView
 from trainer.training.plan import Plan, Source, width_of
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
-from trainer.training.train_state import Position, TrainState
 from trainer.wording import printable
 
 logger = get_logger(__name__)
@@ -102,15 +101,15 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
     return "auto"
 
 
-def begin_record(plan: Plan, info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> None:
-    """Lock the directory (`claim` may rename it), set aside work beyond `step`, open the log."""
-    mark = ""
+def begin_record(view: RunView, stack: ExitStack) -> None:
+    """Lock the directory (`claim` may rename it), set aside work beyond the first step, open the log."""
+    run_dir, info, mark = view.run_dir, view.info, ""
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
-            _make_ready(run_dir, plan, stack)
+            _make_ready(run_dir, view.plan, stack)
             run_dir.create()
             checkpoint.discard_staging(run_dir.checkpoints)
-            for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
+            for path in checkpoint.set_aside_after(run_dir.checkpoints, view.first_step):
                 logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
             mark = run_dir.mark()
     run_dir.move_to(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
@@ -118,7 +117,7 @@ def begin_record(plan: Plan, info: RankInfo, run_dir: RunDir, stack: ExitStack, 
     try:
         with raise_on_all_ranks(world_size=info.world_size):
             # Not longer than the others wait for this rank.
-            run_dir.refuse_unshared(name, min(MARK_SEC, plan.config.distributed.timeout_sec / 2))
+            run_dir.refuse_unshared(name, min(MARK_SEC, view.config.distributed.timeout_sec / 2))
     finally:
         if info.is_main:
             discard(run_dir.checkpoints / name)
@@ -127,44 +126,29 @@ def begin_record(plan: Plan, info: RankInfo, run_dir: RunDir, stack: ExitStack, 
     stack.callback(remove_log_file, handler)
 
 
-def open_record(
-    plan: Plan,
-    info: RankInfo,
-    state: TrainState,
-    position: Position,
-    run_dir: RunDir,
-    found: Found | None,
-    stack: ExitStack,
-    config_path: Path | None,
-    stdout: Output | None,
-) -> EventWriter | None:
-    """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it.
-
-    Returns the writer of events, None on other ranks.
-    """
-    diagnostics, events = state.tracker.diagnostics, None
-    with raise_on_all_ranks(world_size=info.world_size):
-        if info.is_main:
-            events = EventWriter(run_dir.events)
+def open_record(view: RunView, stack: ExitStack, config_path: Path | None, stdout: Output | None) -> None:
+    """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it."""
+    run_dir, state, diagnostics, step = view.run_dir, view.state, view.diagnostics, view.first_step
+    with raise_on_all_ranks(world_size=view.info.world_size):
+        if view.info.is_main:
+            view.events = events = EventWriter(run_dir.events)
             stack.callback(diagnostics.best_effort("end of events.jsonl").run, events.close)
             diagnostics.write_with(events.write)
             # Without a checkpoint too: the record of an earlier attempt continues.
-            is_restart = run_dir.metrics.exists() or found is not None
-            sinks, run_dir.wandb_run_id = make_sinks(plan, run_dir, found, stdout or sys.stdout, diagnostics)
+            is_restart = run_dir.metrics.exists() or view.found is not None
+            sinks, run_dir.wandb_run_id = make_sinks(view, stdout or sys.stdout)
             state.tracker.init_backends(sinks)
             if is_restart:
-                previous = _previous(run_dir, position.step)
-                state.tracker.log_restart(position.step)
-                details = {"checkpoint": None} if found is None else _changed(plan, info, found)
-                events.write({"event": "restart", "global_step": position.step, **details, "previous": previous})
+                previous = _previous(run_dir, step)
+                state.tracker.log_restart(step)
+                events.write({"event": "restart", "global_step": step, **_continued(view), "previous": previous})
             # After the event of changed settings, in case this process is killed between.
             if config_path is not None:
                 sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
-                sizes["tokens_per_step"] = plan.facts.tokens_per_step
-                run_dir.describe(plan.config, config_path, info, **sizes)
-            run_dir.write_status("running", reason="", step=position.step)
+                sizes["tokens_per_step"] = view.plan.facts.tokens_per_step
+                run_dir.describe(view.config, config_path, view.info, **sizes)
+            run_dir.write_status("running", reason="", step=step)
     stack.callback(state.tracker.close)
-    return events
 
 
 def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:
@@ -177,25 +161,23 @@ def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:
     return {key: previous.get(key) for key in ("state", "reason", "last_step")}
 
 
-def _changed(plan: Plan, info: RankInfo, found: Found) -> dict[str, Any]:
+def _continued(view: RunView) -> dict[str, Any]:
     """The checkpoint that the run continues and the settings that changed since, for the record."""
-    path, saved = found
-    versions = saved.get("environment", {})
-    changed = changed_settings(saved["config"], versions, plan.config, environment(info))
+    if view.found is None:
+        return {"checkpoint": None}
+    path, saved = view.found
+    changed = changed_settings(saved["config"], saved["environment"], view.config, environment(view.info))
     named = {key: change._asdict() for key, change in changed.items()}
     return {"checkpoint": path.name, "changed": named}
 
 
-def make_sinks(
-    plan: Plan, run_dir: RunDir, found: Found | None, stdout: Output, diagnostics: Diagnostics
-) -> tuple[list[Sink], str | None]:
+def make_sinks(view: RunView, stdout: Output) -> tuple[list[Sink], str | None]:
     """The sinks of a run, and its id in wandb. All but the record and a terminal's have a thread."""
-
-    config, mode = plan.config, plan.config.metrics.stdout
+    config, mode, diagnostics = view.config, view.config.metrics.stdout, view.diagnostics
     if mode == "auto":
         mode = "line" if stdout.isatty() else "json"
     # The record first: if it cannot be written, no other sink should report the step.
-    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
+    sinks: list[Sink] = [JsonlSink(view.run_dir.metrics)]
     if mode != "off":
         to_stdout: Sink = StdoutSink(mode, stream=stdout)
         if not stdout.isatty():
@@ -204,12 +186,12 @@ def make_sinks(
     if mode == "json" and sys.stderr.isatty():
         # Payloads go to a program, and a terminal is open: human-readable lines go to stderr.
         sinks.append(StdoutSink("line", stream=sys.stderr))
-    services, table = plan.parts.sinks, config.metrics
+    services, table = view.plan.parts.sinks, config.metrics
     if table.tensorboard or table.wandb.mode not in ("auto", "disabled"):
         services = need(services, "metrics.tensorboard" if table.tensorboard else "metrics.wandb.mode")
     if services is None:
         return sinks, None
-    further, wandb_run_id = services.to_services(config, run_dir, found, diagnostics)
+    further, wandb_run_id = services.to_services(config, view.run_dir, view.found, diagnostics)
     return [*sinks, *further], wandb_run_id
 
 
