@@ -142,11 +142,7 @@ class LineFile:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = open_descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        try:
-            self._repair_last_line()
-        except BaseException:
-            self.close()
-            raise
+        self._repair_last_line()
 
     def _repair_last_line(self) -> None:
         end = start = os.lseek(self._fd, 0, os.SEEK_END)

@@ -166,7 +166,7 @@ def _continued(view: RunView) -> dict[str, Any]:
     if view.found is None:
         return {"checkpoint": None}
     path, saved = view.found
-    changed = changed_settings(saved["config"], saved["environment"], view.config, environment(view.info))
+    changed = changed_settings(saved["config"], saved.get("environment", {}), view.config, environment(view.info))
     named = {key: change._asdict() for key, change in changed.items()}
     return {"checkpoint": path.name, "changed": named}
 

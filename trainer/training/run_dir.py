@@ -158,7 +158,6 @@ class RunDir:
         if not info.is_main:
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             self.write_status(state, reason=reason, step=step)
         except OSError as error:
             # Not raised: the error that ended the run must not be hidden behind a second failure.
