@@ -74,11 +74,9 @@ def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--devic
     available. Raises UserError of `key`: there is none."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError(key, 'is "cuda", but torch finds no CUDA device', 'use "auto" or "cpu"')
     if info.local_rank >= torch.cuda.device_count():
-        problem = f"local rank {info.local_rank} has no device; this node has {torch.cuda.device_count()}"
-        raise UserError(key, problem, "start fewer ranks on it")
+        problem = f"local rank {info.local_rank} has no CUDA device: torch finds {torch.cuda.device_count()} here"
+        raise UserError(key, problem, 'start fewer ranks on this node, or use "cpu"')
     device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
     return device
