@@ -7,7 +7,7 @@ LEFT = {
     "core/cli/test_every_key": "every_key_of_the save_sec_sums_the the_parts_of_the",
     "lab/cli/test_losses": "losses_are_trained_on:1 what_does_not_fit:6",
     "core/cli/test_own_parts": "a_failure_is_told",
-    "tools/cli/test_payload_validate": "what_a_shipped_config:2",
+    "tools/cli/test_shipped_configs": "what_a_shipped_config:2",
     "core/cli/test_untrusted_runs": "a_run_whose_names damage_of_one_run:2 reading_verbs_neither_wait:4",
     "core/cli/test_program": "every_way_to_launch:1",
     "tools/cli/test_report": "the_charts_show_the",

@@ -19,8 +19,7 @@ VERBS = {
     "eval": "trainer.tools.verbs.models:evaluate",
     "export": "trainer.tools.verbs.models:export",
     "data": "trainer.tools.verbs.data:app",
-    "config": "trainer.tools.verbs.files:config",
-    "payload": "trainer.tools.verbs.files:payload",
+    "config": "trainer.tools.verbs.before_run:config_app",
 }
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 

@@ -43,7 +43,6 @@ sample {0} --tokens 2
 eval {0}
 export {0} --out {2}/model --force
 data at {0} 3
-payload validate {0}/metrics.jsonl
 check --config {0}/config.resolved.toml""".splitlines()
 
 

@@ -1,4 +1,4 @@
-"""The verbs before a run: `train init` and `train check`."""
+"""The verbs before a run: `train init`, `train check` and `train config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Option, Typer
 
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, max=10**6, help="World size to assume.")]
 SCHEMA_NAME = "config.schema.json"
+config_app = Typer(help="The config's schema, and its keys.", no_args_is_help=True)
 
 
 def check(
@@ -260,3 +261,19 @@ def init(
     for note in notes:
         echo(f"note: {note}", err=True)
     echo(f"next: train check --config {out}, then: train --config {out}", err=True)
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON Schema of a config; editors complete and check a TOML that starts with `#:schema FILE`."""
+    from trainer.tools.reference_docs import render_config_schema
+
+    echo(render_config_schema(), nl=False)
+
+
+@config_app.command()
+def docs() -> None:
+    """Print every table and key with its type, default and meaning, as Markdown."""
+    from trainer.tools.reference_docs import render_config_markdown
+
+    echo(render_config_markdown(), nl=False)
