@@ -1,7 +1,7 @@
-"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, SGD of
-shards, and custom ones.
+"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and
+custom ones.
 
-The first two could go if torch's own skipped a step on the device, and took shards.
+It could go if torch's Muon skipped a step on the device, and took shards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ from trainer.wording import counted, few
 
 
 def build_optimizer(model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
-    """Muon and AdamW over these groups, SGD of shards, or the custom optimizer."""
+    """Muon and AdamW over these groups, or the custom optimizer."""
     if table.target is not None:
         return build_custom(model, groups, table)
-    if table.name == "sgd":
-        optimizer = SkippingSGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.momentum > 0)
-        if table.momentum:
-            keep_buffers(optimizer)
-        return optimizer
     others = [group for group in groups if not is_for_muon(group)]
     return MuonWithAdamW([group for group in groups if is_for_muon(group)], others, table)
 
@@ -40,14 +35,19 @@ def is_for_muon(group: ParameterGroup) -> bool:
     return bool(group["role"] == "matrix")
 
 
-class Skipping(torch.optim.Optimizer):
-    """An optimizer that does nothing where `found_inf` (float [], on the device) is set.
+class SkippingMuon(torch.optim.Muon):
+    """torch's Muon, which does nothing where `found_inf` (float [], on the device) is set.
 
-    A skipped step is computed and reverted, so that the host never asks the device.
+    A skipped step is computed and reverted, so that the host never asks the device. Of a sharded
+    matrix, each rank orthogonalizes the whole and keeps its rows.
     """
 
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        keep_buffers(self)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -70,31 +70,8 @@ class Skipping(torch.optim.Optimizer):
         return None
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """The optimizer's own step of the only parameter in its groups."""
-        super().step()
-
-
-class SkippingSGD(Skipping, torch.optim.SGD):
-    """torch's SGD for shards, which its fused one does not take (torch 2.13)."""
-
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        flag, self.found_inf = self.found_inf, None  # torch's own step refuses it
-        try:
-            super()._step_one(parameter, group)
-        finally:
-            self.found_inf = flag
-
-
-class SkippingMuon(Skipping, torch.optim.Muon):
-    """torch's Muon; of a sharded matrix, each rank orthogonalizes the whole and keeps its rows."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        keep_buffers(self)
-
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if layout_of([parameter]) is None:
-            super()._step_one(parameter, group)
+            super().step()  # type: ignore[no-untyped-call]
             return
         # As torch's: momentum is elementwise, so that only one matrix has to be gathered.
         assert parameter.grad is not None

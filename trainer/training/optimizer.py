@@ -132,20 +132,21 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
-    Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon, SGD of
-    shards and custom optimizers. `roles`: of the parameters, where the model is sharded by now. A
-    UserError if a group matches no parameter, or the optimizer is missing or cannot be made.
+    Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and
+    custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if
+    a group matches no parameter, or the optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table, roles)
-    is_sharded = layout_of(parameter for group in groups for parameter in group["params"]) is not None
-    # torch's fused SGD does not take shards (torch 2.13).
-    if table.target is not None or table.name == "muon" or (table.name == "sgd" and is_sharded):
+    if table.target is not None or table.name == "muon":
         key = "optimizer.name" if table.target is None else "optimizer.target"
         return need(parts.models, key).build_optimizer(model, groups, table)
     if table.name == "adamw":
         betas = table.betas[0], table.betas[1]
         return torch.optim.AdamW(groups, lr=table.lr, betas=betas, eps=table.eps, fused=True)
-    optimizer = torch.optim.SGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.momentum > 0, fused=True)
+    sgd: dict[str, Any] = {"lr": table.lr, "momentum": table.momentum, "nesterov": table.momentum > 0}
+    # The fused one does not take shards (torch 2.13); a step of the other waits for the device.
+    is_whole = layout_of(parameter for group in groups for parameter in group["params"]) is None
+    optimizer = torch.optim.SGD(groups, fused=is_whole, **sgd)
     if table.momentum:
         keep_buffers(optimizer)
     return optimizer
