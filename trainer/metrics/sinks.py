@@ -20,7 +20,7 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog import EMA_PREFIX, EVAL_PREFIX
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger, is_terminal
 from trainer.metrics.payload_contract import all_values, encode_payload
-from trainer.metrics.run_status import read_owner, refuse_taken_over
+from trainer.metrics.run_status import LOCK_NAME, read_owner, refuse_taken_over
 
 logger = get_logger(__name__)
 
@@ -134,7 +134,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # whatever the working directory becomes
         owner = read_owner(self.path.parent)
-        self._word = b""  # of the run that writes it
+        self._word, self._lock = b"", self.path.with_name(LOCK_NAME)  # of the run that writes it
         if owner is not None and not owner.is_over:
             self._word = owner.word.encode()
         self._open()
@@ -169,7 +169,13 @@ class LineFile:
             OSError: the file, which it names, is not complete (disk full, quota), or another
                 process has taken over the run since it was opened.
         """
-        refuse_taken_over(self.path.parent, self._word)
+        lock = b""
+        with suppress(OSError):
+            descriptor = os.open(self._lock, os.O_RDONLY | os.O_NONBLOCK)  # it may have become a pipe
+            lock = os.read(descriptor, 4096)
+            os.close(descriptor)
+        if self._word not in lock:  # seldom: a row needs no other module
+            refuse_taken_over(self.path.parent, self._word)
         if not (self.path.exists() and os.path.samestat(os.fstat(self._fd), os.stat(self.path))):
             logger.warning("%s was removed or replaced; what it held is lost, a new file continues here", self.path)
             self.close()

@@ -137,6 +137,7 @@ class MetricsTracker:
         self._since = _Since()
         self._last: dict[str, Any] | None = None  # of the step that ended last, to log it
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
+        self._seen_keys = set[str]()
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
 
@@ -346,8 +347,9 @@ class MetricsTracker:
 
     def _emit(self, mode: Mode, step: int, values: Mapping[str, float | None]) -> None:
         metrics = {key: value for key, value in values.items() if value is not None}
-        for key in metrics:
+        for key in metrics.keys() - self._seen_keys:
             lookup_or_gauge(key)  # which warns, once, of a key without a row
+        self._seen_keys |= metrics.keys()
         if self._sinks and metrics:
             restart, self._restart = self._restart, None
             self._send("log", build_payload(mode, step, metrics, restart=restart))
