@@ -28,7 +28,8 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -98,7 +99,9 @@ def _over_chunks(
     q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, b: Tensor, state: Tensor, document: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The outputs [R, N, C, V] of N chunks and the state after them; `since_start`: sums of log a, [R, N, C]."""
-    with _exactly(q):
+    # Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms
+    # cancel. Torch has none for meta tensors.
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
         system = ((k @ k.mT) * decay * b).tril(-1)
         unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
@@ -113,11 +116,6 @@ def _over_chunks(
         return (from_state * q) @ before + ((q @ k.mT) * decay) @ u, states[-1]
 
 
-def _exactly(x: Tensor) -> torch.autocast:
-    """Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms cancel."""
-    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # torch has none for meta tensors
-
-
 def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -> tuple[Tensor, ...]:
     """d_{ts} [R, N, C, C], zero above the diagonal and between documents, and d_t [R, N, C, 1]; b_t d_t k_t, d_{Cs} k_s."""
     is_same = (document[..., :, None] == document[..., None, :]).tril_()
@@ -130,37 +128,26 @@ FORGET: Final = -32.0
 """Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""
 WIDEST: Final = 256  # head that the kernels take
 KERNEL_TYPES: Final = (torch.bfloat16, torch.float16)
-
-KNOWN: Final = ((0, 6), (0, 7))
-"""Versions of fla-core, the upper end exclusive, that were tried, on devices of `CAPABILITIES` (major)."""
-CAPABILITIES: Final = (8, 9, 10, 11, 12)
 HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
 
 
-def refusal(fla: str, triton: str, capability: tuple[int, int], width: int) -> str:
-    """Why the kernels must not run for heads of a width; empty where they are right."""
-    here = f"fla-core {fla} with Triton {triton} on devices of capability {capability[0]}.{capability[1]}"
-    if not KNOWN[0] <= _numbers(fla) < KNOWN[1] or capability[0] not in CAPABILITIES:
-        return f"{here} has not been tried"
-    if capability[0] == HOPPER and _numbers(triton) < HOPPER_TRITON:
-        return f"{here} refuses gradients (fla-org/flash-linear-attention#640): use Triton 3.7.1"
+def refusal(triton: str, capability: int, width: int) -> str:
+    """Why the kernels must not run for heads of a width on devices of a (major) capability; empty where they are right."""
+    if capability == HOPPER and tuple(map(int, re.findall(r"\d+", triton)[:3])) < HOPPER_TRITON:
+        return f"Triton {triton} refuses gradients on Hopper (fla-org/flash-linear-attention#640): use Triton 3.7.1"
     return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @functools.cache
 def refusal_here(device: int, width: int) -> str:
     """`refusal` of what is installed, on a CUDA device; on a machine without one, on an H100."""
-    try:
-        installed = version("fla-core"), importlib.import_module("triton").__version__
-    except (PackageNotFoundError, ImportError):
+    if find_spec("fla") is None:
         return "fla-core is not installed (extra: fla)"
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)  # for `train check`
-    return refusal(*installed, capability, width)
+    capability = (
+        torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else HOPPER
+    )  # for `train check`
+    return refusal(importlib.import_module("triton").__version__, capability, width)
 
 
 @torch.library.custom_op("trainer::gated_delta", mutates_args=())
