@@ -196,17 +196,12 @@ def save(model: Any, directory: Path) -> None:
     `transformers` 5.23 asks a cache without layers of attention for its length, which raises; such
     a model is written with `use_cache` off, and `generate` reads the whole text for each token.
     """
-    transformers, config = package(), model.config
-    cache, given = transformers.DynamicCache(config=config), config.use_cache
     if "past_key_values" in inspect.signature(model.forward).parameters:
         try:
-            cache.get_seq_length()
+            package().DynamicCache(config=model.config).get_seq_length()
         except ValueError:
-            config.use_cache = model.generation_config.use_cache = False
-    try:
-        model.save_pretrained(directory)
-    finally:
-        config.use_cache = model.generation_config.use_cache = given
+            model.config.use_cache = model.generation_config.use_cache = False
+    model.save_pretrained(directory)
 
 
 def _save_as_llama(model: Any, directory: Path) -> None:
