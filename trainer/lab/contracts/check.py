@@ -107,7 +107,7 @@ def check_model(
 
 def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> str:
     """Fill in the verdicts. Returns the circumstances. Raises CallFailed: the forward is broken."""
-    vocab_size, seq_len, *_ = request
+    seq_len = request.seq_len
     # Compiled, it would compile for minutes, once per shape.
     model = getattr(model, "_orig_mod", model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
@@ -118,25 +118,13 @@ def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> 
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     _find_state(model, seq_len)
     working = Subject(model, dtype=given)
-    in_training = replace(working, autocast=request.autocast)
-    _check_forward(in_training, request, with_resets)
+    _check_forward(replace(working, autocast=request.autocast), request, with_resets)
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
-    if vocab_size < 2:  # no token could be changed
-        raise NotTestable("a vocabulary of one token says nothing")
-    if with_resets:
-        tokens = torch.zeros(1, seq_len, dtype=torch.long)
-        try:
-            in_training(tokens, working.zeros(1), torch.arange(seq_len)[None] == seq_len // 2)
-        except CallFailed as error:
-            text = f"{error}, with a reset inside a row"
-            verdicts["resets"], with_resets = Verdict("resets", "broken", text), False
-    before = dict(verdicts)
     try:
         trial = make_trial(working.in_float64(), request, takes_resets=with_resets)
         return _judge(trial, working, verdicts)
     except (CallFailed, NotTestable, TypeError, RuntimeError):
-        verdicts.clear()  # mps and some operators lack float64
-    verdicts.update(before)
+        verdicts.pop("purity", None)  # some operators lack float64
     try:
         return _judge(make_trial(working, request, takes_resets=with_resets), working, verdicts)
     except CallFailed as error:
@@ -164,7 +152,7 @@ def _check_forward(subject: Subject, request: Request, takes_resets: bool) -> No
     tokens = (torch.arange(length) % request.vocab_size)[None]
     given: dict[str, Any] = {"tokens": tokens.to(subject.device), "state": subject.zeros(1)}
     if takes_resets:
-        given["resets"] = torch.zeros(1, length, dtype=torch.bool, device=subject.device)
+        given["resets"] = (torch.arange(length, device=subject.device) == length // 2)[None]
     for training, where in ((True, ""), (False, " in eval()")):
         model = subject.fresh().train(training)
         try:
@@ -174,7 +162,7 @@ def _check_forward(subject: Subject, request: Request, takes_resets: bool) -> No
             if width and subject.dtype in (torch.bfloat16, torch.float16):
                 text += f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast"
             state = [1, width] if width else None
-            inputs = f"tokens {[1, length]} and state {state}"
+            inputs = f"tokens {[1, length]} and state {state}" + ", and a reset within the row" * takes_resets
             raise CallFailed(f"its forward fails{where} with {inputs}: {text}") from error
         problem = _mismatch(output, length, request.vocab_size, width)
         problem = problem or _loss_mismatch(model, output, length)
@@ -254,15 +242,10 @@ def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
         found |= find_causes(trial.in_mode(look_in))
     if not trial.takes_resets:
         found["resets"] = untestable("resets", "forward takes no resets")
-    of_state = _check_state(trial)
-    if of_state is not None and of_state.status != "broken":  # then `carry` is no cause
-        found["carry"] = of_state
-    broken = [check for check, verdict in found.items() if verdict.status == "broken"]
-    if "soak" in broken and len(broken) > 1:
-        cause = next(check for check in broken if check != "soak")
-        found["soak"] = untestable("soak", f"{cause} is broken")
-    if of_state is not None:
-        found["carry"] = of_state
+    found["carry"] = _check_state(trial) or found["carry"]
+    causes = [check for check, verdict in found.items() if verdict.status == "broken" and check != "soak"]
+    if found["soak"].status == "broken" and causes:
+        found["soak"] = untestable("soak", f"{causes[0]} is broken")
     verdicts.update(found | verdicts)  # earlier verdicts hold
     return f"{how}, on {subject.device}"
 
@@ -303,8 +286,7 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
         # Other tokens and another state: the same call again would write the same numbers.
         kept(trial.others(tokens), None if state is None else state.flip(0))
         pairs = ((kept(tokens, state), result), (kept(tokens, zeros), start))
-        size = max(_difference(trial, found, wanted) for found, wanted in pairs)
-        if size > max(64 * trial.rounding.noise, 1e-12):
+        if size := max(_beyond_rounding(trial, subject, *pair) for pair in pairs):
             return Verdict("purity", "broken", KEEPS.format(size, MODES[training]), size), trial
     # From here on one copy serves all calls; random in training, it is judged in eval().
     is_random = _repeat(trial, trial.subject) > 0
@@ -344,15 +326,10 @@ def _find_unsaved(trial: Trial, working: Subject) -> Verdict | None:
 
 def _beyond_rounding(trial: Trial, subject: Subject, found: Result, wanted: Result) -> float:
     """How far two results of a subject differ; 0.0 if by rounding alone."""
-    size = _difference(trial, found, wanted)
-    return size if size > torch.finfo(subject.precision).eps ** 0.5 else 0.0
-
-
-def _difference(trial: Trial, found: Result, wanted: Result) -> float:
     size = float(trial.errors(found.logits, wanted.logits).max())
     if found.state is not None and wanted.state is not None:
         size = max(size, float(_apart(found.state, wanted.state).max()))
-    return size
+    return size if size > torch.finfo(subject.precision).eps ** 0.5 else 0.0
 
 
 def _apart(found: Tensor, wanted: Tensor) -> Tensor:

@@ -251,26 +251,18 @@ class _Soak:
         return True
 
     def _compare(self, way: Subject, sample: int) -> Verdict:
-        """The batch, and its longest document in cells, against each document alone."""
+        """The batch against each document alone."""
         batch = self._make_batch(sample)
         joined, alone = self._read_batch(way, batch), self._read_alone(way, batch)
         rounding = self._measure_rounding(way, batch, alone)
-        longest = max(alone, key=lambda each: each.padded)
         largest = 0.0
         for each, wanted in alone.items():
-            rows = [(row, joined[row, each.begin : each.end]) for row in batch.copies[each.row]]
-            if each == longest and way.width:
-                rows.append((-1, self._read(way, batch, longest, is_cut=True)))
-            for row, logits in rows:
-                errors = rounding.errors(logits, wanted)
-                is_finite = wanted[: len(errors)].isfinite().all(-1)
-                wrong = (errors > rounding.limit) | ~is_finite
-                if wrong.any():
-                    first = int(wrong.nonzero()[0])
-                    if not is_finite[first]:
-                        text = f"the logits are not finite from token {first} of a document on, {way}"
-                        return Verdict("soak", "broken", text, math.inf, first)
-                    return _breach(way, batch, each, row, errors, first)
+            for row in batch.copies[each.row]:
+                errors = rounding.errors(joined[row, each.begin : each.end], wanted)
+                errors[~wanted[: len(errors)].isfinite().all(-1)] = math.inf
+                wrong = (errors > rounding.limit).nonzero()
+                if len(wrong):
+                    return _breach(way, batch, each, row, errors, int(wrong[0]))
                 largest = max(largest, float(errors.max()))
         return Verdict("soak", "held", f"to {largest:.0e}", largest)
 
@@ -431,13 +423,11 @@ def _rms(errors: Sequence[Tensor]) -> float:
 
 
 def _breach(way: Subject, batch: _Batch, document: _Document, row: int, errors: Tensor, first: int) -> Verdict:
-    """The first wrong token of a document in a row; -1: alone, read in cells."""
+    """The first wrong token of a document in a row."""
     size, where = float(errors[first:].max()), bisect_right(batch.edges, document.begin + first)
-    what = f"row {row} of {len(batch.tokens)}, which {PHASES[document.row]}, differs"
-    if row < 0:
-        what = "a document alone, read in cells, differs"
     text = (
-        f"{what} from the same document run alone by {size:.1e} of the logits' spread "
+        f"row {row} of {len(batch.tokens)}, which {PHASES[document.row]}, differs "
+        f"from the same document run alone by {size:.1e} of the logits' spread "
         f"from its token {first} on, in cell {where} of {batch.lengths[0]} tokens, {way}"
     )
     return Verdict("soak", "broken", text, size, first)
