@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -177,14 +177,6 @@ def _time_call(trial: Trial, rows: int, length: int) -> float:
     return seconds
 
 
-def _of_draws(judge: Callable[[int], Verdict]) -> Verdict:
-    """The verdict of a draw of tokens; of another one too, with which a breach has to show again."""
-    found = judge(0)
-    if found.status == "broken":
-        found = judge(1)
-    return found
-
-
 class _Soak:
     """Judges passes over batches of one size: the model in one mode, at one precision."""
 
@@ -201,17 +193,14 @@ class _Soak:
     def judge(self, way: Subject) -> Verdict:
         """The logits of one pass; at a lower precision than the trial's, against the exact ones."""
         is_exact = way.precision == self.exact.precision
-        compare = self._compare if is_exact else self._compare_inexact
         try:
-            return _of_draws(lambda sample: compare(way, sample))
-        except CallFailed as error:
-            if is_exact:
+            return self._compare(way) if is_exact else self._compare_inexact(way)
+        except (CallFailed, NotTestable) as error:
+            if is_exact and isinstance(error, CallFailed):
                 raise
             return untestable("soak", error)
-        except NotTestable as error:
-            return untestable("soak", error)
 
-    def _make_batch(self, sample: int, short: Sequence[int] = SHORT, *, is_anew: bool = False) -> _Batch:
+    def _make_batch(self, short: Sequence[int] = SHORT, *, is_anew: bool = False) -> _Batch:
         """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that
         no two rows that are 1, 4, 8, 16 or 32 apart are the same. `is_anew`: each cell begins documents."""
         rows, cell = self.size
@@ -237,7 +226,7 @@ class _Soak:
             begins[3, [1, 5]] = True
         if is_anew or not self.exact.width:
             begins[:], is_read[:] = True, True
-        tokens = self.trial.tokens(len(PHASES), sum(lengths), sample=sample)
+        tokens = self.trial.tokens(len(PHASES), sum(lengths))
         copies = {phase: (phases == phase).nonzero().flatten().tolist() for phase in (3, 0, 1, 2)}
         return _Batch(tokens[phases], begins[phases], is_read[phases], resets, lengths, copies)
 
@@ -250,9 +239,9 @@ class _Soak:
             return False
         return True
 
-    def _compare(self, way: Subject, sample: int) -> Verdict:
+    def _compare(self, way: Subject) -> Verdict:
         """The batch against each document alone."""
-        batch = self._make_batch(sample)
+        batch = self._make_batch()
         joined, alone = self._read_batch(way, batch), self._read_alone(way, batch)
         rounding = self._measure_rounding(way, batch, alone)
         largest = 0.0
@@ -266,15 +255,15 @@ class _Soak:
                 largest = max(largest, float(errors.max()))
         return Verdict("soak", "held", f"to {largest:.0e}", largest)
 
-    def _compare_inexact(self, way: Subject, sample: int) -> Verdict:
+    def _compare_inexact(self, way: Subject) -> Verdict:
         """At low precision, an honest row is as far from the exact logits as its documents alone are."""
-        batch, unit, cell = self._make_batch(sample), self.trial.rounding.unit, self.size.cell
+        batch, unit, cell = self._make_batch(), self.trial.rounding.unit, self.size.cell
         joined, own = self._read_batch(way, batch), self._read_alone(way, batch)
         wanted = self._read_alone(self.exact, batch)
         error = _rms([relative(own[each], logits, unit) for each, logits in wanted.items()])
         # States are rounded to the dtype in which the model returns them.
         state = way(batch.tokens[:1, :cell], way.zeros(1)).state
-        dtypes = [way.precision, *(each.dtype for each in [state] if each is not None and each.is_floating_point())]
+        dtypes = [way.precision] if state is None else [way.precision, state.dtype]
         limit = max(ALLOWED * error, *(torch.finfo(dtype).eps for dtype in dtypes))
         if limit > CHAOS:
             raise NotTestable(f"rounding moves the logits by {error:.1e} of their spread")
@@ -356,7 +345,7 @@ class _Soak:
         if not logits.requires_grad:
             return untestable("gradient", "no parameter is trained")
         try:
-            found = _of_draws(lambda sample: self._compare_gradients(way, sample, is_anew=False))
+            found = self._compare_gradients(way, is_anew=False)
             if found.status != "broken":
                 return found
         except NotTestable as error:
@@ -365,7 +354,7 @@ class _Soak:
             text = f"backward through the incoming state fails, {HARMLESS} ({error})"
             found = Verdict("gradient", "warning", text)
         try:
-            anew = _of_draws(lambda sample: self._compare_gradients(way, sample, is_anew=True))
+            anew = self._compare_gradients(way, is_anew=True)
         except CallFailed as error:
             text = f"backward of a cell that continues a group fails: {error}"
             return Verdict("gradient", "broken", text)
@@ -375,9 +364,9 @@ class _Soak:
             return Verdict("gradient", "warning", f"the returned state is detached, {HARMLESS}")
         return found
 
-    def _compare_gradients(self, way: Subject, sample: int, *, is_anew: bool) -> Verdict:
+    def _compare_gradients(self, way: Subject, *, is_anew: bool) -> Verdict:
         """The gradient of a batch against that of its documents; `is_anew`: each cell begins documents."""
-        batch = self._make_batch(sample, TRAINED, is_anew=is_anew)
+        batch = self._make_batch(TRAINED, is_anew=is_anew)
         # Before there are graphs: it changes the parameters in place.
         rounding = self._measure_rounding(way, batch, self._read_alone(way, batch))
         parameters = [each for each in way.model.parameters() if each.requires_grad]
@@ -399,7 +388,7 @@ class _Soak:
             return gradient({each: logits.expand(len(batch.copies[each.row]), -1, -1) for each, logits in alone})
 
         joined = self._read_batch(way, batch)
-        weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
+        weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(0)).to(joined)
         documents = batch.documents(has_state=way.width > 0)
         found = gradient({each: joined[batch.copies[each.row], each.begin : each.end] for each in documents})
         if not all(each.isfinite().all() for each in found):
