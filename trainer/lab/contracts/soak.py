@@ -425,7 +425,7 @@ def _breach(way: Subject, batch: _Batch, document: _Document, row: int, errors: 
 def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     """The distance of two gradients, in units of the norm of the second; 0 if both vanish."""
     gaps = [a - b for a, b in zip(found, wanted, strict=True)]
-    squares = ([each.double().square().sum() for each in of] for of in (gaps, wanted))
+    squares = ([each.abs().double().square().sum() for each in of] for of in (gaps, wanted))
     gap, unit = (math.sqrt(sum(map(float, each))) for each in squares)
     if unit:
         return gap / unit
