@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics import noise_scale
 from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.options import WipeMode
 
 pytestmark = pytest.mark.cuda
 document_mask = transformer.document_mask
@@ -111,7 +112,7 @@ def use(ledger: Ledger, device: torch.device, width: int, dtype: torch.dtype) ->
     return found, ledger.drain_metrics()
 
 
-@pytest.mark.parametrize("mode", ["lru", "full", "periodic_stale"])
+@pytest.mark.parametrize("mode", get_args(WipeMode))
 @pytest.mark.parametrize(("width", "dtype"), [(512, torch.float32), (7, torch.bfloat16), (300_000, torch.float32)])
 def test_states_and_counts_are_those_of_the_cpu(
     device: torch.device, mode: Any, width: int, dtype: torch.dtype

@@ -14,20 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.support.checkpoints import model_content
 from tests.support.on_device import around_steps, differences, resident_bytes, train_here
 from tests.support.ranks import differences as tensor_differences
 from tests.support.runs import FULL_ROWS, losses, read_rows
-from trainer.cli.parts import PARTS
-from trainer.config.schema import OptimizerTable
 from trainer.distributed.strategy import Layout
 from trainer.lab.sharding import Sharded
-from trainer.on_device import scale_gradients, step_unless, supports_found_inf
+from trainer.on_device import scale_gradients
 from trainer.training import open_run
 from trainer.training.loop import Order
-from trainer.training.optimizer import build_optimizer
 
 pytestmark = pytest.mark.cuda
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false", "train.on_non_finite=skip")
@@ -143,32 +139,6 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_state_of_the_optimiz
     assert changed == [True, True, False, False, True, True, True]
     rows = read_rows(run_dir / "metrics.jsonl")
     assert [rows["train", step].get("non_finite_steps") for step in range(1, 9)] == [0, 0, 0, 1, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_found_inf_on_the_device_makes_a_step_do_nothing(device: torch.device, name: str, is_first: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(device)
-    optimizer = build_optimizer(model, OptimizerTable(name=name, lr=0.1), PARTS)
-    assert supports_found_inf(optimizer)
-
-    def step(is_bad: bool) -> None:
-        model(torch.ones(2, 8, device=device)).square().sum().backward()
-        step_unless(torch.tensor(is_bad, device=device), optimizer)
-        optimizer.zero_grad()
-
-    def state() -> list[torch.Tensor]:
-        own = [] if is_first else [value for each in optimizer.state.values() for value in each.values()]
-        return [each.detach().clone() for each in [*model.parameters(), *own] if isinstance(each, torch.Tensor)]
-
-    if not is_first:
-        step(False)
-    before = state()
-    step(True)
-    assert all(torch.equal(one, other) for one, other in zip(before, state(), strict=True))
-    step(False)
-    assert not any(torch.equal(one, other) for one, other in zip(before, state(), strict=True))
 
 
 def test_gradients_are_scaled_and_clipped_on_the_device_as_in_float64(device: torch.device) -> None:

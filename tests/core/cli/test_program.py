@@ -33,23 +33,6 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, me
     assert not list(tmp_path.iterdir())
 
 
-def test_config_mistakes_are_listed_together_with_their_lines_and_nothing_is_written(tmp_path, capsys):
-    config = write_tiny_config(tmp_path)
-    text = (
-        config.read_text().replace('device = "cpu"', 'device = "gpu"').replace("num_streams_mixed", "num_stream_mixed")
-    )
-    config.write_text(text)
-    line = {key: 1 + text[: text.index(key)].count("\n") for key in ("device =", "num_stream_mixed")}
-    result = program(["--config", config], capsys)
-    assert result.returncode == 2
-    assert result.stderr.splitlines() == [
-        f'{config}:{line["device ="]}: train.device: must be one of auto, cpu, cuda; got "gpu"',
-        f"{config}:{line['num_stream_mixed']}: data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?",
-    ]
-    assert result.stdout == ""
-    assert not (tmp_path / "runs").exists()
-
-
 def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     config = write_tiny_config(tmp_path)
     result = program(["check", "--config", config, "--steps", "9", "--nproc", "2", "--no-contract"], capsys)

@@ -91,6 +91,7 @@ def test_names_are_agreed_on_and_those_that_are_none_or_the_trainer_s_cost_one_w
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (event,) = (event for event in events if event["event"] == "diagnostic_disabled")  # before the file was open
     assert (event["name"], event["error"]) == ("metrics of the source nonames", "KeyError: 'no keys'")
+    assert "in metric_keys" in event["traceback"]
 
 
 def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_lies(tmp_path):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import pytest
 import torch
 
-from tests.core.training.test_no_waiting import META, NoBlockingCopies
 from tests.support.ranks import differences
 from trainer.arrays import splitmix64
 from trainer.errors import UserError
@@ -18,10 +15,10 @@ from trainer.options import WipeMode
 WIDTH = 2
 
 
-def new_ledger(wipe_mode="none", capacity=4, device="cpu", dtype=None, **settings):
+def new_ledger(wipe_mode="none", capacity=4, dtype=None, **settings):
     settings = {"stale_threshold": 2, "wipe_every": 3 if wipe_mode == "full" else 0, **settings}
     options = LedgerOptions(wipe_mode, capacity, **settings)
-    return Ledger(options, state_width=WIDTH, device=device, dtype=dtype)
+    return Ledger(options, state_width=WIDTH, dtype=dtype)
 
 
 def store(ledger: Ledger, groups: list[int], value: float = 1.0, *, cell: int = 1, is_last: bool = False) -> None:
@@ -213,43 +210,3 @@ def test_the_oldest_slots_are_those_of_a_sort_of_all(queued: int, monkeypatch: p
         assert places.keys() == {*others[gone:], *groups}
         oldest_first = {group: oldest_first[group] for group in others[gone:]}
         oldest_first |= {group: (step, places[group]) for group in groups}
-
-
-def ledger_on(device: torch.device, wipe_mode: str) -> tuple[Ledger, torch.Tensor]:
-    """A ledger, and the states to store: one of four is not finite."""
-    capacity = 4 if wipe_mode == "lru" else 64
-    states = torch.ones(4, WIDTH)
-    states[1, 0] = float("nan")
-    return new_ledger(wipe_mode, capacity, device=device, sweep_every=2), states.to(device)
-
-
-def run_steps(ledger: Ledger, states: torch.Tensor, steps: range) -> None:
-    """Groups begin, continue, end and are evicted; some rows have no group."""
-    for step in steps:
-        groups, cells = np.array([step % 3, 10 + step, 11 + step, -1]), np.array([step, 0, 1, 0])
-        ledger.begin_step(step)
-        ledger.lookup(groups, cells)
-        ledger.store(groups, cells, np.array([step % 3 == 0, False, False, False]), states)
-
-
-@pytest.mark.parametrize("wipe_mode", get_args(WipeMode))
-def test_look_up_and_store_run_on_a_device_that_cannot_be_read(wipe_mode: str) -> None:
-    ledger, states = ledger_on(META, wipe_mode)
-    with NoBlockingCopies():
-        run_steps(ledger, states, range(1, 9))
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("wipe_mode", get_args(WipeMode))
-def test_look_up_and_store_do_not_wait_for_cuda_and_count_as_on_the_cpu(wipe_mode: str) -> None:
-    ledger, states = ledger_on(torch.device("cuda"), wipe_mode)
-    run_steps(ledger, states, range(1, 3))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run_steps(ledger, states, range(3, 9))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    expected, states = ledger_on(torch.device("cpu"), wipe_mode)
-    run_steps(expected, states, range(1, 9))
-    assert ledger.drain_metrics() == expected.drain_metrics()

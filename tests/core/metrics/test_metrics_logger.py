@@ -40,27 +40,6 @@ def test_the_tracker_line_is_exactly_the_documented_one() -> None:
     )
 
 
-def test_records_go_to_stderr_with_rank_and_level(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    get_logger("some.part").info("hello %d", 3)
-    get_logger("trainer.other").warning("look")
-    assert capsys.readouterr() == ("", "[rank 0] INFO hello 3\n[rank 0] WARNING look\n")
-    assert get_logger("some.part").name == "trainer.some.part"
-
-
-def test_other_ranks_are_silent_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "2")
-    get_logger("quiet").error("unheard")
-    get_logger("loud", rank_zero_only=False).info("heard")
-    assert capsys.readouterr().err == "[rank 2] INFO heard\n"
-    get_logger("loud").info("unheard again")
-    assert capsys.readouterr().err == ""
-
-
 def test_a_terminal_gets_colour_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from trainer.data.loader import MicroBatch, take_apart
+from trainer.data.loader import MicroBatch
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.objective import Objective
 from trainer.training.core_extensions import StepDetails
@@ -48,16 +49,6 @@ def test_masked_targets_have_no_token_type(types):
     assert (values["token_type/x/accuracy"], values["token_type/y/accuracy"]) == (1.0, 0.5)
 
 
-def test_a_masked_copy_adds_nothing_to_any_mean():
-    """What a rank whose data are exhausted runs in place of its micro-batches."""
-    extras = {"token_types": torch.tensor([[0, 1, 1], [1, 0, 0]]), "dataset_labels": ["left", "right"]}
-    batch = {"tokens": torch.zeros(2, 3), "targets": TARGETS, **extras}
-    micro = take_apart(batch, None).masked()
-    details = StepDetails(("token_ce",), token_types=("x", "y"), sources=("left", "right"))
-    details.micro_done(micro, Objective()(LOGITS[:1], micro.targets))
-    assert {key: float(value.weight) for key, value in details.drain_metrics().items() if float(value.weight)} == {}
-
-
 def test_a_label_that_is_not_known_is_left_out_and_the_others_stay():
     values, guards = collected({"dataset_labels": ["left", "made up"], "dataset_segments": ["text", "made up"]})
     assert {key for key in values if "/loss" in key} == {"source/left/loss", "modality/text/loss"}
@@ -88,3 +79,11 @@ def test_extras_of_another_kind_cost_their_diagnostic_alone(extras, guard, capsy
     assert {"loss", "accuracy", "objective/token_ce"} <= values.keys()
     assert [g.enabled for g in guards] == [guard != 0, guard != 1]
     assert capsys.readouterr().err.count("WARNING") == 1
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_stop_is_not_held_back_by_a_guard(kind):
+    guard = BestEffort("x")
+    with pytest.raises(kind):
+        guard.run(Mock(side_effect=kind))
+    assert guard.enabled

@@ -90,31 +90,32 @@ def test_the_first_step_is_that_of_its_formula(name):
         assert (parameter.detach().double() - expected).norm() < tolerance * change, key
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("num_steps_before", [0, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(name, num_steps_before):
+def test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(device, name, num_steps_before):
     results = []
     for has_bad_step in (False, True):
         torch.manual_seed(1)
-        model = build(11, dim=8, num_layers=1)
+        model = build(11, dim=8, num_layers=1).to(device)
         optimizer = build_optimizer(model, OptimizerTable(name=name), PARTS)
         assert supports_found_inf(optimizer)
         for step in range(num_steps_before):
             set_gradients(model, step)
-            step_unless(torch.tensor(False), optimizer)
+            step_unless(torch.tensor(False, device=device), optimizer)
         if has_bad_step:
             before = everything(model, optimizer)
             set_gradients(model)
             for parameter in model.parameters():
                 parameter.grad.fill_(float("nan"))
-            step_unless(torch.tensor(True), optimizer)
+            step_unless(torch.tensor(True, device=device), optimizer)
             after = everything(model, optimizer)
             if num_steps_before:
                 assert differences(before, after) == []
             else:  # the state is made, as zeros
                 assert differences(before[0], after[0]) == []
         set_gradients(model, 7)
-        step_unless(torch.tensor(False), optimizer)
+        step_unless(torch.tensor(False, device=device), optimizer)
         results.append(everything(model, optimizer))
     assert differences(*results) == []
 
