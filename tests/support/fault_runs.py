@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,33 @@ def assert_same(whole: Path, run_dir: Path, last: int) -> None:
     assert checkpoint_differences(whole / name, run_dir / name) == []
 
 
-def row_differences(one: Path, other: Path) -> list[str]:
-    """Numbers of the records of two run directories that are not the same; times apart."""
-    first, second = (read_rows(path / "metrics.jsonl") for path in (one, other))
+def exactly(key: str) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def row_differences(
+    one: Path,
+    other: Path,
+    within: Callable[[str], tuple[float, float]] = exactly,
+    *,
+    but: tuple[str, ...] = MEASURED,
+    after: int = 0,
+) -> list[str]:
+    """Numbers in the records of two run directories, after a step, that are not the same; times apart. `within`: how far a
+    metric may be off, relative and absolute."""
+    first, second = (
+        {place: row for place, row in read_rows(path / "metrics.jsonl").items() if place[1] > after}
+        for path in (one, other)
+    )
     if first.keys() != second.keys():
         return [str(sorted(first.keys() ^ second.keys()))]
-    return [
-        f"{key} {name}: {value} and {second[key].get(name)}"
-        for key, row in first.items()
-        for name, value in row.items()
-        if not name.startswith(MEASURED) and second[key].get(name) != value
-    ]
+    found = []
+    for place, row in first.items():
+        for key in sorted(key for key in row.keys() | second[place].keys() if not key.startswith(but)):
+            pair, (relative, absolute) = (row.get(key, math.nan), second[place].get(key, math.nan)), within(key)
+            if not math.isclose(*pair, rel_tol=relative, abs_tol=absolute):
+                found.append(f"{place} {key}: {pair[0]} and {pair[1]}")
+    return found
 
 
 def keep(promise: int, what: str, *, lost: str = "0", times: int = 1) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.core.properties.test_full_rows import blend, corpus
 from tests.support.gloo import make_step, run_on_ranks
@@ -75,50 +76,39 @@ def logged_by_all_layouts(rank: int, world: int) -> list[dict[str, float]]:
     return [logged_by(rank, world, micros) for micros in LAYOUTS]
 
 
-def number(value: torch.Tensor | float) -> float:
-    return float(torch.as_tensor(value).detach())
-
-
 def reference() -> dict[str, float]:
-    """All rows as one batch on one rank, token by token from the definitions."""
+    """All rows as one batch on one rank, from the definitions."""
     data, model = rows(), make_model()
-    logits = model(data["tokens"]).logits
-    ce, squares, coord, correct, types, labels = [], [], [], [], [], []
-    for row, length in enumerate(LENGTHS):
-        for place in range(length):
-            scores, target = logits[row, place], int(data["targets"][row, place])
-            ce.append(-torch.log_softmax(scores, -1)[target])
-            squares.append(torch.logsumexp(scores, -1) ** 2)
-            correct.append(float(scores.argmax() == target))
-            types.append(target % 2)
-            labels.append(LABELS[row])
-            true_bin = target - COORD.first_token
-            if 0 <= true_bin < COORD.num_bins:
-                offsets = torch.arange(COORD.num_bins, dtype=torch.float64) - true_bin
-                soft = torch.softmax(-(offsets**2) / (2 * COORD.sigma**2), -1)
-                log_p = torch.log_softmax(scores[COORD.first_token : COORD.first_token + COORD.num_bins], -1)
-                coord.append(-(soft * log_p).sum() + (log_p.exp() * offsets.abs()).sum() / COORD.num_bins)
-    count = len(ce)
-    assert 0 < sum(correct) < count
-    loss = (sum(ce) + Z_LOSS * sum(squares) + COORD.weight * sum(coord)) / count
+    mask = data["targets"] != -100
+    scores, targets = model(data["tokens"]).logits[mask], data["targets"][mask]
+    ce, squares = F.cross_entropy(scores, targets, reduction="none"), scores.logsumexp(-1).square()
+    correct = (scores.argmax(-1) == targets).double()
+    true_bins = targets - COORD.first_token
+    is_bin = (true_bins >= 0) & (true_bins < COORD.num_bins)
+    offsets = torch.arange(COORD.num_bins) - true_bins[is_bin, None].double()
+    log_p = scores[is_bin, COORD.first_token : COORD.first_token + COORD.num_bins].log_softmax(-1)
+    soft = torch.softmax(-offsets.square() / (2 * COORD.sigma**2), -1)
+    coord = (log_p.exp() * offsets.abs()).sum(-1) / COORD.num_bins - (soft * log_p).sum(-1)
+    assert 0 < correct.sum() < len(ce)
+    loss = (ce.sum() + Z_LOSS * squares.sum() + COORD.weight * coord.sum()) / len(ce)
     loss.backward()
-
-    def mean_where(values: list, keys: list, key: object) -> float:
-        return number(sum(v for v, k in zip(values, keys, strict=True) if k == key)) / keys.count(key)
-
-    by_type = {name: (mean_where(ce, types, i), mean_where(correct, types, i)) for i, name in enumerate(TYPES[:2])}
-    return {
-        "loss": number(loss),
-        "objective/token_ce": number(sum(ce)) / count,
-        "objective/z_loss": Z_LOSS * number(sum(squares)) / count,
-        "objective/coord": COORD.weight * number(sum(coord)) / len(coord),
-        "accuracy": sum(correct) / count,
-        "tokens_in_step": float(count),
-        "grad_norm": float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None) ** 0.5),
-        **{f"token_type/{name}/loss": values[0] for name, values in by_type.items()},
-        **{f"token_type/{name}/accuracy": values[1] for name, values in by_type.items()},
-        **{f"source/{name}/loss": mean_where(ce, labels, name) for name in ("left", "right")},
+    of_row = torch.arange(ROWS)[:, None].expand_as(mask)[mask]
+    is_right = torch.tensor([label == "right" for label in LABELS])[of_row]
+    expected = {
+        "loss": loss,
+        "objective/token_ce": ce.mean(),
+        "objective/z_loss": Z_LOSS * squares.mean(),
+        "objective/coord": COORD.weight * coord.mean(),
+        "accuracy": correct.mean(),
+        "tokens_in_step": mask.sum(),
+        "grad_norm": sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None) ** 0.5,
+        "source/left/loss": ce[~is_right].mean(),
+        "source/right/loss": ce[is_right].mean(),
     }
+    for kind, name in enumerate(TYPES[:2]):
+        own = targets % 2 == kind
+        expected |= {f"token_type/{name}/loss": ce[own].mean(), f"token_type/{name}/accuracy": correct[own].mean()}
+    return {key: float(value) for key, value in expected.items()}
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

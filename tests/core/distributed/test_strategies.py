@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.checkpoints import model_content, weights
-from tests.support.fault_runs import MEASURED
+from tests.support.fault_runs import MEASURED, row_differences
 from tests.support.gloo import run_on_ranks
-from tests.support.ranks import Ranks, checkpoint_differences, status
+from tests.support.ranks import FAULTY, Ranks, checkpoint_differences, status
 from tests.support.runs import FULL_ROWS, ROOT, losses, overrides, read_rows, run, train, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
@@ -32,7 +32,7 @@ STRATEGIES = {
     "fsdp": ('distributed.strategy="fsdp"',),
     "hsdp": ('distributed.strategy="hsdp"', "distributed.replicas=2"),
 }
-ABSENT = ("gns/consistency",)  # of shards no rank has a sum of its own: absent, not wrong
+ABSENT = (*MEASURED, "gns/consistency")  # of shards no rank has a sum of its own: absent, not wrong
 EVERYTHING = """
 [eval]
 every = 5
@@ -47,7 +47,6 @@ tokens = 4
 [checkpoint]
 every = 5
 """
-FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 QUIET = ("eval.every=0", "sample.every=0", "checkpoint.every=0")
 SETTINGS = ("model.num_layers=3", "optimizer.lr=2e-3", 'scheduler.name="constant"', "metrics.per_layer=true")
 
@@ -62,26 +61,15 @@ def ddp_and_fsdp(config: Path, folder: Path, *sets: str, steps: int, **options: 
     return [start(config, folder / key, *sets, *STRATEGIES[key], steps=steps, **options) for key in ("ddp", "fsdp")]
 
 
-def unequal(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> list[str]:
-    """Numbers of two records that differ by more than 1e-6; small differences of large numbers by as much of those."""
-    first, second = (read_rows(path / "metrics.jsonl") for path in (one, other))
-    assert first.keys() == second.keys()
-    found = []
-    for at, row in first.items():
-        keys = {key for key in row.keys() | second[at].keys() if not key.startswith((*MEASURED, *but))}
-        for key in sorted(keys):
-            pair = row.get(key, math.nan), second[at].get(key, math.nan)
-            is_difference = "carry_gain" in key
-            small = 1e-6 if is_difference else 0.0
-            # Bounds and standard errors: of few windows or documents, whose differences they are made of.
-            # Rounding grows over the steps, and the norm of one layer averages over fewer numbers.
-            rel = 3e-6 if key.startswith("layer/") else 1e-6
-            rel = 1e-4 if key.startswith(("gns/", "eval")) and key.endswith(("_se", "_low", "_high")) else rel
-            # A weight of 1 in float32 moves in units of 1e-7: an update of 1e-3 has four digits.
-            rel = 1e-5 if key.endswith("/update_ratio") else rel
-            if not math.isclose(*pair, rel_tol=rel, abs_tol=small):
-                found.append(f"{at} {key}: {pair[0]} and {pair[1]}")
-    return found
+def within(key: str) -> tuple[float, float]:
+    """Small differences of large numbers by as much as those."""
+    # Bounds and standard errors: of few windows or documents, whose differences they are made of.
+    # Rounding grows over the steps, and the norm of one layer averages over fewer numbers.
+    relative = 3e-6 if key.startswith("layer/") else 1e-6
+    relative = 1e-4 if key.startswith(("gns/", "eval")) and key.endswith(("_se", "_low", "_high")) else relative
+    # A weight of 1 in float32 moves in units of 1e-7: an update of 1e-3 has four digits.
+    relative = 1e-5 if key.endswith("/update_ratio") else relative
+    return relative, 1e-6 if "carry_gain" in key else 0.0
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +85,7 @@ def runs(config) -> dict[str, Path]:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_every_number_is_that_of_ddp(runs, strategy):
-    assert unequal(runs["ddp"], runs[strategy], but=ABSENT) == []
+    assert row_differences(runs["ddp"], runs[strategy], within, but=ABSENT) == []
     assert "gns/consistency" not in read_rows(runs[strategy] / "metrics.jsonl")["train", 10]
     assert read_rows(runs[strategy] / "metrics.jsonl")["train", 10]["gns/tr_sigma"] > 0
 
@@ -203,7 +191,7 @@ def test_muon_steps_the_same(config, tmp_path):
 )
 def test_what_a_step_can_do_it_does_on_shards(config, tmp_path, sets):
     paths = ddp_and_fsdp(config, tmp_path, *sets, steps=5)
-    assert unequal(*paths, but=ABSENT) == []
+    assert row_differences(*paths, within, but=ABSENT) == []
 
 
 @pytest.mark.slow
@@ -226,61 +214,40 @@ def test_a_stop_of_one_rank_ends_an_evaluation_of_shards_on_all(config, tmp_path
 
 
 UNITS = """
-import torch
 from torch import nn
+from tests.support.models import DropoutModel
 from trainer.model.protocol import ModelOutput
 
 
-class Layer(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.norm, self.map = nn.LayerNorm(dim), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        return x + self.map(self.norm(x))
-
-
-class Units(nn.Module):
-    state_width = 0
-
-    def __init__(self, vocab_size, dim, num_layers, how="called"):
-        super().__init__()
-        self.how, self.state_width = how, 0
-        self.emb, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(num_layers))
-        if how == "scalar":
-            self.scale = nn.Parameter(torch.ones(()))
-        if how == "unused":
-            self.extra = nn.Linear(3, 3)
+class Units(DropoutModel):
+    def __init__(self, vocab_size, dim, num_layers):
+        super().__init__(vocab_size, dim)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim)) for _ in range(num_layers))
 
     def forward(self, tokens, state=None):
-        x = self.emb(tokens)
+        x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = x + layer(x)
         return ModelOutput(self.head(x), None)
-
-
-def build(**settings):
-    return Units(**settings)
 """
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("own", "said"),
     [
-        ("called", ""),
-        ("scalar", "scale: a scalar cannot be sharded"),
-        ("unused", "2 parameters took no part in a step's last micro-batch"),
+        ("own_units:Units", ""),
+        ("tests.support.models:Scaled", "scale: a scalar cannot be sharded"),
+        ("tests.support.models:StatefulDropout", "1 parameter took no part in a step's last micro-batch"),
     ],
 )
-def test_blocks_of_ones_own_are_found_and_wrong_ones_refused(config, tmp_path, how, said):
+def test_blocks_of_ones_own_are_found_and_wrong_ones_refused(config, tmp_path, own, said):
     (tmp_path / "own_units.py").write_text(UNITS)
-    sets = ("train.steps=3", "model.target=own_units:build", f'model.args={{how="{how}"}}', *QUIET)
-    extra, code = {"PYTHONPATH": str(tmp_path)}, 2 if said else 0
+    sets = ("train.steps=3", f"model.target={own}", "model.contract=false", *QUIET)
+    extra, code = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, 2 if said else 0
     output = train(config, tmp_path / "fsdp", *sets, *STRATEGIES["fsdp"], nproc=2, extra=extra, code=code)
     assert said in output
     assert "Traceback" not in output
-    assert "no blocks" not in output
     if not said:
+        assert "no nn.ModuleList of blocks" not in output
         train(config, tmp_path / "ddp", *sets, nproc=2, extra=extra)
-        assert unequal(tmp_path / "ddp", tmp_path / "fsdp", but=ABSENT) == []
+        assert row_differences(tmp_path / "ddp", tmp_path / "fsdp", within, but=ABSENT) == []
