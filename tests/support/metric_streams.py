@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.noise_windows import window_of
 from tests.support.records import Rows, write_record
 from tests.support.runs import make_corpus
 from tests.support.streams import mixing_dataset
@@ -32,10 +33,9 @@ from trainer.data import (
 )
 from trainer.lab.stream_mixing import StreamMixingDataset
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.metrics import noise_scale
 from trainer.metrics.aggregate import Recorder, reduce_over_ranks
 from trainer.metrics.catalog_rows import SHARE_ERRORS
-from trainer.metrics.noise_scale import NoiseScaleAverage, estimate
+from trainer.metrics.noise_scale import NoiseScaleAverage, Window
 from trainer.metrics.payload_contract import encode_payload
 from trainer.options import MicroBatches
 
@@ -221,7 +221,7 @@ def _over_ranks(by_rank: list[dict[str, Any]]) -> dict[str, float]:
     return {**merged, "blend/max_share_error": max(errors)}
 
 
-def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) -> noise_scale.Window:
+def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) -> Window:
     """A window of gradients whose noise scale is `scale`: mean of square norm 1, noise of trace `scale` an example."""
     micros, ranks, rows = scenario.micro_batches, scenario.world_size, scenario.batch_size
     if micros * ranks == 1:
@@ -231,23 +231,7 @@ def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) ->
     grads = mean + sigma * rng.standard_normal((ranks, micros, PARAMETERS))
     if scenario.has_same_data:
         grads[:] = grads[0]
-    sums = [0.0] * noise_scale.NUM_SUMS
-    kappa = 1.0 / micros
-    sums[noise_scale.KAPPA] = float(ranks)
-    sums[noise_scale.KAPPA_SQUARE] = kappa**2 * ranks * micros
-    sums[noise_scale.SMALL_SQUARE] = kappa**2 * float((grads**2).sum())
-    sums[noise_scale.SMALL_NOISE] = kappa * ranks * micros / rows
-    sums[noise_scale.BIG_NOISE] = kappa**2 * ranks * micros / rows
-    sums[noise_scale.RANKS] = float(ranks)
-    if ranks > 1:
-        sums[noise_scale.MIDDLE_OWN_KAPPA] = sums[noise_scale.KAPPA_SQUARE]
-        sums[noise_scale.MIDDLE_OWN_SQUARE] = sums[noise_scale.SMALL_SQUARE]
-        sums[noise_scale.MIDDLE_KAPPA] = float(ranks)
-        sums[noise_scale.MIDDLE_SQUARE] = float((grads.mean(axis=1) ** 2).sum())
-    big = grads.mean(axis=(0, 1))
-    window = estimate(sums, float(big @ big))
-    assert isinstance(window, noise_scale.Window), window
-    return window
+    return window_of([[(grad, 1.0 / micros, 1.0 / rows) for grad in of_rank] for of_rank in grads])
 
 
 def _loss_at(scenario: Scenario, step: int) -> float:

@@ -22,46 +22,42 @@ SIGMA = math.sqrt(2.0)
 TR_SIGMA = DIM * 2.0
 B_SIMPLE = 8.0
 
-Micro = tuple[list[float], float, float]  # gradient of the mean loss, kappa, v
-Vector = list[float]
+Vector = NDArray[np.float64]
+Micro = tuple[Vector, float, float]  # gradient of the mean loss, kappa, v
 
 
-def dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def weighted_sum(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
-    return [dot(column, weights) for column in zip(*vectors, strict=True)]
+def weighted_sum(micros: Sequence[Micro]) -> Vector:
+    return np.sum([kappa * gradient for gradient, kappa, _ in micros], axis=0)
 
 
 def draw_micro(rng: random.Random, weights: Sequence[float], kappa: float) -> Micro:
     """A micro-batch of independent examples with these weights, drawn by its exact distribution."""
     noise = sum(w * w for w in weights) / sum(weights) ** 2
-    return [mu + SIGMA * math.sqrt(noise) * rng.gauss(0.0, 1.0) for mu in MEAN], kappa, noise
+    return np.array([mu + SIGMA * math.sqrt(noise) * rng.gauss(0.0, 1.0) for mu in MEAN]), kappa, noise
 
 
 def sums_of(ranks: Sequence[Sequence[Micro]], tokens: float = 0.0) -> tuple[list[float], float]:
     """The reduced sums and the big square norm of a window, by their definitions."""
     sums = [0.0] * noise_scale.NUM_SUMS
-    accumulated: list[Vector] = []
     for micros in ranks:
         for gradient, kappa, noise in micros:
             sums[noise_scale.KAPPA] += kappa
             sums[noise_scale.KAPPA_SQUARE] += kappa**2
-            sums[noise_scale.SMALL_SQUARE] += kappa**2 * dot(gradient, gradient)
+            sums[noise_scale.SMALL_SQUARE] += kappa**2 * float(gradient @ gradient)
             sums[noise_scale.SMALL_NOISE] += kappa * noise
             sums[noise_scale.BIG_NOISE] += kappa**2 * noise
         middle = micros if len(ranks) > 1 else micros[: (len(micros) + 1) // 2]
-        own = weighted_sum([g for g, _, _ in middle], [kappa for _, kappa, _ in middle])
+        own = weighted_sum(middle)
         sums[noise_scale.MIDDLE_OWN_KAPPA] += sum(kappa**2 for _, kappa, _ in middle)
-        sums[noise_scale.MIDDLE_OWN_SQUARE] += sum(kappa**2 * dot(gradient, gradient) for gradient, kappa, _ in middle)
+        sums[noise_scale.MIDDLE_OWN_SQUARE] += sum(
+            kappa**2 * float(gradient @ gradient) for gradient, kappa, _ in middle
+        )
         sums[noise_scale.MIDDLE_KAPPA] += sum(kappa for _, kappa, _ in middle) ** 2
-        sums[noise_scale.MIDDLE_SQUARE] += dot(own, own)
+        sums[noise_scale.MIDDLE_SQUARE] += float(own @ own)
         sums[noise_scale.RANKS] += 1.0
-        accumulated.append(weighted_sum([g for g, _, _ in micros], [kappa for _, kappa, _ in micros]))
     sums[noise_scale.TOKENS] = tokens
-    averaged = weighted_sum(accumulated, [1.0 / len(ranks)] * len(ranks))
-    return sums, dot(averaged, averaged)
+    averaged = np.mean([weighted_sum(micros) for micros in ranks], axis=0)
+    return sums, float(averaged @ averaged)
 
 
 def even_window(rng: random.Random, world_size: int, num_micros: int, examples: int = 2) -> list[list[Micro]]:

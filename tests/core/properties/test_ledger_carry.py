@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,23 +22,13 @@ VOCAB = 13
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One cell of one group."""
-
-    group: int
-    index: int
-    start: int
-    stop: int
-    is_last: bool
-
-
-@dataclass(frozen=True)
 class Case:
     """Groups of one token row each, cut into cells, and the micro-batches in which the cells come."""
 
     tokens: Tensor  # [G, T]
     resets: Tensor | None  # [G, T]
-    batches: list[list[Cell]]
+    bounds: list[int]  # where each cell begins, and the end
+    batches: list[tuple[int, list[int]]]  # a cell, and the groups of which it comes
 
 
 def make_case(seed: int, *, num_groups: int, cell_lengths: list[int], has_resets: bool) -> Case:
@@ -57,13 +47,12 @@ def make_case(seed: int, *, num_groups: int, cell_lengths: list[int], has_resets
         index = int(rng.choice([cell for cell in done if cell < len(cell_lengths)]))
         ready = rng.permutation([group for group in range(num_groups) if done[group] == index])
         chosen = ready[: int(rng.integers(1, len(ready) + 1))].tolist()
-        is_last = index == len(cell_lengths) - 1
-        batches.append([Cell(group, index, bounds[index], bounds[index + 1], is_last) for group in chosen])
+        batches.append((index, chosen))
         for group in chosen:
             done[group] += 1
     tokens = torch.randint(0, VOCAB, shape, generator=generator)
     resets = torch.rand(shape, generator=generator) < 0.15 if has_resets else None
-    return Case(tokens, resets, batches)
+    return Case(tokens, resets, bounds, batches)
 
 
 def run(model: nn.Module, case: Case, rows: list[int], span: slice, state: Tensor | None) -> ModelOutput:
@@ -71,41 +60,25 @@ def run(model: nn.Module, case: Case, rows: list[int], span: slice, state: Tenso
     return model(tokens=case.tokens[rows, span], state=state, **resets)
 
 
-def run_through_ledger(
-    case: Case, model: nn.Module, ledger: Ledger
-) -> Iterator[tuple[list[Cell], Tensor, ModelOutput]]:
-    """Each batch with the states that it went on from and what the model returned."""
-    for step, cells in enumerate(case.batches, start=1):
-        groups = np.array([1000 + cell.group for cell in cells])
-        index = np.array([cell.index for cell in cells])
-        is_last = np.array([cell.is_last for cell in cells])
-        span = slice(cells[0].start, cells[0].stop)
-        rows = [cell.group for cell in cells]
-        ledger.begin_step(step)
-        state = ledger.lookup(groups, index).requires_grad_()
-        output = run(model, case, rows, span, state)
-        yield cells, state, output
-        ledger.store(groups, index, is_last, output.state)
-
-
 def gated_delta(*sizes: int) -> nn.Module:
     return carry_flat(build_gated_delta(*sizes, heads=2))
 
 
-def new_ledger(model: nn.Module, case: Case, dtype: torch.dtype) -> Ledger:
-    # As many slots as groups in flight: each group that ends makes room for another.
-    return Ledger(LedgerOptions(capacity=len(case.tokens)), state_width=model.state_width, dtype=dtype)
-
-
 def check_outputs(case: Case, model: nn.Module, tolerance: float, dtype: torch.dtype) -> None:
     """Logits and states of every cell are those of the uncut run."""
-    whole = run(model, case, list(range(len(case.tokens))), slice(None), None)
-    ledger = new_ledger(model, case, dtype)
-    for cells, _, output in run_through_ledger(case, model, ledger):
-        rows, span = [cell.group for cell in cells], slice(cells[0].start, cells[0].stop)
+    num_groups = len(case.tokens)
+    whole = run(model, case, list(range(num_groups)), slice(None), None)
+    # As many slots as groups in flight: each group that ends makes room for another.
+    ledger = Ledger(LedgerOptions(capacity=num_groups), state_width=model.state_width, dtype=dtype)
+    for step, (cell, rows) in enumerate(case.batches, start=1):
+        groups, index = np.array(rows) + 1000, np.full(len(rows), cell)
+        span, is_last = slice(*case.bounds[cell : cell + 2]), cell == len(case.bounds) - 2
+        ledger.begin_step(step)
+        output = run(model, case, rows, span, ledger.lookup(groups, index))
         torch.testing.assert_close(output.logits, whole.logits[rows, span], rtol=tolerance, atol=tolerance)
-        if cells[0].is_last:
+        if is_last:
             torch.testing.assert_close(output.state, whole.state[rows], rtol=tolerance, atol=tolerance)
+        ledger.store(groups, index, np.full(len(rows), is_last), output.state)
     metrics = ledger.drain_metrics()
     assert metrics["ledger/cold_starts"] == metrics["ledger/evictions/lru"] == metrics["ledger/live_groups"] == 0
 
