@@ -123,8 +123,11 @@ def test_a_count_is_a_few_digits_and_nothing_else():
         assert parse_count(text) is None
 
 
+PRECIOUS = "precious, and without a newline"
+
+
 def make_link(path: Path) -> None:
-    (path.parent / "victim").write_text("precious\n")
+    (path.parent / "victim").write_text(PRECIOUS)
     path.symlink_to("victim")
 
 
@@ -141,7 +144,7 @@ def test_what_is_no_plain_file_is_refused_by_name_and_nobody_waits(tmp_path, kin
     path = tmp_path / "it"
     SPECIAL[kind](path)
     if kind == "a symbolic link":
-        assert read_bytes(path) == b"precious\n"
+        assert read_bytes(path) == PRECIOUS.encode()
     else:
         with pytest.raises(OSError, match="not a plain file"):
             read_bytes(path)
@@ -150,17 +153,17 @@ def test_what_is_no_plain_file_is_refused_by_name_and_nobody_waits(tmp_path, kin
             refused()
         assert caught.value.filename == str(path)
     if kind == "a symbolic link":
-        assert (tmp_path / "victim").read_text() == "precious\n"
+        assert (tmp_path / "victim").read_text() == PRECIOUS
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a symbolic link"])
 def test_a_written_file_takes_the_place_of_what_was_planted(tmp_path, kind):
     path = tmp_path / "it"
     SPECIAL[kind](path)
-    (tmp_path / "victim").write_text("precious\n")
+    (tmp_path / "victim").write_text(PRECIOUS)
     (tmp_path / f".it.{os.getpid()}.tmp").symlink_to("victim")
     write_file(path, "new")
-    assert (path.is_symlink(), path.read_text(), (tmp_path / "victim").read_text()) == (False, "new", "precious\n")
+    assert (path.is_symlink(), path.read_text(), (tmp_path / "victim").read_text()) == (False, "new", PRECIOUS)
 
 
 def test_a_plain_file_is_opened_as_always(tmp_path):

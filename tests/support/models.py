@@ -39,18 +39,6 @@ class DropoutModel(nn.Module):
         return ModelOutput(self.head(self.dropout(self.embedding(tokens))), None)
 
 
-class NoHead(DropoutModel):
-    """Its output layer has a name that nobody knows."""
-
-    def __init__(self, vocab_size: int, dim: int, num_layers: int = 1) -> None:
-        super().__init__(vocab_size, dim)
-        self.unembedding = self.head
-        del self.head
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        return ModelOutput(self.unembedding(self.embedding(tokens)), None)
-
-
 class Childless(nn.Module):
     """All parameters are the model's own: it has no part that could be gathered by itself."""
 
@@ -131,7 +119,3 @@ class WaitingModel(StatefulDropout):
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:  # type: ignore[override]
         """As if there were none, if there is none."""
         return super().forward(tokens, state, resets if resets is not None and bool(resets.any()) else None)
-
-
-# As configs name them.
-dropout, no_head, scaled, float64 = DropoutModel, NoHead, Scaled, Float64

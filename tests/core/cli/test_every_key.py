@@ -22,7 +22,7 @@ ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", 
 SLOW_SAVES = """
 import os, time
 import numpy as np
-from trainer.lab.encoder import build as build_ours
+from trainer.lab.encoder import build
 from trainer.training import saved_state
 
 if os.environ.get("RANK") == "1":
@@ -31,9 +31,6 @@ if os.environ.get("RANK") == "1":
         time.sleep(0.02)
         write(path, value)
     saved_state.write_part = slow
-
-def build(vocab_size, dim, num_layers):
-    return build_ours(vocab_size, dim=dim, num_layers=num_layers)
 
 def batches(seq_len, **_):
     return [{"tokens": np.zeros((1, seq_len), dtype=np.int64), "targets": np.zeros((1, seq_len), dtype=np.int64)}]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.core.test_files import PRECIOUS, SPECIAL, nested
 from tests.support.in_process import program
 from tests.support.runs import run, train, write_tiny_config
 from tests.tools.cli.test_ls import make_run
@@ -18,7 +18,6 @@ from trainer.metrics.payload_contract import build_payload, encode_payload
 
 pytestmark = pytest.mark.timeout(300)
 ODD = "\x1b[31mred\x1b]0;title\x07 \x9b5m \u202e \0 [bold]"
-PRECIOUS = "precious, and without a newline"
 
 
 def verbs(first: Path, second: Path) -> list[list[object]]:
@@ -54,10 +53,6 @@ def test_no_escape_of_a_run_reaches_the_terminal(tmp_path, capsys):
         said = done.stdout + done.stderr
         assert [character for character in said if not character.isprintable() and character != "\n"] == [], verb
         assert verb[0] not in ("ls", "diagnose") or "\\x1b" in said
-
-
-def nested(levels: int) -> str:
-    return "[" * levels + "]" * levels
 
 
 DAMAGES = {
@@ -100,18 +95,6 @@ def test_a_run_whose_names_are_not_utf8_can_be_looked_at_and_resumed(tmp_path, c
         (done.stdout + done.stderr).encode("utf-8", "strict")
 
 
-def link(path: Path) -> None:
-    path.symlink_to(next(each for each in path.parents if (each / "victim").exists()) / "victim")
-
-
-PLANTS: dict[str, Callable[[Path], object]] = {
-    "a symbolic link": link,
-    "a pipe": os.mkfifo,
-    "a directory": Path.mkdir,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("planted")
@@ -124,15 +107,14 @@ def resume(config: Path, run_dir: Path, code: int) -> str:
     return train(config, run_dir, more=("--resume", "auto", "--steps", 3), code=code)
 
 
-def copy_with(whole: Path, tmp_path: Path, name: str, kind: str) -> Path:
-    """A copy of the run with something else in the place of a file; a link points to `victim` beside it."""
-    run_dir = tmp_path / "run"
+def copy_with(whole: Path, run_dir: Path, name: str, kind: str) -> Path:
+    """What is in the place of a file in a copy of the run; a link points to `victim` beside it."""
     shutil.copytree(whole, run_dir, symlinks=True)
-    (tmp_path / "victim").write_text(PRECIOUS)
-    (run_dir / name).parent.mkdir(exist_ok=True)
-    (run_dir / name).unlink(missing_ok=True)
-    PLANTS[kind](run_dir / name)
-    return run_dir
+    planted = run_dir / name
+    planted.parent.mkdir(exist_ok=True)
+    planted.unlink(missing_ok=True)
+    SPECIAL[kind](planted)
+    return planted
 
 
 @pytest.mark.parametrize(
@@ -147,19 +129,19 @@ def copy_with(whole: Path, tmp_path: Path, name: str, kind: str) -> Path:
 )
 def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name, kind):
     config, whole = trained
-    run_dir = copy_with(whole, tmp_path, name, kind)
-    said = resume(config, run_dir, code=2)
-    assert f"{run_dir / name}: cannot be written: not a plain file; choose another" in said
+    planted = copy_with(whole, tmp_path / "run", name, kind)
+    said = resume(config, tmp_path / "run", code=2)
+    assert f"{planted}: cannot be written: not a plain file; choose another" in said
     assert "Traceback" not in said
-    assert (tmp_path / "victim").read_text() == PRECIOUS
+    assert kind != "a symbolic link" or planted.with_name("victim").read_text() == PRECIOUS
     if kind != "a directory":
-        assert (run_dir / "events.jsonl").read_bytes() == (whole / "events.jsonl").read_bytes()
+        assert (tmp_path / "run" / "events.jsonl").read_bytes() == (whole / "events.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("kind", PLANTS)
+@pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "status.json", "config.resolved.toml"])
 def test_reading_verbs_neither_wait_nor_fail(trained, tmp_path, capsys, name, kind):
-    path = copy_with(trained[1], tmp_path, name, kind) / name
+    path = copy_with(trained[1], tmp_path / "run", name, kind)
     shutil.copytree(trained[1], tmp_path / "neighbour", symlinks=True)
     for verb in verbs(tmp_path / "run", tmp_path / "neighbour"):
         done = program(verb, capsys)

@@ -47,7 +47,7 @@ def test_a_checkpoint_of_states_in_another_nest_is_refused(tmp_path):
     config = write_tiny_config(tmp_path)
     (tmp_path / "nests.py").write_text(NESTS)
     sets, extra = (
-        ("checkpoint.every=3", "model.contract=false", "model.target=nests:build"),
+        ("checkpoint.every=3", "model.contract=false", "model.target=nests:Nest"),
         {"PYTHONPATH": str(tmp_path)},
     )
     train(config, tmp_path / "run", *sets, "train.steps=3", extra=extra)
@@ -63,7 +63,7 @@ from torch import nn
 from trainer.model.protocol import ModelOutput
 
 class Nest(nn.Module):
-    def __init__(self, vocab_size, dim):
+    def __init__(self, vocab_size, dim, num_layers):
         super().__init__()
         self.embedding, self.rnn = nn.Embedding(vocab_size, dim), nn.LSTM(dim, dim, batch_first=True)
         self.head = nn.Linear(dim, vocab_size)
@@ -72,7 +72,4 @@ class Nest(nn.Module):
         x, end = self.rnn(self.embedding(tokens), given)
         end = [part[0] for part in end]
         return ModelOutput(self.head(x), {'h': end[0], 'c': end[1]})
-
-def build(vocab_size, dim, num_layers):
-    return Nest(vocab_size, dim)
 """

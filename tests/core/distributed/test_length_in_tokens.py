@@ -49,20 +49,17 @@ from trainer.model.protocol import ModelOutput
 
 class Bigram(nn.Module):
     state_width = 0
-    def __init__(self, vocab_size):
+    def __init__(self, vocab_size, dim, num_layers):
         super().__init__()
         self.table = nn.Embedding(vocab_size, vocab_size)
     def forward(self, tokens, state=None):
         return ModelOutput(self.table(tokens) * torch.where(tokens.sum() % 9 == 0, float("nan"), 1.0), None)
-
-def model(vocab_size, dim, num_layers):
-    return Bigram(vocab_size)
 """
 
 
 def test_the_tokens_of_skipped_steps_do_not_count_and_a_resume_between_them_is_the_whole_run(tmp_path):
     (tmp_path / "spoiled.py").write_text(SPOILED)
-    own = ("model.target=spoiled:model", "model.contract=false", "train.on_non_finite=skip")
+    own = ("model.target=spoiled:Bigram", "model.contract=false", "train.on_non_finite=skip")
     whole, rows = start(tmp_path, "whole", *own)
     bad = [step for step, row in rows.items() if row["non_finite_steps"]]
     assert {6, 7}.issubset(bad), "on both sides of the checkpoint below"

@@ -16,7 +16,7 @@ MODULE = """
 import numpy as np
 
 class Own:
-    def __init__(self, rank, seq_len):
+    def __init__(self, rank, world_size, seed, seq_len):
         self.rank, self.seq_len, self.count = rank, seq_len, 0
     def __iter__(self):
         while True:
@@ -51,9 +51,6 @@ class Fails(Own):
         if self.rank == 1 and self.count > 1:
             raise ValueError("no metrics")
         return dict.fromkeys(self.metric_keys, 1.0 + self.rank)
-
-def own(rank, world_size, seed, seq_len, *, kind):
-    return {"names": Names, "nonames": NoNames, "values": Values, "fails": Fails}[kind](rank, seq_len)
 """
 READERS = ("stream_mixing/active/modalities/a", "stream_mixing/active/modalities/b")
 SHARED = ("stream_mixing/refill/exhaust_events", "stream_mixing/active/steps_since_pick_max")
@@ -63,10 +60,7 @@ def trained(tmp_path, *kinds):
     """The rows of six steps on two ranks, with two data sets of one's own beside two of ours, and stderr."""
     (tmp_path / "own_metrics.py").write_text(MODULE)
     config = write_tiny_config(tmp_path)
-    own = [
-        f'[[data.source]]\nname = "{kind}"\ntarget = "own_metrics:own"\nargs = {{ kind = "{kind}" }}\n'
-        for kind in kinds
-    ]
+    own = [f'[[data.source]]\nname = "{kind.lower()}"\ntarget = "own_metrics:{kind}"\n' for kind in kinds]
     config.write_text(config.read_text() + "\n" + "\n".join(own))
     said = train(config, tmp_path / "run", "train.micro_batches=6", nproc=2, extra={"PYTHONPATH": str(tmp_path)})
     rows = {step: row for (_, step), row in read_rows(tmp_path / "run" / "metrics.jsonl").items()}
@@ -77,7 +71,7 @@ def trained(tmp_path, *kinds):
 
 
 def test_names_are_agreed_on_and_those_that_are_none_or_the_trainer_s_cost_one_warning_each(tmp_path):
-    rows, said = trained(tmp_path, "names", "nonames")
+    rows, said = trained(tmp_path, "Names", "NoNames")
     own = {"my/both": 1.5, "my/first": 1.0, "my/second": 2.0, "my/third": 2.0}
     assert {key: value for key, value in rows[6].items() if key.startswith("my/")} == own
     assert not any(value == -7.0 for row in rows.values() for value in row.values())
@@ -95,7 +89,7 @@ def test_names_are_agreed_on_and_those_that_are_none_or_the_trainer_s_cost_one_w
 
 
 def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_lies(tmp_path):
-    rows, said = trained(tmp_path, "values", "fails")
+    rows, said = trained(tmp_path, "Values", "Fails")
     assert rows[6]["my/both"] == 1.5
     assert rows[6]["my/huge"] == rows[6]["my/mean"] == 1.0  # means, over the rank that has them
     assert not rows[6].keys() & set(SHARED)
@@ -107,27 +101,25 @@ def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_li
 SPOILED = """
 import os
 import torch
-from trainer.lab.encoder import build as build_ours
+from trainer.lab.encoder import build
 from trainer.model.protocol import ModelOutput
 
 class Spoiled(torch.nn.Module):
-    def __init__(self, inner):
+    def __init__(self, vocab_size, dim, num_layers):
         super().__init__()
-        self.inner, self.state_width, self.calls = inner, inner.state_width, 0
+        self.inner, self.calls = build(vocab_size, dim, num_layers), 0
+        self.state_width = self.inner.state_width
     def forward(self, tokens, state=None):
         output, self.calls = self.inner(tokens, state=state), self.calls + 1
         if self.calls == 4 and os.environ["RANK"] == "1":
             return ModelOutput(output.logits[:, 1:], output.state)
         return output
-
-def build(vocab_size, dim, num_layers):
-    return Spoiled(build_ours(vocab_size, dim=dim, num_layers=num_layers))
 """
 
 
 def test_a_component_of_the_loss_that_fails_on_one_rank_stops_the_run_with_its_name_and_batch(tmp_path):
     (tmp_path / "spoiled.py").write_text(SPOILED)
-    sets, extra = ("model.target=spoiled:build", "model.contract=false"), {"PYTHONPATH": str(tmp_path)}
+    sets, extra = ("model.target=spoiled:Spoiled", "model.contract=false"), {"PYTHONPATH": str(tmp_path)}
     output = train(write_tiny_config(tmp_path), tmp_path / "run", *sets, nproc=2, code=1, extra=extra)
     output = [line for line in output.splitlines() if "ObjectiveError: objective component" in line]
     (said,) = [line for line in output if line.startswith("trainer.")]  # its own, with the traceback

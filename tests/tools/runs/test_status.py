@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import status
 from tests.support.records import write_lock, write_record
 from trainer.errors import UserError
 from trainer.lab.own_loop import run_status
@@ -24,11 +24,6 @@ from trainer.tools.verbs.records import entry_of
 
 def write_rows(directory: Path, *steps: int) -> None:
     write_record(directory, {"loss": dict.fromkeys(steps, 2.0)})
-
-
-def status(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((directory / "status.json").read_text(encoding="utf-8"))
-    return found
 
 
 def ending(directory: Path) -> tuple[str, str]:
