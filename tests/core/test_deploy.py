@@ -26,13 +26,6 @@ MANIFEST = ROOT / "deploy" / "kubernetes" / "pytorchjob.yaml"
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["docs/cluster.md", "scripts/slurm/train.sbatch"])
-def test_torchrun_starts_the_installed_program_from_any_directory(page):
-    commands = re.findall(r"torchrun (?:[^\n]*\\\n)*[^\n]*", (ROOT / page).read_text(encoding="utf-8"))
-    started = [each for each in commands if re.search(r"\btrain\b", each) and "--n" in each]
-    assert [each for each in started if "--no-python" not in each] == [] != started
-
-
 def test_the_manifest_is_one_job_that_torchrun_and_train_understand():
     yaml = pytest.importorskip("yaml")
     spec = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))["spec"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.support.runs import TINY, make_corpus, write_tiny_config
-from trainer.cli.parts import PARTS
+from tests.support.in_process import plan_of
+from tests.support.runs import TINY, write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.rules import check_rules
 from trainer.errors import UserError
-from trainer.training.plan import make_plan
 
 
 def facts(tmp_path, *overrides: str, world_size: int = 1):
@@ -41,18 +38,10 @@ STALE = (*FULL_ROWS, "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=
 BY_BATCH = "data.source.first.weight=1"
 
 
-def plan(directory: Path, *overrides: str, world_size: int = 1):
-    if not (directory / "corpus").exists():
-        make_corpus(directory / "corpus")
-    path = write_tiny_config(directory)
-    return make_plan(load_config(path, overrides), path, world_size, parts=PARTS)
-
-
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
         (["eval.every=5"], "eval.holdout_fraction: is 0"),
-        (["train.precision=fp16"], 'train.precision: "fp16" needs a CUDA device'),
         (["data.source.second.name=first"], "two sources are named first"),
         (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are 'a', 'b'"),
         (['train.micro_batches="auto"'], "train.micro_batches: must be an integer or a table with schedule ="),
@@ -75,19 +64,20 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
 )
 def test_what_cannot_work_is_refused_in_one_line_that_says_how_to_fix_it(tmp_path, sets, message):
     with pytest.raises(UserError) as refused:
-        plan(tmp_path, *sets)
+        plan_of(write_tiny_config(tmp_path), *sets)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_gap_in_the_weights_that_only_a_grown_batch_reaches_is_refused(tmp_path):
+    config = write_tiny_config(tmp_path)
     gap = [
         'data.source.first.weight={schedule="step",points={0=1,40=0}}',
         'data.source.second.weight={schedule="step",points={0=1,40=0}}',
     ]
-    plan(tmp_path, *gap, "train.micro_batches=2")
+    plan_of(config, *gap, "train.micro_batches=2")
     with pytest.raises(UserError, match="all weights are zero from batch 40"):
-        plan(tmp_path, *gap, 'train.micro_batches={schedule="step",points={0=2,3=10}}')
+        plan_of(config, *gap, 'train.micro_batches={schedule="step",points={0=2,3=10}}')
 
 
 def test_facts_are_those_of_the_largest_step_and_of_the_planned_run(tmp_path):

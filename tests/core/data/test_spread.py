@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,9 @@ import torch
 
 from tests.core.properties.test_full_rows import Follower, blend, corpus
 from tests.support.gloo import make_step
+from tests.support.in_process import plan_of
 from tests.support.runs import write_tiny_config
 from tests.support.streams import WideTokens, options_of
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.data.collate import Place
 from trainer.data.lanes import (
     COUNTED_FILES,
@@ -39,7 +39,6 @@ from trainer.metrics.noise_scale import ROWS_BEFORE
 from trainer.options import MicroBatches
 from trainer.training import build as built
 from trainer.training.build import LANE_SETS, plan_lanes, recorded_sets
-from trainer.training.plan import Plan, make_plan
 
 
 @pytest.mark.parametrize(
@@ -98,11 +97,8 @@ def test_documents_are_counted_in_few_files_and_estimated_by_bytes_in_many():
 
 
 def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_path, monkeypatch):
-    def planned(*sets: str) -> Plan:
-        path = write_tiny_config(tmp_path)
-        full_rows = 'data.mixing={batching_mode="per_row", batch_size=4}', "ledger.capacity=0"
-        return make_plan(load_config(path, [*full_rows, *sets]), path, 1, parts=PARTS)
-
+    full_rows = 'data.mixing={batching_mode="per_row", batch_size=4}', "ledger.capacity=0"
+    planned = partial(plan_of, write_tiny_config(tmp_path), *full_rows)
     plan, cpu = planned('train.micro_batches={schedule="step",points={0=1,9=2}}'), torch.device("cpu")
     before = plan_lanes(plan, 10, cpu)
     saved = {"data_shards": 1, "config": plan.config.model_dump(mode="json"), LANE_SETS: [*before.sets.items()]}

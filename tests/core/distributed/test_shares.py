@@ -11,24 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.gloo import make_step, run_on_ranks
+from tests.support.in_process import plan_of
 from tests.support.runs import write_tiny_config
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.data.loader import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import num_parameters, own_part
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.training.build import autocast_context, make_state, make_strategy
 from trainer.training.optimizer import named_state
-from trainer.training.plan import Plan, make_plan
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
 SIZES = ("model.dim=64", "train.micro_batches=2")
-
-
-def plan_of(config: Path, world_size: int, sets: tuple[str, ...]) -> Plan:
-    return make_plan(load_config(config, [*SIZES, *sets]), config, world_size, parts=PARTS)
 
 
 def stored(tensors: Iterable[Tensor]) -> int:
@@ -40,7 +34,7 @@ def stored(tensors: Iterable[Tensor]) -> int:
 def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tuple[int, int, int]:
     """Bytes of parameters, of gradients between the last backward and the update, and of the optimizer's state."""
     info = RankInfo(rank, rank, world_size)
-    plan = plan_of(config, world_size, sets)
+    plan = plan_of(config, *SIZES, *sets, ranks=world_size)
     strategy = make_strategy(plan, info, CPU)
     state = make_state(plan, info, CPU, strategy)
     state.gns = GradientNoiseScale(state.model, process_group=dist.group.WORLD if world_size > 1 else None)
@@ -77,6 +71,6 @@ def test_parameters_gradients_and_moments_are_one_share_of_those_of_one_rank(tmp
     results = run_on_ranks(held_by_each, world_size, config, torch_keeps_group=True)
     for index, (sets, shards) in enumerate(CASES[world_size].items()):
         alone = held(0, 1, config, tuple(each for each in sets if each.startswith("optimizer.")))
-        assert alone[0] == alone[1] == 4 * num_parameters(plan_of(config, 1, ()).weightless_model())
+        assert alone[0] == alone[1] == 4 * num_parameters(plan_of(config, *SIZES).weightless_model())
         for found in (each[index] for each in results):
             assert found == pytest.approx([size / shards for size in alone], rel=0.1)

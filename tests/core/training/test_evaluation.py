@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support import in_process
 from tests.support.runs import held_out_documents, held_out_texts, write_tiny_config
 from trainer.arrays import keyed_generator
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
@@ -33,7 +32,7 @@ from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
 from trainer.training.build import make_model, model_and_loss
 from trainer.training.evaluator import Evaluator, eval_sets
-from trainer.training.plan import Plan, make_plan
+from trainer.training.plan import Plan
 
 CPU, FRACTION = torch.device("cpu"), 0.5
 HOLDOUT = (f"eval.holdout_fraction={FRACTION}", "eval.every=1", "eval.depth=true", "ledger.capacity=4096")
@@ -79,8 +78,7 @@ def test_fewer_than_five_documents_say_nothing_of_the_others(num):
 
 
 def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
-    config = write_tiny_config(directory)
-    return make_plan(load_config(config, [*HOLDOUT, *overrides]), config, ranks, parts=PARTS)
+    return in_process.plan_of(write_tiny_config(directory), *HOLDOUT, *overrides, ranks=ranks)
 
 
 def evaluate(plan: Plan, model: torch.nn.Module, sets: Sequence[Any], info: RankInfo = RankInfo(), **parts: Any):  # noqa: B008
@@ -315,10 +313,9 @@ def test_ranks_that_hold_shards_run_as_many_forwards_however_uneven_the_document
         for stream in range(3):
             texts = [json.dumps({"text": "x y" * int(generator.integers(1, 400))}) for _ in range(7)]
             (tmp_path / "uneven" / modality / f"{stream}.jsonl").write_text("\n".join(texts) + "\n")
-    config = write_tiny_config(tmp_path)
     source = f'data.source=[{{name="u", root="{tmp_path / "uneven"}"}}]'
-    overrides = [source, "eval.every=1", "eval.holdout_fraction=0.4", "eval.batches=100000"]
-    plan = make_plan(load_config(config, overrides), config, 3, parts=PARTS)
+    overrides = (source, "eval.every=1", "eval.holdout_fraction=0.4", "eval.batches=100000")
+    plan = in_process.plan_of(write_tiny_config(tmp_path), *overrides, ranks=3)
     model = make_model(plan)
     barrier, said, forwards = threading.Barrier(3, timeout=60), [0] * 3, [0] * 3
 

@@ -92,11 +92,6 @@ def test_what_cannot_be_mixed_is_refused(sources, files, message):
         resolve(sources, **files)
 
 
-def test_two_leaves_of_one_name_are_refused_by_the_plan():
-    with pytest.raises(UserError, match="two sources are named a"):
-        planned(tables=2 * source("a", 'root = "corpus"'))
-
-
 def test_coordinates_beyond_the_vocabulary_are_refused_by_the_plan():
     with pytest.raises(UserError, match="its last bin is token 269, beyond the vocabulary of 257"):
         planned("objective.coord={first_token=250, num_bins=20, sigma=1.0}", tables=source("a", 'root = "corpus"'))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, RouterLoss, answering
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, RouterLoss, answering
 from tests.support.leaks import BROKEN, HONEST_MODELS, PUBLIC, judge
 from tests.support.models import DropoutModel
 from tests.support.mutant_models import MUTANTS, DropState, Encoder
@@ -83,19 +83,6 @@ def test_an_honest_model_is_judged_fully_and_not_convicted_at_any_precision(name
         broken = made(DropState)
         broken = broken.bfloat16() if how == "bf16 weights" else broken
         assert check_model(broken, vocab_size=VOCAB)["carry"].status == "broken"
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"balance": "tokens", "spread": "rows"}, 'the loss each, which is not in its loss_keys: {"each": "tokens"}'),
-        (Losses.loss_keys | {"each": "rows"}, "the loss each by rows with the shape [1, 64], not [1]"),
-    ],
-)
-def test_losses_that_are_not_as_the_model_declares_them_break_its_forward(keys, said):
-    model = made(Losses)
-    model.loss_keys = keys
-    assert said in check_model(model, vocab_size=VOCAB)["forward"].text
 
 
 class StaticBuffer(Gru):

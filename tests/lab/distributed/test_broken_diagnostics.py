@@ -25,6 +25,7 @@ token_types = true
 every = 3
 batches = 2
 holdout_fraction = 0.2
+depth = true
 
 [sample]
 every = 3
@@ -38,6 +39,7 @@ CASES = {
     "trainer.training.core_extensions:StepDetails._add_token_types": ("token_type", ("token_type/",)),
     "trainer.training.core_extensions:StepDetails._add_labels": ("per_source", ("source/", "modality/")),
     "trainer.lab.samples:Samples.at_boundary": ("sample", ()),
+    "trainer.lab.depth:depths": ("eval.depth", ()),
     "trainer.lab.extensions:LossSpikes.update": ("spikes", ("loss_spike",)),
     "trainer.lab.tensorboard:TensorboardSink.log": ("tensorboard", ()),
     "trainer.tools.summary:ended": ("summary", ()),

@@ -12,20 +12,18 @@ import torch
 import torch.nn.functional as F
 
 from tests.core.training.test_evaluation import evaluate, from_zero
+from tests.support import in_process
 from tests.support.runs import held_out_texts, write_tiny_config
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.lab import moments
 from trainer.lab.depth import bucket_start, depths
-from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog import is_known, lookup
 from trainer.metrics.noise_scale import t_quantile
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
 from trainer.training.build import make_model
 from trainer.training.evaluator import eval_sets
-from trainer.training.plan import Plan, make_plan
+from trainer.training.plan import Plan
 
 CPU, FRACTION, CELL = torch.device("cpu"), 0.5, 16
 SETTINGS = (
@@ -39,8 +37,7 @@ SETTINGS = (
 
 
 def plan_of(directory: Path, *overrides: str) -> Plan:
-    config = write_tiny_config(directory)
-    return make_plan(load_config(config, [*SETTINGS, *overrides]), config, 1, parts=PARTS)
+    return in_process.plan_of(write_tiny_config(directory), *SETTINGS, *overrides)
 
 
 def model_of(plan: Plan) -> torch.nn.Module:
@@ -178,15 +175,6 @@ def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path
     on = plan_of(tmp_path)
     same = evaluated(on, model_of(on))
     assert {key: value for key, value in same.items() if "depth" not in key} == evaluated(off, model_of(off))
-
-
-def test_a_failure_costs_the_depth_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.lab.depth.depths", lambda *_: 1 / 0)
-    plan, diagnostics = plan_of(tmp_path), Diagnostics()
-    found = evaluated(plan, model_of(plan), diagnostics=diagnostics)
-    assert by_depth(found) == {}
-    assert found["eval_loss"] > 0
-    assert diagnostics.summary() == ["eval.depth failed during the run; what it reports is missing since then"]
 
 
 def test_depth_counts_from_the_last_reset():
