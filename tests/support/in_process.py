@@ -19,6 +19,7 @@ from trainer.ending import STOP_SIGNALS
 from trainer.training import Parts
 from trainer.training.main import train
 from trainer.training.open_run import Launch
+from trainer.training.plan import Plan, make_plan
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class Ended:
     returncode: int
     stdout: str
     stderr: str
+
+    @property
+    def mistake(self) -> str:
+        """The one line of a refusal."""
+        assert (self.returncode, self.stderr.count("\n")) == (2, 1), self.stderr
+        return self.stderr
 
 
 def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> Ended:
@@ -56,6 +63,10 @@ def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0, parts: Pa
     with own_signal_handlers():
         launch = Launch(config_path=config, run_dir=str(run_dir), parts=parts)
         assert train(load_config(config, list(sets)), launch) == code
+
+
+def plan_of(config: Path, *sets: str, ranks: int = 1) -> Plan:
+    return make_plan(load_config(config, sets), config, ranks, parts=PARTS)
 
 
 @contextmanager

@@ -26,10 +26,7 @@ from trainer.metrics.payload_contract import validate_stream
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    result = program(arguments, capsys)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1, result.stderr
+    assert message in program(arguments, capsys).mistake
     assert not list(tmp_path.iterdir())
 
 
@@ -104,8 +101,8 @@ sys.exit(launcher.launch_ranks(2))
 
 def test_a_rank_of_torchrun_starts_no_ranks(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
-    found = program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys)
-    assert (found.returncode, "--nproc: this process is already a rank of torchrun" in found.stderr) == (2, True)
+    said = program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys).mistake
+    assert "--nproc: this process is already a rank of torchrun" in said
 
 
 def test_a_record_of_another_program_is_not_continued_but_a_run_without_its_status_is(tmp_path):

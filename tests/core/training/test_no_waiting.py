@@ -82,7 +82,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     sizes = {"capacity": ROWS if wipe_mode == "lru" else 64, "stale_threshold": 2, "wipe_every": 2}
     run: Any = SimpleNamespace(model=model, strategy=Strategy())
     diagnostics = Diagnostics()
-    diagnostics.write_with(lambda event: pytest.fail(str(event)))  # an extension that reads is turned off
+    diagnostics.write_with(lambda event: pytest.fail(str(event)))  # what reads is turned off
     extensions = Extensions(diagnostics, device=META, world_size=1)
     if has_layers:
         extensions.add({"layers": LayerNumbers(run)})
@@ -99,6 +99,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
         device=META,
         autocast=nullcontext,
         extensions=extensions,
+        diagnostics=diagnostics,
     )
 
 

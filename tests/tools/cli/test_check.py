@@ -30,11 +30,9 @@ def checked(config: Path, capsys: pytest.CaptureFixture[str], *sets: str) -> End
 def test_a_rule_between_tables_says_where_its_key_is_written(config, capsys):
     line = config.read_text().splitlines().index("micro_batches = 2") + 1
     config.write_text(config.read_text().replace("micro_batches = 2", 'precision = "fp16"'))
-    written = checked(config, capsys, BY_BATCH)
-    assert written.returncode == 2
-    assert written.stderr.startswith(f"{config}:{line}: train.precision: ")
+    assert checked(config, capsys, BY_BATCH).mistake.startswith(f"{config}:{line}: train.precision: ")
     overridden = checked(config, capsys, BY_BATCH, "train.precision=fp16")
-    assert overridden.stderr.startswith('--set train.precision=fp16: train.precision: "fp16" needs a CUDA device')
+    assert overridden.mistake.startswith('--set train.precision=fp16: train.precision: "fp16" needs a CUDA device')
 
 
 EVAL = """
@@ -57,9 +55,7 @@ def test_validation_sets_are_listed_and_an_empty_file_is_refused_as_a_run_refuse
         "unseen": {"streams": 2, "modalities": ["unseen"], "bytes": 440_000}
     }
     (tmp_path / "unseen" / "empty.txt").touch()
-    ended = checked(config, capsys)
-    assert ended.returncode == 2
-    assert "unseen/empty.txt: 1 empty file of 11, which is refused" in ended.stderr
+    assert "unseen/empty.txt: 1 empty file of 11, which is refused" in checked(config, capsys).mistake
 
 
 def test_the_keys_that_are_set_are_shown_as_a_config(config, capsys):
@@ -86,6 +82,6 @@ def test_shares_epochs_and_alignment_of_the_sources(config, capsys):
         files = (config.parent / "corpus" / {"first": "a", "second": "b"}[name]).glob("*.jsonl")
         tokens = sum(len(json.loads(line)["text"]) for path in files for line in path.read_text().splitlines())
         assert float(steps.replace(",", "")) == pytest.approx(tokens / (float(share) / 100 * 128), abs=0.6)
-    own = ("model.target=tests.support.models:dropout", "model.contract=false")
+    own = ("model.target=tests.support.models:DropoutModel", "model.contract=false")
     padded = checked(config, capsys, *FULL_ROWS, *own)
     assert "document: each begins a row, since DropoutModel does not declare resets_in_one_pass" in padded.stdout

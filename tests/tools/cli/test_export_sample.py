@@ -105,13 +105,12 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
     again = program(["export", folder / "run", "--out", out], capsys)
     assert again.stderr == f"{out}: exists already; name another file, or add --force\n"
     foreign = program(["export", folder / "run", "--format", "safetensors", "--out", folder, "--force"], capsys)
-    assert foreign.returncode == 2
-    assert "with other files than an export" in foreign.stderr
+    assert "with other files than an export" in foreign.mistake
     assert (folder / "run").is_dir()
     assert program(["export", folder / "run", "--out", out, "--force"], capsys).returncode == 0
     (out / "notes.md").write_text("weeks of work")
     foreign = program(["export", folder / "run", "--out", out, "--force"], capsys)
-    assert (foreign.returncode, "with other files than an export" in foreign.stderr) == (2, True)
+    assert "with other files than an export" in foreign.mistake
     assert (out / "notes.md").exists()
 
 
@@ -129,9 +128,7 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
 def test_an_export_with_hostile_metadata_is_refused_in_one_line(folder, tmp_path, capsys, metadata, said):
     shutil.copy(folder / "exported" / "config.toml", tmp_path)
     save_file(load_file(folder / "exported" / "model.safetensors"), tmp_path / "model.safetensors", metadata)
-    ended = program(["sample", tmp_path], capsys)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert said in ended.stderr
+    assert said in program(["sample", tmp_path], capsys).mistake
 
 
 @pytest.mark.parametrize(
@@ -139,8 +136,7 @@ def test_an_export_with_hostile_metadata_is_refused_in_one_line(folder, tmp_path
 )
 def test_numbers_beyond_all_measure_are_refused_in_one_line(folder, capsys, option, value):
     ended = program(["sample", folder / "run", f"--{option}", value], capsys)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert f"Invalid value for '--{option}'" in ended.stderr
+    assert f"Invalid value for '--{option}'" in ended.mistake
 
 
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):
