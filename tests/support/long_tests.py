@@ -49,7 +49,7 @@ LEFT = {
     "lab/model/test_hugging_face": "the_reopened_model_computes:3",
     "lab/objective/test_chunked": "under_bf16_gradients_are:1",
     "lab/training/test_depth": "every_number_is_that:1",
-    "core/training/test_evaluation": "over_seeds_the_loss",
+    "core/training/test_evaluation": "over_draws_the_loss",
     "core/training/test_no_waiting": "a_step_reads_nothing:2",
     "core/training/test_one_step_late": "the_numbers_are_those:4",
     "tools/training/test_doubts": "check_says_the_memory",
