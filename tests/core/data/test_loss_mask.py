@@ -12,11 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from tests.core.data.test_formats import WRITERS, write_jsonl
-from tests.support.in_process import train_here
+from tests.support.in_process import plan_of, train_here
 from tests.support.runs import train
 from tests.support.streams import options_of, spaced
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.data import BlendSource, ConstantWeight, LaneBlend, ReadOptions, ShardSource, load_documents
 from trainer.data.documents import TokenTable
 from trainer.data.layout import discover_direct
@@ -27,7 +25,6 @@ from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.metrics import noise_scale
 from trainer.tools.read_step import find_origin, read_step
 from trainer.training.build import make_model
-from trainer.training.plan import make_plan
 
 # Prompt and answer in turn; the second one trains nothing, the last one its end.
 PROMPTS = ["Q: naïve 😀?\r\n", "only a prompt é", "", "Q", "a b"]
@@ -116,7 +113,7 @@ def test_loss_and_noise_scale_are_those_of_the_trained_tokens_by_plain_torch(tmp
     )
     start = train_here if ranks == 1 else partial(train, nproc=ranks)
     start(tmp_path / "x.toml", tmp_path / "run", *sets)
-    plan = make_plan(load_config(tmp_path / "x.toml"), tmp_path / "x.toml", 1, parts=PARTS)
+    plan = plan_of(tmp_path / "x.toml")
     torch.manual_seed(plan.config.run.seed)
     model, num_read, sums = make_model(plan), 0, {}
     for text, spans in zip(TEXTS, SPANS, strict=True):

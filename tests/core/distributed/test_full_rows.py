@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.checkpoints import weights
+from tests.support.in_process import plan_of
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import make_corpus, read_rows, train, write_tiny_config
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.training.build import make_model
-from trainer.training.plan import make_plan
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +66,7 @@ def ran(config) -> Callable[[str], Path]:
 
 def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
     """(sum of the losses of all tokens of whole documents, run from zero, and their number)."""
-    plan = make_plan(load_config(config, [*PER_ROW, *sets]), config, 1, parts=PARTS)
+    plan = plan_of(config, *PER_ROW, *sets)
     model = make_model(plan)
     model.load_state_dict(weights(path))
     total, count = 0.0, 0

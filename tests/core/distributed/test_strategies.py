@@ -12,15 +12,13 @@ import torch
 from tests.support.checkpoints import model_content, weights
 from tests.support.fault_runs import MEASURED, row_differences
 from tests.support.gloo import run_on_ranks
+from tests.support.in_process import plan_of
 from tests.support.ranks import FAULTY, Ranks, checkpoint_differences, status
 from tests.support.runs import FULL_ROWS, ROOT, losses, overrides, read_rows, run, train, write_tiny_config
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.lab.weights import read_weights
 from trainer.training import checkpoint
 from trainer.training.build import make_state, make_strategy
-from trainer.training.plan import make_plan
 from trainer.training.record import check_data
 from trainer.training.saved_state import restore
 from trainer.training.train_state import model_part
@@ -111,8 +109,7 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
     """Where the weights and the optimizer that were restored, from each checkpoint under each strategy, are not those saved."""
     info, found = RankInfo(rank, rank, world), []
     for strategy, sets in STRATEGIES.items():
-        loaded = load_config(config, [*SETTINGS, *sets, "train.steps=99"])
-        plan = make_plan(loaded, Path(config), world, parts=PARTS)
+        plan = plan_of(Path(config), *SETTINGS, *sets, "train.steps=99", ranks=world)
         ranks = make_strategy(plan, info, CPU)
         for name, path in saved.items():
             state = make_state(plan, info, CPU, ranks)

@@ -16,15 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import file_content, places, sign, write_content
-from tests.support.in_process import train_here
+from tests.support.in_process import plan_of, train_here
 from tests.support.runs import write_tiny_config
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.training import checkpoint as files
 from trainer.training.build import make_state
-from trainer.training.plan import make_plan
 from trainer.training.record import check_data
 from trainer.training.saved_state import restore
 from trainer.training.tensor_files import CheckpointError, model_file, rank_file
@@ -66,10 +63,9 @@ def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
 
 def resume(config_path: Path, path: Path) -> str:
     """How it ends."""
-    config = load_config(str(config_path), ["gns.enabled=true"])
     try:
         _, state_json = files.find(path.parent, str(path)) or (None, {})
-        plan = make_plan(config, config_path, 1, parts=PARTS)
+        plan = plan_of(config_path, "gns.enabled=true")
         check_data(plan, state_json, ALONE)
         restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE)
     except UserError as error:

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.in_process import plan_of
 from tests.support.runs import make_corpus
-from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.training.build import make_dataset
-from trainer.training.plan import Plan, Source, make_plan, resolve_sources
+from trainer.training.plan import Plan, Source, resolve_sources
 
 HEAD = "[train]\nsteps = 10\nmicro_batches = 2\n"
 SCHEDULE = '{ schedule = "linear", points = { 0 = 4.0, 10 = 2.0 } }'
@@ -37,7 +37,7 @@ def resolve(sources: str, **files: str) -> list[Source]:
 
 def planned(*sets: str, tables: str) -> Plan:
     Path("x.toml").write_text(HEAD + tables)
-    return make_plan(load_config("x.toml", sets), Path("x.toml"), 1, parts=PARTS)
+    return plan_of(Path("x.toml"), *sets)
 
 
 def source(name: str, body: str, table: str = "data.source") -> str:

@@ -12,18 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.in_process import train_here
+from tests.support.in_process import plan_of, train_here
 from tests.support.runs import EXAMPLES, read_rows, train
-from trainer.cli.parts import PARTS
 from trainer.config.data_tables import DataTable, SourceTable
-from trainer.config.load import load_config
 from trainer.data import BytesTokenizer, ReadOptions, load_documents
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import parse_json
 from trainer.lab.numbers import Series
 from trainer.training.build import make_blend
-from trainer.training.plan import make_plan
 
 SHORT = (
     'metrics={log_interval=1,stdout="off"}',
@@ -250,7 +247,7 @@ def read_on(blend, number):
 def test_rows_of_series_follow_each_other_and_resume_exactly(series, tmp_path, align):
     names = [f"series/{number}.npy" for number in range(len(SIZES))]
     sets = [f'data.align="{align}"', "data.mixing.repeat=true", "data.mixing.spread=1", "model.contract=false"]
-    plan = make_plan(load_config(tmp_path / "series.toml", sets), tmp_path / "series.toml", 1, parts=PARTS)
+    plan = plan_of(tmp_path / "series.toml", *sets)
     made = [make_blend(plan, RankInfo()) for _ in range(2)]
     seen = {}
     for batch in read_on(made[0], 9):

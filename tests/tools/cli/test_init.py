@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.in_process import program
+from tests.support.in_process import plan_of, program
 from tests.support.runs import ROOT, losses, make_corpus, train
 from tests.support.streams import write_arrow, write_megatron
-from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.errors import UserError
 from trainer.tools.verbs.before_run import init
-from trainer.training.plan import make_plan
 
 TEXT = "".join(
     (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("config.md", "training/METRICS_LOSSES.md")
@@ -119,7 +117,7 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     source = config.data.source[0]
     found = ("nested" if source.root else "direct", config.data.tokenizer, config.data.vocab_size)
     assert found == (layout, tokenizer, vocab_size)
-    make_plan(config, Path("x.toml"), 1, parts=PARTS)
+    plan_of(Path("x.toml"))
     assert config.data.mixing.batching_mode == "per_row"
     assert config.data.mixing.num_streams_mixed == 0
     assert (source.name, source.weight) == ("my-data" if kind == "nested" else source.name, 1.0)
@@ -181,9 +179,7 @@ def test_many_directories_of_program_text_are_read_and_noted_as_so_many_modaliti
         (tmp_path / f"d{number}" / "main.rs").write_text(TEXT[:200])
     init([str(tmp_path)], out=str(tmp_path / "x.toml"))
     assert "17 directories are 17 modalities" in capsys.readouterr().err
-    assert (
-        len(make_plan(load_config(tmp_path / "x.toml"), tmp_path / "x.toml", 1, parts=PARTS).sources[0].streams) == 17
-    )
+    assert len(plan_of(tmp_path / "x.toml").sources[0].streams) == 17
 
 
 @pytest.mark.usefixtures("data")
@@ -196,7 +192,7 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config():
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save("words.json")
     init(["data"], out="x.toml", tokenizer="words.json")
-    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1, parts=PARTS)
+    plan = plan_of(Path("x.toml"))
     assert plan.vocab_size == tokenizer.get_vocab_size() + 1
     assert plan.config.objective.token_types is False
 

@@ -11,24 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.in_process import program, train_here
+from tests.support.in_process import plan_of, program, train_here
 from tests.support.models import pretrained
 from tests.support.runs import write_tiny_config
-from trainer.cli.parts import PARTS
-from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.tools import doubts
 from trainer.tools.doubts import contents, lane_doubts
-from trainer.training.plan import Plan, make_plan
+from trainer.training.plan import Plan
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     return write_tiny_config(tmp_path_factory.mktemp("config"))
-
-
-def plan(config: Path, *overrides: str, world_size: int = 1) -> Plan:
-    return make_plan(load_config(config, overrides), config, world_size, parts=PARTS)
 
 
 DOUBTS = [
@@ -43,12 +37,12 @@ DOUBTS = [
 
 @pytest.mark.parametrize(("overrides", "message"), DOUBTS)
 def test_what_works_but_cannot_be_meant_is_said(config, caplog, overrides, message):
-    plan(config, *overrides)
+    plan_of(config, *overrides)
     assert message in caplog.text
 
 
 def test_usual_settings_give_no_doubt(config, caplog):
-    plan(config, "eval.holdout_fraction=0.2", "optimizer.lr=0.01", "data.mixing.num_streams_mixed=4")
+    plan_of(config, "eval.holdout_fraction=0.2", "optimizer.lr=0.01", "data.mixing.num_streams_mixed=4")
     assert not caplog.records
 
 
@@ -64,17 +58,17 @@ def test_what_needs_cuda_is_refused_by_a_run_and_said_by_check(config, tmp_path,
 
 
 def test_the_device_decides_the_precision(config, monkeypatch):
-    assert plan(config).config.train.precision == "fp32"
+    assert plan_of(config).config.train.precision == "fp32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for has_bf16, decided in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=has_bf16: has)
-        assert plan(config, "train.device=auto").config.train.precision == decided
-        assert plan(config, "train.device=cpu").config.train.precision == "fp32"
-        assert plan(config, "train.device=auto", "train.precision=fp16").config.train.precision == "fp16"
+        assert plan_of(config, "train.device=auto").config.train.precision == decided
+        assert plan_of(config, "train.device=cpu").config.train.precision == "fp32"
+        assert plan_of(config, "train.device=auto", "train.precision=fp16").config.train.precision == "fp16"
 
 
 def test_built_in_families_are_compiled_on_cuda(config, monkeypatch):
-    assert plan(config).config.train.compile is False
+    assert plan_of(config).config.train.compile is False
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     cases = {
@@ -84,9 +78,9 @@ def test_built_in_families_are_compiled_on_cuda(config, monkeypatch):
         "train.compile=false": False,
     }
     for changes, decided in cases.items():
-        assert plan(config, "train.device=auto", changes).config.train.compile is decided, changes
+        assert plan_of(config, "train.device=auto", changes).config.train.compile is decided, changes
     monkeypatch.setattr("trainer.training.plan.HAS_TRITON", False)
-    assert plan(config, "train.device=auto").config.train.compile is False
+    assert plan_of(config, "train.device=auto").config.train.compile is False
 
 
 def test_check_says_the_memory_of_a_rank_by_strategy(config, capsys):
@@ -127,11 +121,11 @@ def test_a_file_that_two_sources_name_differently_leaks_held_out_documents_and_i
     path = next((config.parent / "corpus" / "a").glob("*.jsonl"))
     second = f'data.source=[{{name="x", root="{config.parent}/corpus"}}, {{name="y", paths=["{path}"]}}]'
     others = ("data.mixing.batch_size_by_modality={}", second, "ledger.capacity=4096")
-    plan(config, *others, "eval.holdout_fraction=0.1")
+    plan_of(config, *others, "eval.holdout_fraction=0.1")
     assert f"eval.holdout_fraction: 1 file under several names, such as a/{path.name} (source x) and" in caplog.text
     caplog.clear()
-    plan(config, *others)
-    plan(
+    plan_of(config, *others)
+    plan_of(
         config, others[0], second.replace(f'paths=["{path}"]', f'root="{config.parent}/corpus"'), "ledger.capacity=4096"
     )
     assert "several names" not in caplog.text
@@ -151,7 +145,7 @@ def test_rows_that_a_family_cannot_be_trained_on_are_refused_by_check(tmp_path, 
 CORPUS: Mapping[str, Sequence[Sequence[int]]] = {"one": [[300, 420], [280], [350]], "two": [[*range(5, 60)], [9, 12]]}
 
 
-def plan_of(folder: Path, *overrides: str, names: Sequence[str] = ("one", "two")) -> Plan:
+def mixed_plan(folder: Path, *overrides: str, names: Sequence[str] = ("one", "two")) -> Plan:
     for name, files in CORPUS.items():
         (folder / name).mkdir(exist_ok=True)
         for number, lengths in enumerate(files):
@@ -159,23 +153,23 @@ def plan_of(folder: Path, *overrides: str, names: Sequence[str] = ("one", "two")
             (folder / name / f"{number}.jsonl").write_text("\n".join(texts) + "\n")
     sources = ",".join(f'{{name="{name}",paths=["{folder}/{name}/*"]}}' for name in names)
     rows = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=3}'
-    return plan(write_tiny_config(folder), f"data.source=[{sources}]", rows, "data.max_group_cells=0", *overrides)
+    return plan_of(write_tiny_config(folder), f"data.source=[{sources}]", rows, "data.max_group_cells=0", *overrides)
 
 
 def test_more_rows_than_documents_are_named_and_the_setting_helps(tmp_path: Path) -> None:
-    few = plan_of(tmp_path, "data.mixing.batch_size=16", names=["one"])
+    few = mixed_plan(tmp_path, "data.mixing.batch_size=16", names=["one"])
     (found,) = lane_doubts(few, contents(few))
     assert found.message == (
         "data.mixing.batch_size: 4 documents for 16 rows: a step has several of one document; set it to 4, or add data"
     )
-    after = plan_of(tmp_path, "data.mixing.batch_size=4", names=["one"])
+    after = mixed_plan(tmp_path, "data.mixing.batch_size=4", names=["one"])
     assert not list(lane_doubts(after, contents(after)))
 
 
 def test_small_data_are_counted_and_large_data_go_by_their_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = plan_of(tmp_path)
+    whole = mixed_plan(tmp_path)
     for name, found in contents(whole).items():
         sizes = [size for lengths in CORPUS[name] for size in lengths]
         assert found == (sum(sizes), len(sizes))
@@ -184,11 +178,11 @@ def test_small_data_are_counted_and_large_data_go_by_their_bytes(
         size = sum(Path(stream.path).stat().st_size for stream in source.streams)
         assert contents(whole)[source.name] == (size, 0)
     np.save(tmp_path / "ids.npy", np.arange(250, dtype=np.uint16))
-    ids = plan_of(tmp_path, f'data.source=[{{name="ids",paths=["{tmp_path}/ids.npy"],eod=3}}]')
+    ids = mixed_plan(tmp_path, f'data.source=[{{name="ids",paths=["{tmp_path}/ids.npy"],eod=3}}]')
     assert contents(ids)["ids"].tokens == 250
 
 
 def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="source one: no document is left to read"):
-        contents(plan_of(tmp_path, f'data.source=[{{name="one",paths=["{tmp_path}/empty.jsonl"]}}]'))
+        contents(mixed_plan(tmp_path, f'data.source=[{{name="one",paths=["{tmp_path}/empty.jsonl"]}}]'))
