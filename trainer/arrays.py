@@ -49,7 +49,7 @@ BLOCK = 1024
 
 
 def _digest(parts: tuple[str | int, ...], size: int) -> int:
-    # With lengths, so that no two tuples of parts give the same text.
+    # With lengths, so that no two tuples of parts give the same text, but for a number and its text.
     text = "\x1f".join(f"{len(str(part))}:{part}" for part in parts)
     # Names of files may hold bytes that are not UTF-8.
     data = text.encode("utf-8", "surrogateescape")

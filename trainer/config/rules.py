@@ -124,7 +124,8 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], facts: Facts) -
             yield "ledger.wipe_mode", f"{drops} where the plan lowers m", 'use "lru"'
         if any(source.target is not None for source in sources):
             yield "ledger.wipe_mode", f"{drops} while batches of a source with a target are read", 'use "lru"'
-    if ledger.slots < in_flight:
+    # Lanes size a ledger without a capacity of its own.
+    if ledger.slots < in_flight and (ledger.capacity or not reads_lanes(config)):
         problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
         problem += f"others: open streams x batch size of each source), got {ledger.capacity}"
         fix = f"set it to {in_flight} or more"
@@ -170,6 +171,8 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
     if not reads_lanes(config):
         if config.data.align != "auto":
             yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'
+        if config.data.mixing.spread != MixingTable.model_fields["spread"].default:
+            yield "data.mixing.spread", 'needs batching_mode "per_row"', "remove it"
         return
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.
     for table, keys in {**given, **own}.items():

@@ -181,7 +181,7 @@ def pyarrow_for(path: Path, kind: str) -> Iterator[Any]:
         raise damaged(path, "needs the package pyarrow, which is not installed", fix) from error
     try:
         yield pyarrow
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise damaged(path, f"is not a readable {kind} file ({error})") from error

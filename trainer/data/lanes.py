@@ -344,21 +344,19 @@ class LaneBlend(BlendDataset):
                 text = "all documents continue: the last waited for %s"
                 logger.info(text, counted(waited, "micro-batch"))
             return True
-        among: Collection[int] = self._laned
         groups: list[Handed] = []
         left = max(room, self._row_tokens - at)  # of the row
         while room > 0:
-            index = self._largest(among)
+            index = self._largest(self._laned)
             if index < 0:
                 break
             self._now = index
             # Claims decide document by document; for a single source, a row's come together.
             handed = self._laned[index].hand(room if self._is_alone else 1)
             if not handed:
-                self._ended[index] = self._laned[index].is_ended
+                self._ended[index] = True
                 self._note_open()
                 self._unsaved.add(index)
-                among = [each for each in among if each != index]
             else:
                 groups += handed
                 sizes = list(map(NUM_TOKENS, handed))

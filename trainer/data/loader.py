@@ -342,6 +342,8 @@ class Reading:
         giver, own = list(map(any, has_data)).index(True), None
         if self._info.rank == giver:
             own = replace(next(filter(None, firsts)).masked().to(torch.device("cpu")), state=None)
+            own.extras.pop("instability_meta_json", None)  # it holds open files, which would travel whole
+            own = replace(own, located="{}")
         (given,) = gather_from_ranks((own,), world_size=world_size)[giver]  # in tuples: it drops None
         assert given is not None
         filler = given.to(self._device)

@@ -76,7 +76,7 @@ def generate(
 
 
 def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:
-    """Sample one id from scores [V]. Raises GenerationError: no allowed score is finite."""
+    """Sample one id from scores [V]. Raises GenerationError: one is NaN or inf, or all are -inf."""
     allowed = scores.detach().to("cpu", torch.float64, copy=True)
     allowed[list(forbidden)] = -torch.inf  # never drawn, whatever the temperature
     if not torch.isfinite(allowed.max()):

@@ -235,7 +235,6 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         batch["dataset_segments"] = [modality for _ in range(rows)]
         located.origin = {"source": self.name, "stream": path, "epoch": self.epoch}
         located.origin["position"] = position
-        batch["instability_meta_json"] = str(located)
         return batch
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:

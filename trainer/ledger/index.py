@@ -12,8 +12,8 @@ Host memory only: groups, slots and steps are integers here, and nothing knows a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Literal, get_args
 
@@ -69,7 +69,9 @@ class GroupIndex:
 
         Raises ValueError if a group (not -1) appears twice.
         """
-        groups = distinct(group_ids)
+        groups: list[int] = group_ids.tolist()
+        if len(set(groups)) < len(groups):
+            refuse_twice(groups)
         slots = map(self._slot_of.get, groups, repeat(self.capacity))
         return np.fromiter(slots, np.int64, len(groups))
 
@@ -203,15 +205,12 @@ class GroupIndex:
             self.evicted.popitem(last=False)
 
 
-def distinct(group_ids: Ints) -> list[int]:
-    """The ids as a list. Raises ValueError if a group (not -1) appears twice."""
-    groups: list[int] = group_ids.tolist()
-    if len(set(groups)) < len(groups):
-        known = [group for group in groups if group >= 0]
-        for at, group in enumerate(known):
-            if group in known[:at]:
-                raise ValueError(f"group {group} appears twice in one micro-batch")
-    return groups
+def refuse_twice(groups: Sequence[int]) -> None:
+    """Raises ValueError if a group (not -1) appears twice."""
+    known = [group for group in groups if group >= 0]
+    if len(set(known)) < len(known):
+        ((group, _),) = Counter(known).most_common(1)
+        raise ValueError(f"group {group} appears twice in one micro-batch")
 
 
 def is_due(step: int, previous_step: int, every: int) -> bool:

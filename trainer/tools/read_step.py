@@ -55,7 +55,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     if later is None:
         config, environment = load_config(RunDir(run_dir).resolved_config), load_run(run_dir).environment
     else:
-        saved = checkpoint.named(str(kept[later]), checkpoint.read_state)
+        saved = checkpoint.state_of(str(kept[later]), checkpoint.read_state, resume=False)
         config, environment = config_of(saved, kept[later]), saved.get("environment", {})
     refuse_code(config, run_dir, trusted=trust_code)
     if step > config.train.steps and not config.train.tokens:
@@ -65,7 +65,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         path = Path(config.checkpoint.resume)
     state: Mapping[str, Any] = {}
     if path is not None:
-        state = checkpoint.named(str(path), checkpoint.read_state)
+        state = checkpoint.state_of(str(path), checkpoint.read_state, resume=False)
     environment = usable(environment)
     size = environment.get("world_size") or 1
     plan = make_plan(config, config_path_of(environment, run_dir), size, parts=replace(PARTS, messages=None))
@@ -76,7 +76,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     except UserError as error:
         error.key, error.fix = str(run_dir), "put the data back"
         raise
-    plan = replace(plan, lane_sets=recorded_sets(plan, witness))
+    plan = replace(plan, recorded_sets=recorded_sets(plan, witness))
     lanes = plan_lanes(plan, width_of(plan.weightless_model()), torch.device("cpu"))
     own = RankInfo().data_shards(data_shards(config, size))
     blends = [make_blend(plan, shard, lanes=lanes) for shard in own]

@@ -213,7 +213,7 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     limits.append(LaneLimit(0.8 * files / handles, f"a process may have {files:,} files open"))
     if config.ledger.capacity:
         limits.append(LaneLimit(config.ledger.capacity, f"ledger.capacity is {config.ledger.capacity:,}"))
-    found, why = dict(plan.lane_sets), ""
+    found, why = dict(plan.recorded_sets), ""
     if found:
         why = "as in the checkpoint"
     for m in {m for _, m in config.micro_batches.points} - found.keys():

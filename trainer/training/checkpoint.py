@@ -117,9 +117,9 @@ def best_step(path: Path) -> int:
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Directories that carry the marker, newest first."""
+    """Directories named after a step that carry the marker, newest first."""
     marked = [path.parent for path in checkpoints.glob(f"step_*/{MARKER}")]
-    return sorted(marked, key=step_of, reverse=True)
+    return sorted((path for path in marked if step_of(path) >= 0), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -213,7 +213,7 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     if resume == "off":
         return None
     if resume != "auto":
-        return Path(resume), named(resume, verify)
+        return Path(resume), state_of(resume, verify)
     candidates = [path for path in checkpoints.glob("step_*") if step_of(path) >= 0]
     for path in sorted(candidates, key=step_of, reverse=True):
         try:
@@ -235,8 +235,8 @@ def refuse_absent(path: str) -> None:
         raise UserError("--resume", f"{path} is no checkpoint", fix)
 
 
-def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """state.json of the checkpoint of `--resume`, by `verify` or, unverified, by `read_state`.
+def state_of(path: str, read: Callable[[Path], dict[str, Any]], *, resume: bool = True) -> dict[str, Any]:
+    """state.json of a checkpoint, of `--resume` or of a run, by `verify` or, unverified, by `read_state`.
 
     A UserError if the checkpoint is missing or incomplete.
     """
@@ -244,7 +244,8 @@ def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     try:
         return read(Path(path))
     except CheckpointError as error:
-        raise UserError("--resume", str(error), "name a whole checkpoint, or use auto") from None
+        key, fix = ("--resume", "name a whole checkpoint, or use auto") if resume else ("STEP", "name another step")
+        raise UserError(key, str(error), fix) from None
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Plan:
     facts: Facts
     eval_sources: Sequence[Source] = ()  # the validation sets of `[[eval.source]]`
     parts: Parts = NO_PARTS  # the parts that a run may have beyond the core
-    lane_sets: Mapping[int, int] = field(default_factory=dict)
+    recorded_sets: Mapping[int, int] = field(default_factory=dict)
     """Those of the checkpoint that is resumed; see `recorded_sets`."""
 
     @property

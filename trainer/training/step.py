@@ -114,7 +114,7 @@ class TrainStep:
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
         """Run forward and backward of this rank's micro-batches, and store their states.
 
-        `step` is the ledger's clock; extensions that measure logged steps do if `is_logged`.
+        `step` is the ledger's clock, and keys random draws; extensions that measure logged steps do if `is_logged`.
         """
         for each in self.ledgers:
             each.begin_step(step)

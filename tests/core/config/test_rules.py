@@ -27,7 +27,11 @@ def test_facts_count_the_largest_batch_on_all_ranks(tmp_path):
     assert facts(tmp_path, foreign, world_size=2).groups_in_flight == 2 * 4
 
 
+LARGE = ('data.mixing={batching_mode="per_row", batch_size=5000}', "ledger.capacity=0")
+
+
 def test_the_capacity_must_hold_the_groups_in_flight(tmp_path):
+    assert facts(tmp_path, *LARGE).groups_in_flight == 5000
     assert facts(tmp_path, "ledger.capacity=16").ledger_capacity == 16
     with pytest.raises(UserError, match=r"ledger\.capacity: .* documents in flight: 16 .* set it to 16 or more"):
         facts(tmp_path, "ledger.capacity=15")
@@ -49,6 +53,7 @@ BY_BATCH = "data.source.first.weight=1"
         (["distributed.shards=1000000"], "makes 2,000,000 micro-batches of a step on a rank; most: 10,000; start"),
         ([*FULL_ROWS, "ledger.capacity=1"], "ledger.capacity: must hold the states of all documents in flight: 4"),
         ([*FULL_ROWS, "ledger.capacity=1"], "got 1; remove it: then there is a slot for each lane"),
+        (["data.mixing.spread=4"], 'data.mixing.spread: needs batching_mode "per_row"; remove it'),
         (
             [*STALE, 'train.micro_batches={schedule="step",points={0=1,9=2}}'],
             "documents that wait where the plan lowers m; use",

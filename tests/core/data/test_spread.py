@@ -110,7 +110,7 @@ def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_pat
         "with m = 1 1 set of 4 lanes per data shard: the next row of a document comes 1 step later; with m = 2 1 set"
     )
     assert after.words(4).startswith(words)
-    resumed = replace(plan, lane_sets=recorded_sets(plan, json.loads(json.dumps(saved))))
+    resumed = replace(plan, recorded_sets=recorded_sets(plan, json.loads(json.dumps(saved))))
     assert plan_lanes(resumed, 10, cpu).sets == before.sets
     assert recorded_sets(planned("data.mixing.spread=3"), saved) == recorded_sets(plan, None) == {}
 

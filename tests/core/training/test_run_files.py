@@ -130,7 +130,10 @@ def test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole(tmp_p
 def test_the_newest_and_every_nth_are_kept(tmp_path):
     for step in range(10, 80, 10):
         make_checkpoint(tmp_path, step)
+        if step == 10:
+            (tmp_path / "step_00000010").rename(tmp_path / "step_00000010_mine")  # somebody's own name
         files.prune(tmp_path, keep_last=2, keep_every=40)
+    assert (tmp_path / "step_00000010_mine").exists()
     assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [70, 60, 40]
     (tmp_path / ".tmp_step_00000080").mkdir()
     os.mkfifo(tmp_path / ".tmp_step_00000081")  # opening it would wait for ever

@@ -193,7 +193,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
         Store(config.checkpoint.remote)  # which sends nothing
     resume = config.checkpoint.resume
     if resume not in ("off", "auto"):
-        state = checkpoint.named(resume, checkpoint.read_state)
+        state = checkpoint.state_of(resume, checkpoint.read_state)
         check_config(state["config"], with_sizes(config, state["config"]))
 
 
