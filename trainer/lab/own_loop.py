@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.files import parse_count
 from trainer.metrics.aggregate import Scalar, SumCount, Value, reduce_over_ranks
@@ -82,7 +81,6 @@ def reduce_loss_metrics(
     counts: Mapping[str, Scalar] | None = None,
     sum_keys: Iterable[str] | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
     device: torch.device | str,
     world_size: int,
 ) -> dict[str, float]:
@@ -104,4 +102,4 @@ def reduce_loss_metrics(
     for name in (values.keys() & counts.keys()) - totals:
         # A mean over nothing may be NaN: its count 0 leaves it out.
         local[name] = SumCount(values[name] * counts[name], counts[name])
-    return reduce_over_ranks(local, operations, group=group, device=device, world_size=world_size)
+    return reduce_over_ranks(local, operations, device=device, world_size=world_size)

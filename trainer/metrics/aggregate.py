@@ -258,7 +258,6 @@ def reduce_over_ranks(
     local: Mapping[str, Reported] | Sequence[Mapping[str, Reported]],
     keys: Iterable[str] | Operations,
     *,
-    group: dist.ProcessGroup | None = None,
     device: torch.device | str,
     world_size: int,
     guard: BestEffort | None = None,
@@ -285,5 +284,5 @@ def reduce_over_ranks(
     ranks = [own]
     if world_size > 1:
         ranks = [torch.empty_like(own) for _ in range(world_size)]
-        dist.all_gather(ranks, own, group=group)
+        dist.all_gather(ranks, own)
     return _combine(torch.cat(ranks).cpu().numpy(), operations)
