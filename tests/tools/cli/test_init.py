@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.core.data.test_formats import WRITERS
 from tests.support.in_process import plan_of, program
 from tests.support.runs import ROOT, losses, make_corpus, train
-from tests.support.streams import write_arrow, write_megatron
+from tests.support.streams import write_megatron
 from trainer.config.load import load_config
 from trainer.data.formats import FORMATS
 from trainer.errors import UserError
@@ -35,13 +37,14 @@ def text_folder(path: Path) -> str:
     return ""
 
 
-def json_lines(path: Path, records: list[dict[str, object]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+def of_texts(suffix: str) -> Callable[[Path], str]:
+    """Makes a file of paragraphs, and gives what names it in the folder."""
 
+    def make(path: Path) -> str:
+        WRITERS[suffix](path / f"all{suffix}", {"text": [paragraph for paragraph in TEXT.split("\n\n") if paragraph]})
+        return f"/all{suffix}" if suffix == ".jsonl" else ""
 
-def jsonl_file(path: Path) -> str:
-    json_lines(path / "all.jsonl", [{"text": paragraph} for paragraph in TEXT.split("\n") if paragraph])
-    return "/all.jsonl"
+    return make
 
 
 def npy_files(path: Path) -> str:
@@ -60,20 +63,9 @@ def megatron(path: Path) -> str:
     return ""
 
 
-def parquet(path: Path) -> str:
-    table, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    files.write_table(table.table({"text": TEXT.split("\n\n")}), path / "all.parquet")
-    return ""
-
-
 def compressed(path: Path) -> str:
     lines = (json.dumps({"text": paragraph}) for paragraph in TEXT.split("\n\n"))
     (path / "all.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    return ""
-
-
-def arrow(path: Path) -> str:
-    write_arrow(path / "all.arrow", {"text": TEXT.split("\n\n")})
     return ""
 
 
@@ -85,13 +77,13 @@ def nested(path: Path) -> str:
 # Of every format.
 KINDS = {
     "text": (text_folder, "direct", "bytes", 0),
-    "jsonl": (jsonl_file, "direct", "bytes", 0),
+    "jsonl": (of_texts(".jsonl"), "direct", "bytes", 0),
     "npy": (npy_files, "direct", "ids", 1235),
     "bin": (bin_file, "direct", "ids", 50257),
     "megatron": (megatron, "direct", "ids", 901),
-    "parquet": (parquet, "direct", "bytes", 0),
+    "parquet": (of_texts(".parquet"), "direct", "bytes", 0),
     "jsonl_compressed": (compressed, "direct", "bytes", 0),
-    "arrow": (arrow, "direct", "bytes", 0),
+    "arrow": (of_texts(".arrow"), "direct", "bytes", 0),
     "nested": (nested, "nested", "bytes", 0),
 }
 QUICK = ("npy", "nested")
