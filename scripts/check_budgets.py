@@ -33,7 +33,7 @@ CEILINGS = {
     "core: files": (85, 75),
     "trainer: lines": (30_305, 29_500),
     "trainer: files": (144, 140),
-    "tests: lines": (29_190, 28_500),
+    "tests: lines": (28_300, 28_300),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
     "words of documentation, with the CHANGELOG": (24_040, 24_000),
