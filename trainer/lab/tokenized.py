@@ -55,21 +55,6 @@ LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it
 UNBOUNDED = 1 << 40  # larger than any vocabulary
 DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 POLL_SEC, HEAD_START_SEC, SECONDS_PER_LINE = 0.2, 5.0, 30.0
-Report = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done)."""
-
-
-def progress(work: str) -> Report:
-    """Logs a line every half minute."""
-    said = time.monotonic()
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal said
-        if time.monotonic() - said >= SECONDS_PER_LINE:
-            said = time.monotonic()
-            logger.info("%s: %s of %s: %s", work, f"{done:,}", f"{total:,}", printable(what))
-
-    return report
 
 
 class How(NamedTuple):
@@ -127,16 +112,18 @@ def _say(source: str, found: Spelled, *, parse_special: bool) -> None:
         logger.warning(text, source, f"{number:,}", documents, few([*names]), reads[parse_special])
 
 
-def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, report: Report) -> Spelled:
+def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, look: Callable[[], None]) -> Spelled:
     """Write the tokens of the files that have none yet, in a pool of processes; what these spell.
 
-    `files`: path -> the `.bin` to write; its index is last. `report` gets (megabytes done, of,
-    file), at least once a second. Raises UserError: a file is damaged. What was finished stays.
+    `files`: path -> the `.bin` to write; its index is last. `look` is called once a second at least;
+    every half minute a line says how far it is. Raises UserError: a file is damaged. What was
+    finished stays.
     """
     sizes = {path: os.path.getsize(path) for path in files}
     missing = [path for path, target in files.items() if not _is_whole(target)]
     found = Spelled()
-    done, total, last = sum(sizes.values()) - sum(sizes[path] for path in missing), sum(sizes.values()), ""
+    said, last, total = time.monotonic(), "", sum(sizes.values())
+    done = total - sum(sizes[path] for path in missing)
     # With fewer files than processes, each has the tokenizer's threads.
     settings = (how, len(missing) < workers)
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
@@ -150,7 +137,10 @@ def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, report:
                     last = futures.pop(future)
                     found += future.result()
                     done += sizes[last]
-                report(done // 1_000_000, total // 1_000_000, last)
+                look()
+                if time.monotonic() - said >= SECONDS_PER_LINE:
+                    said = time.monotonic()
+                    logger.info("tokenizing, in MB: %.0f of %.0f: %s", done / 1e6, total / 1e6, printable(last))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():  # their work is not worth waiting for
@@ -265,13 +255,9 @@ def tokenize_source(
     names = {each.path: f"{number:06d}.bin" for number, each in enumerate(streams)}
     what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
 
-    say_how_far = progress("tokenizing, in MB")
-
-    def look(*how_far: Any) -> None:
+    def look() -> None:
         if is_stopped():
             raise Stopped
-        if how_far:
-            say_how_far(*how_far)
 
     def is_made() -> bool:
         return not place.is_symlink() and all(_is_whole(place / name) for name in names.values())
@@ -301,7 +287,7 @@ def tokenize_source(
     return {path: str(place / name) for path, name in names.items() if os.path.getsize(place / name)}
 
 
-def _make(place: Path, names: Mapping[str, str], how: How, look: Callable[..., None]) -> Spelled:
+def _make(place: Path, names: Mapping[str, str], how: How, look: Callable[[], None]) -> Spelled:
     """Make an entry of the cache, in the place of a damaged one; what its texts spell."""
     if os.path.lexists(place):
         logger.warning("%s is damaged: it is made again", place)
@@ -312,7 +298,7 @@ def _make(place: Path, names: Mapping[str, str], how: How, look: Callable[..., N
     making.mkdir(exist_ok=True)
     remove_leftovers(making)  # of a write that was killed
     files = {path: making / name for path, name in names.items()}
-    found = tokenize_files(files, how, workers=len(os.sched_getaffinity(0)), report=look)
+    found = tokenize_files(files, how, workers=len(os.sched_getaffinity(0)), look=look)
     making.rename(place)
     return found
 

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import resources
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,6 @@ from trainer.wording import counted, few
 class Discovery:
     """The streams at a user's paths, and how a config names them: `root` or `paths`."""
 
-    layout: Literal["nested", "direct"]
     streams: list[Stream]
     root: str | None = None
     paths: tuple[str, ...] = ()
@@ -102,18 +101,18 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
 
 
 def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
-    """A single directory with one directory per modality is NESTED; anything else is DIRECT."""
+    """A single directory with one directory per modality is nested, by `root`; anything else direct, by `paths`."""
     directory = Path(paths[0])
     if len(paths) > 1 or not directory.is_dir():
-        return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
+        return Discovery(discover_direct(paths, format=format), paths=tuple(paths))
     try:
-        return Discovery("nested", discover_nested(directory, format=format), root=paths[0])
+        return Discovery(discover_nested(directory, format=format), root=paths[0])
     except UserError:
         files = [Path(path.name) for path in directory.iterdir() if path.is_file()]
         if not any(is_data(name, format) for name in files):
             raise
         pattern = os.path.join(glob.escape(paths[0]), "*")
-        return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
+        return Discovery(discover_direct([pattern], format=format), paths=(pattern,))
 
 
 def refuse_empty(streams: Sequence[Stream]) -> None:
@@ -264,7 +263,7 @@ def _found(at: Discovery, lengths: Sequence[Ints]) -> str:
     documents = counted(sum(map(len, lengths)), "document")
     tokens = sum(int(each.sum()) for each in lengths)
     streams = f"{len(lengths):,} of {counted(len(at.streams), 'stream')}"
-    return f"{streams}, {documents}, {tokens:,} tokens, in layout {at.layout}"
+    return f"{streams}, {documents}, {tokens:,} tokens"
 
 
 def _source(at: Discovery, keys: dict[str, Any], *, takes_eod: bool) -> str:

@@ -82,13 +82,13 @@ def documents(path, words):
     return [table.read(i, 0, int(length)).tolist() for i, length in enumerate(table.lengths)]
 
 
-def write(source, out, workers=1, report=lambda *_: None):
+def write(source, out, workers=1, look=lambda: None):
     """Tokenize the texts into a directory: the files, by name."""
     (source / out).mkdir(exist_ok=True)
     texts = sorted(path for path in (source / "text").rglob("*") if path.is_file())
     files = {str(path): source / out / f"{path.name}.bin" for path in texts}
     how = How(str(source / "tokenizer.json"), False, "auto", "blank_line", None, None)
-    tokenize_files(files, how, workers=workers, report=report)
+    tokenize_files(files, how, workers=workers, look=look)
     return texts
 
 
@@ -112,7 +112,7 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, i
         "from pathlib import Path\n"
         "from tests.lab.data.test_tokenize import write\n"
         "if __name__ == '__main__':\n"
-        f"    write(Path({str(source)!r}), 'out', report=lambda *_: time.sleep(600))\n"  # killed in its midst
+        f"    write(Path({str(source)!r}), 'out', look=lambda: time.sleep(600))\n"  # killed in its midst
     )
     with subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
         while process.poll() is None and not list((source / "out").glob("*.idx")):
