@@ -1,4 +1,4 @@
-"""Extensions of a run: called at named moments of the loop, each call behind a guard.
+"""Extensions of a run, and what they see of it: called at named moments of the loop, each behind a guard.
 
     class RouterBalance(Extension):
         metric_keys = ("moe/balance",)

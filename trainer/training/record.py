@@ -1,4 +1,4 @@
-"""The record of a run: its directory, the checkpoint that it continues, and its sinks."""
+"""The record of a run: its directory, the checkpoint that it continues and fits, and its sinks."""
 
 from __future__ import annotations
 
