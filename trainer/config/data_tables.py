@@ -157,15 +157,6 @@ class BatchScheduleTable(Table):
     """Optimizer step, from 1 -> micro-batches."""
 
 
-def _no_other_form(value: Any) -> Any:
-    form = value
-    if isinstance(value, Mapping):
-        form = value.get("schedule", "step")
-    if isinstance(form, str) and form != "step":
-        raise ValueError(f'must be an integer or a table with schedule = "step"; got {short_repr(form)}')
-    return value
-
-
 def _kind(value: Any) -> str:
     return SCHEDULE_TAG if isinstance(value, Mapping | Table) else NUMBER_TAG
 
@@ -177,7 +168,6 @@ Weight = Annotated[
 BatchSize = Annotated[
     Annotated[MicroBatchCount, Tag(NUMBER_TAG)] | Annotated[BatchScheduleTable, Tag(SCHEDULE_TAG)],
     Discriminator(_kind),
-    BeforeValidator(_no_other_form, json_schema_input_type=MicroBatchCount | BatchScheduleTable),
 ]
 
 

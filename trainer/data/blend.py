@@ -28,7 +28,6 @@ ALL_RANKS: Final = "states of all ranks"
 LONGEST_SHARE = "blend/longest_share"
 ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX, WEIGHT_PREFIX = "blend/share/", "blend/weight/"
-VERSION = 1
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
 SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
 Reported = float | tuple[float, float] | None  # a pair is a ratio; None: it was not measured
@@ -198,7 +197,7 @@ class BlendDataset:
         return batch
 
     def _read(self, index: int) -> Batch | None:
-        """A batch of a source that makes its own; None if it has ended."""
+        """The next batch of a source, with its labels; None if the source has ended."""
         self._now = index
         self._unsaved.add(index)
         self._undrained.add(index)  # at its end too: its gauges are to go
@@ -350,7 +349,6 @@ class BlendDataset:
             self._states[index] = state_dict()
         self._unsaved.clear()
         return {
-            "version": VERSION,
             "seed": self._seed,
             "batch_index": self._batch_index,
             "names": self._names,
@@ -367,9 +365,6 @@ class BlendDataset:
         """
         states = as_list(state)
         own = states[0]
-        if own.get("version") != VERSION or "names" not in own:
-            problem = "the saved state is not one of a blend of this version"
-            raise UserError("data.source", problem, "start without it")
         if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
             raise UserError("run.seed", problem, f"set it to {own['seed']}")

@@ -112,16 +112,13 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
 
 def check_states(states: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> None:
     """Raise UserError unless a dataset like the `own` saved the states, in rank order."""
-    expected = own["fingerprint"]
+    expected, num_states = own["fingerprint"], len(states)
     name = str(expected["namespace"])
-    version, known = own["version"], [state for state in states if isinstance(state, Mapping)]
-    known = [state for state in known if state.get("version") == version]
-    ranks = [(state["rank"], state["world_size"]) for state in known]
-    all_ranks = [(rank, len(states)) for rank in range(len(states))]
+    ranks = [(state["rank"], state["world_size"]) for state in states if "fingerprint" in state]
     # One state alone may be that of any rank.
-    if not ranks or (ranks != all_ranks and len(states) > 1):
-        problem = "these are not the states that all ranks of a dataset of this version saved, "
-        raise UserError(name, f"{problem}in rank order", "load those of one checkpoint")
+    if not ranks or (num_states > 1 and ranks != [(rank, num_states) for rank in range(num_states)]):
+        problem = "these are not the states that all ranks of a dataset saved, in rank order"
+        raise UserError(name, problem, "load those of one checkpoint")
     for saved in (state["fingerprint"] for state in states):
         pairs = [(key, saved.get(key), value) for key, value in expected.items()]
         found = [f"{key} was {before!r} and is {now!r}" for key, before, now in pairs if before != now]

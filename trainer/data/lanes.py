@@ -159,14 +159,12 @@ class LaneBlend(BlendDataset):
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
-        self._sets_now, self._is_planned = self._wanted_sets(), len(lane_sets) > 1
-        self._lanes = [Lane() for _ in range(rows * self._sets_now)]  # set by set
+        self._lanes = [Lane() for _ in range(rows * self._wanted_sets())]  # set by set
         self._turn = 0  # the set that is read next
         # Where each lane is. Few lanes move in a micro-batch, and each has a state.
         self._lane_places: list[Place | None] = [None] * len(self._lanes)
         # Unfinished documents of a run with more lanes; they continue before new ones begin.
         self._waiting: list[Place] = []
-        self._waiting_since = 0  # the micro-batch
         # Those of sources that are off: they wait until a later run reads the source again.
         self._paused: list[Place] = []
         self._collator = make_collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
@@ -230,9 +228,7 @@ class LaneBlend(BlendDataset):
         """The next row of each lane whose turn it is; None: only sources with batches of their own are left."""
         while True:
             # Another number of sets if the step has another size, or less is left to read.
-            wanted = self._sets_now
-            if self._is_planned:
-                wanted = self._wanted_sets()
+            wanted = self._wanted_sets()
             if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
                 being_read = sum(place is not None for place in self._lane_places)
                 wanted = max(1, min(wanted, -(-being_read // self._rows)))
@@ -278,7 +274,6 @@ class LaneBlend(BlendDataset):
         self._waiting = [place for lane in lanes[num_lanes:] if (place := lane.place)] + [*waiting]
         self._lanes = [*lanes[:num_lanes], *(Lane() for _ in range(num_lanes - len(lanes)))]
         self._lane_places, self._turn = [lane.place for lane in self._lanes], turn
-        self._waiting_since = self._batch_index
         if self._waiting:
             text = "%s continue once a row is free: %s were read at once, and now there are %s"
             number = len(self._waiting)
@@ -339,10 +334,6 @@ class LaneBlend(BlendDataset):
             if at:  # a state is looked up where a row begins, not within it
                 return False
             self._take_up(lane, self._waiting.pop(0))
-            if not self._waiting:
-                waited = self._batch_index - self._waiting_since
-                text = "all documents continue: the last waited for %s"
-                logger.info(text, counted(waited, "micro-batch"))
             return True
         groups: list[Handed] = []
         left = max(room, self._row_tokens - at)  # of the row

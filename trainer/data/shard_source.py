@@ -179,7 +179,6 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
     UserError for no streams, or one twice.
     """
 
-    version: ClassVar[int]  # of the saved state
     first_open: ClassVar[int] = 10**9  # streams that are opened before the first pick
     mode: str = "per_row"  # the batching mode, which a state belongs to
     # Keys of a state of which another value means that the rest of the epoch is dealt anew.
@@ -213,7 +212,6 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self._to_open = min(self._most_open, self.first_open)  # now
         # The part of a state that is constant throughout a run.
         self.fixed_state: dict[str, Any] = {
-            "version": self.version,
             "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=self.mode),
             "rank": shard,
             "world_size": num_shards,
@@ -502,7 +500,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
 class ShardSource(StreamSource[Part | Few, Reader]):
     """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
-    version, first_open = 5, DEFAULT_STREAMS
+    first_open = DEFAULT_STREAMS
 
     def _parts(self, epoch: int, shard: int, num_shards: int) -> Sequence[Part | Few]:
         few = self._dealer_of(num_shards)

@@ -98,10 +98,7 @@ def positions(unit: str, batches: Batches, micro_batches: MicroBatches) -> Batch
         return batches
     if isinstance(batches, int):
         return micro_batches.step_of(batches)
-    first_steps, first_batches, ms = np.array(micro_batches.stretches).T
-    at = np.searchsorted(first_batches, batches, side="right") - 1
-    steps: Ints = first_steps[at] + (batches - first_batches[at]) // ms[at]
-    return steps
+    return np.array([*map(micro_batches.step_of, batches.tolist())], np.int64)
 
 
 def first_all_zero(specs: Sequence[WeightSpec], micro_batches: MicroBatches, num_batches: int) -> int | None:

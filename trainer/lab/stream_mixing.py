@@ -148,8 +148,6 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
     shards, each of which reads a slice of every stream. Labels are those of rows.
     """
 
-    version = 6
-
     def __init__(
         self,
         streams: Sequence[Stream],

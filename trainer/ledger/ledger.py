@@ -250,7 +250,6 @@ Shard = Mapping[str, Any]
 Keeps = Callable[[Ints], Flags] | None
 """Which groups a rank takes; None: all."""
 
-FORMAT = 1
 ARRAYS = ("groups", "slots", "last_step", "free_slots")
 TOO_SMALL = (
     "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: "
@@ -264,7 +263,6 @@ def save_shard(index: GroupIndex, slab: Slab, *, step: int) -> dict[str, Any]:
     groups, how = list(index.evicted), list(index.evicted.values())
     modes = [EVICTION_MODES.index(mode) for mode, _ in how]
     return {
-        "format": FORMAT,
         "capacity": slab.capacity,
         "width": slab.width,
         "dtype": slab.dtype,
@@ -281,11 +279,8 @@ def save_shard(index: GroupIndex, slab: Slab, *, step: int) -> dict[str, Any]:
 
 
 def check_shards(saved: Sequence[Shard], slab: Slab) -> None:
-    """Refuse shards of another format or width."""
+    """Refuse shards of another width."""
     for shard in saved:
-        if shard["format"] != FORMAT:
-            problem = f"checkpoint format must be {FORMAT}, got {shard['format']}"
-            raise UserError("ledger", problem, "resume with the version that saved it")
         if shard["width"] != slab.width:
             problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
             fix = "resume with the model that was saved, or drop the ledger from the checkpoint"

@@ -156,12 +156,8 @@ def test_weights_may_change_and_sources_may_be_added_at_a_restart(write_streams,
     grown.load_state_dict(blend.state_dict())
     assert grown.state_dict()["sources"][1:] == blend.state_dict()["sources"]
     assert grown.state_dict()["counts"][0] == 0
-    for restarted, state, message in (
-        (blended(streams, mixing, seed=3), blend.state_dict(), "was made with 0, this run has 3"),
-        (blend, {"version": 1}, "not one of a blend"),
-    ):
-        with pytest.raises(UserError, match=message):
-            restarted.load_state_dict(state)
+    with pytest.raises(UserError, match="was made with 0, this run has 3"):
+        blended(streams, mixing, seed=3).load_state_dict(blend.state_dict())
 
 
 def drawn(blend, name, count):
