@@ -16,7 +16,7 @@ from trainer.data.collate import Batch
 from trainer.data.groups import EpochCount
 from trainer.data.pool import STAGES
 from trainer.data.shard_source import StreamSource
-from trainer.data.weights import WeightSpec, positions
+from trainer.data.weights import ScheduledWeight, positions
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog import is_built_in, lookup_or_gauge
@@ -70,7 +70,7 @@ class BlendSource:
 
     name: str
     dataset: Iterable[Any]
-    weight: WeightSpec
+    weight: ScheduledWeight
 
 
 class BlendDataset:

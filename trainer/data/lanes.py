@@ -159,7 +159,9 @@ class LaneBlend(BlendDataset):
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
-        self._lanes = [Lane() for _ in range(rows * self._wanted_sets())]  # set by set
+        num_sets_now = self._wanted_sets()
+        self._fixed_sets = num_sets_now * (len(lane_sets) < 2)  # of all steps; 0: by the size of each
+        self._lanes = [Lane() for _ in range(rows * num_sets_now)]  # set by set
         self._turn = 0  # the set that is read next
         # Where each lane is. Few lanes move in a micro-batch, and each has a state.
         self._lane_places: list[Place | None] = [None] * len(self._lanes)
@@ -228,7 +230,7 @@ class LaneBlend(BlendDataset):
         """The next row of each lane whose turn it is; None: only sources with batches of their own are left."""
         while True:
             # Another number of sets if the step has another size, or less is left to read.
-            wanted = self._wanted_sets()
+            wanted = self._fixed_sets or self._wanted_sets()
             if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
                 being_read = sum(place is not None for place in self._lane_places)
                 wanted = max(1, min(wanted, -(-being_read // self._rows)))

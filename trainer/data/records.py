@@ -1,28 +1,256 @@
-"""Further formats of records: compressed JSON lines, gzip or zstandard, and Arrow files in its stream
-or its file format, also in directories by Hugging Face's `save_to_disk`.
+"""Formats that hold text: raw text, JSON lines, plain or compressed by gzip or zstandard, Parquet, and
+Arrow files in its stream or its file format, also in directories by Hugging Face's `save_to_disk`.
 
-All but gzip needs the extra `parquet` (pyarrow). They are read from beginning to end, in bounded
-memory.
+All but raw text have one document per line or row, as `text` or as `tokens` (ids), or as either in a
+column that is named. Parquet, Arrow and zstandard need the extra `parquet` (pyarrow). Files are read
+from beginning to end, in bounded memory.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainer.data.documents import ReadOptions, TokenArray, damaged
-from trainer.data.formats import BATCH, BATCH_ROWS, find_column, pieces_of_lines, pieces_of_rows, pyarrow_for
+import numpy as np
+
+from trainer.arrays import Ints
+from trainer.data.documents import (
+    FOR_SERIES,
+    IdBounds,
+    Kind,
+    ReadOptions,
+    TokenArray,
+    TokenTable,
+    damaged,
+    table_from_pieces,
+)
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
+from trainer.errors import UserError
 from trainer.wording import few
 
+NO_SPACE = re.compile(rb"[^\s]")
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+BATCH = 1 << 20  # bytes of lines that are tokenized together
+BATCH_ROWS = 1024  # likewise
+COLUMNS = ("text", "tokens")
+Found = tuple[str, str | TokenArray, Any]  # its place, a document, and which of its tokens are trained
 LONGEST_LINE = 1 << 30  # bytes; a few compressed ones may stand for more than the memory holds
 ARROW_FILE, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 # What `save_to_disk` writes beside its files, and above the directories of splits.
 SAVED, SPLITS = "state.json", "dataset_dict.json"
+
+
+def _bounds(data: TokenArray, text_split: str) -> Ints:
+    """Where documents begin, in bytes, and the last ends; a byte-order mark is part of none."""
+    starts = [0]
+    if data[: len(BOM_UTF8)].tobytes() == BOM_UTF8:
+        starts = [len(BOM_UTF8)]
+    if text_split == "blank_line":
+        view = memoryview(data)  # type: ignore[arg-type]
+        first = NO_SPACE.search(view, starts[0])  # blank lines before it separate nothing
+        if first is not None:
+            ends = (match.end() for match in BLANK_LINES.finditer(view, first.start()))
+            starts += [end for end in ends if end < len(data)]
+    return np.array([*starts, len(data)], dtype=np.int64)
+
+
+def text_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read."""
+    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    for start, stop in itertools.pairwise(_bounds(data, options.text_split).tolist()):
+        ids: TokenArray = data[start:stop]
+        if not isinstance(options.tokenizer, BytesTokenizer):  # for which any bytes will do
+            try:
+                text = ids.tobytes().decode("utf-8")
+            except UnicodeDecodeError as error:
+                problem = f"is not UTF-8 text (byte offset {start + error.start})"
+                raise damaged(path, problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
+            ids = options.tokenizer.encode(text)
+        yield from _ended([ids], options)
+
+
+def _ended(texts: Sequence[TokenArray], options: ReadOptions) -> list[TokenArray]:
+    """The ids of texts, each but an empty one with the id that ends documents, if there is one."""
+    found, eod = list(texts), options.text_eod
+    if eod is not None:
+        for number, ids in enumerate(found):
+            if len(ids) and ids[-1] != eod:
+                found[number] = np.append(ids.astype(np.int64, copy=False), eod)
+    return found
+
+
+def is_mapped(options: ReadOptions) -> bool:
+    """Whether text files themselves are mapped: with the bytes tokenizer, and no id at the ends."""
+    return isinstance(options.tokenizer, BytesTokenizer) and options.text_eod is None
+
+
+def load_text(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a text file."""
+    if is_mapped(options):
+        mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        bounds = _bounds(mapped, options.text_split)
+        return TokenTable(mapped, bounds[:-1], np.diff(bounds))
+    return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+
+
+def document_of(line: bytes, where: str, options: ReadOptions) -> tuple[str | list[int], Any]:
+    """The text of a line, or its ids, and which are trained, as the record says; see `ReadOptions`."""
+    column, mask = options.column, None
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # also where it is not UTF-8
+        raise damaged(where, f"is not JSON in UTF-8 ({error})", "write one JSON object per line") from error
+    found = []
+    if isinstance(record, dict):
+        found = [(name, record[name]) for name in _columns(column) if name in record]
+        mask = record.get(getattr(options.loss_mask, "field", None))
+    match found:
+        case [(name, str() as text)] if name in (column, "text"):
+            return text, mask
+        case [(name, list() as ids)] if name in (column, "tokens") and all(type(id) is int for id in ids):
+            return ids, mask
+    problem = f"is not an object with {column or 'either text or tokens'}, a string or a list of integers"
+    raise damaged(where, problem, "name the field of the documents: column")
+
+
+def _columns(column: str | None) -> tuple[str, ...]:
+    """Where documents may be."""
+    return COLUMNS if column is None else (column,)
+
+
+def jsonl_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read; blank lines are skipped."""
+    with path.open("rb") as lines:
+        yield from pieces_of_lines(path, lines, options)
+
+
+def pieces_of_lines(path: Path, lines: Iterable[bytes], options: ReadOptions) -> Iterator[TokenArray]:
+    """The same of the lines of a file."""
+    batch: list[Found] = []
+    size = 0
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}: line {number}"
+            document, mask = document_of(line, where, options)
+            content = document if isinstance(document, str) else _checked(document, options.tokenizer, where)
+            batch.append((where, content, mask))
+        size += len(line)
+        if size >= BATCH:
+            yield from _encoded(batch, options)
+            batch, size = [], 0
+    yield from _encoded(batch, options)
+
+
+def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
+    bounds = IdBounds.of(where, tokenizer)
+    for id in ids:  # as Python's integers: one may exceed 64 bits
+        if not 0 <= id < bounds.num_ids:
+            raise bounds.refusal(id)
+    return np.array(ids, dtype=np.int64)
+
+
+def _encoded(batch: Sequence[Found], options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of documents: texts are tokenized together, where none has a mask."""
+    if options.loss_mask is not None:
+        yield from (options.loss_mask.coded(*each, options) for each in batch)
+        return
+    texts = {where: document for where, document, _ in batch if isinstance(document, str)}
+    try:
+        encoded = iter(_ended(encode_all(options.tokenizer, list(texts.values())), options))
+    except UnicodeEncodeError as error:
+        where = next(place for place, text in texts.items() if text == error.object)
+        raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
+    for _, document, _ in batch:
+        yield next(encoded) if isinstance(document, str) else document
+
+
+@contextmanager
+def pyarrow_for(path: Path, kind: str) -> Iterator[Any]:
+    """The package. Raises UserError: it is not installed, or the file is damaged."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        fix = "run: pip install pyarrow (extra parquet)"
+        raise damaged(path, "needs the package pyarrow, which is not installed", fix) from error
+    try:
+        yield pyarrow
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise damaged(path, f"is not a readable {kind} file ({error})") from error
+
+
+class Column(NamedTuple):
+    name: str
+    kind: Kind
+    plain: Any  # the one type of strings or lists to read it as
+
+
+def find_column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> Column:
+    """The column of documents."""
+    found = [name for name in _columns(column) if name in schema.names]
+    if len(found) == 1:
+        name, kind = found[0], schema.field(found[0]).type
+        values = getattr(kind, "value_type", None)
+        if pyarrow.types.is_dictionary(kind):  # of strings, each written once
+            kind, values = values, None
+        if str(kind) in ("string", "large_string", "string_view") and name in (column, "text"):
+            return Column(name, "text", pyarrow.large_string())
+        if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
+            return Column(name, "ids", pyarrow.large_list(values))
+    columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
+    problem = f"needs one column {column or 'text or tokens'}, of strings or lists of integers (its columns: {columns})"
+    raise damaged(path, problem, f"name the one of the documents: column; {FOR_SERIES}")
+
+
+def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
+    values = array.flatten()
+    if values.null_count:
+        raise damaged(where, "have a null token", "write an id for every token")
+    ids = values.to_numpy(zero_copy_only=False)
+    IdBounds.of(where, tokenizer).check(ids, 0)
+    ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
+    pieces: list[TokenArray] = np.split(ids, ends[:-1])
+    return pieces
+
+
+def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while row groups are read."""
+    with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
+        column = find_column(path, file.schema_arrow, pyarrow, options.column)
+        names = [column.name]
+        if options.loss_mask is not None:
+            names.append(options.loss_mask.field)
+        batches = file.iter_batches(BATCH_ROWS, columns=names)
+        yield from pieces_of_rows(path, batches, column, options)
+
+
+def pieces_of_rows(path: Path, batches: Iterable[Any], column: Column, options: ReadOptions) -> Iterator[TokenArray]:
+    """The same of pyarrow's batches of rows."""
+    row = 0
+    for batch in batches:
+        array = batch.column(column.name).cast(column.plain)
+        where = f"{path}: rows {row} to {row + len(array) - 1}"
+        if array.null_count:
+            raise damaged(where, f"{column.name} is null in one", "remove such rows")
+        contents: Any = array.to_pylist() if column.kind == "text" else _tokens(where, array, options.tokenizer)
+        masks = [None] * len(array)
+        if options.loss_mask is not None:
+            batch.column(options.loss_mask.field).validate(full=True)
+            masks = batch.column(options.loss_mask.field).to_pylist()
+        places = [f"{path}: row {number}" for number in range(row, row + len(array))]
+        yield from _encoded(list(zip(places, contents, masks, strict=True)), options)
+        row += len(array)
 
 
 def compressed_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,9 +68,6 @@ class ScheduledWeight(Options):
         return first
 
 
-WeightSpec: TypeAlias = ScheduledWeight
-
-
 class ConstantWeight(ScheduledWeight):
     """The same weight at every batch. Raises UserError unless finite and not negative."""
 
@@ -78,7 +75,7 @@ class ConstantWeight(ScheduledWeight):
         super().__init__("step", {0: value}, path=path)
 
 
-def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -> WeightSpec:
+def compose_weights(a: ScheduledWeight, b: ScheduledWeight, *, path_a: str, path_b: str) -> ScheduledWeight:
     """The product of two weights of a nested blend. Raises UserError if both are schedules."""
     if len(a.points) > 1 and len(b.points) > 1:
         problem = f"is a schedule, and so is {path_a} above it; the two cannot be multiplied"
@@ -101,7 +98,7 @@ def positions(unit: str, batches: Batches, micro_batches: MicroBatches) -> Batch
     return np.array([*map(micro_batches.step_of, batches.tolist())], np.int64)
 
 
-def first_all_zero(specs: Sequence[WeightSpec], micro_batches: MicroBatches, num_batches: int) -> int | None:
+def first_all_zero(specs: Sequence[ScheduledWeight], micro_batches: MicroBatches, num_batches: int) -> int | None:
     """The first of `num_batches` at which every weight is zero, or None."""
     # Exact: between neighbouring points of all schedules, a weight is zero everywhere, nowhere, or
     # at an end alone.

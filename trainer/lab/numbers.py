@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from trainer.arrays import Ints, is_known
 from trainer.data.collate import Batch, Collator, Gathered
 from trainer.data.documents import TokenTable, damaged, table_from_pieces
-from trainer.data.formats import BATCH_ROWS, pyarrow_for
 from trainer.data.loader import MicroBatch, accepted_inputs, take_apart
+from trainer.data.records import BATCH_ROWS, pyarrow_for
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.lab.nested_state import some_rows

@@ -30,7 +30,7 @@ from trainer.data.lanes import (
     streams_open,
 )
 from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
-from trainer.data.weights import WeightSpec
+from trainer.data.weights import ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Strategy, layout_for
 from trainer.files import allow_open_files
@@ -234,7 +234,7 @@ def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]
     return dict(saved.get(LANE_SETS, ())) if pairs[0] == pairs[1] else {}
 
 
-def _largest_shares(weights: Sequence[WeightSpec]) -> list[float]:
+def _largest_shares(weights: Sequence[ScheduledWeight]) -> list[float]:
     """The largest share that each source has at any point of a schedule."""
     points = np.array(sorted({x for weight in weights for x in weight.points}), np.int64)
     at = np.array([weight.evaluate_many(points) for weight in weights])

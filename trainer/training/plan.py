@@ -20,7 +20,7 @@ from trainer.data.documents import IdBounds
 from trainer.data.formats import is_import_path
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
-from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
+from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, layout_for
 from trainer.errors import UserError
@@ -42,7 +42,7 @@ class Source:
 
     name: str  # names of the enclosing sources and its own, joined by `.`
     table: SourceTable
-    weight: WeightSpec
+    weight: ScheduledWeight
     streams: list[Stream]  # empty for a custom target; perhaps also with weight 0
 
     @property
@@ -169,13 +169,13 @@ def leaf_tables(sources: list[Source]) -> list[SourceTable]:
 
 
 def _leaves(
-    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...]
+    tables: list[SourceTable], path: Path, prefix: str, outer: ScheduledWeight, including: tuple[Path, ...]
 ) -> Iterator[Source]:
     """The leaves of the tables in a file `path`, whose weights are multiplied by `outer`."""
     for table in tables:
         name = f"{prefix}{table.name}"
         key, own = f"{name}.weight", table.weight
-        spec: WeightSpec
+        spec: ScheduledWeight
         if isinstance(own, ScheduleTable):
             spec = ScheduledWeight(own.schedule, own.points, scale=own.scale, unit=own.unit, path=key)
         else:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer.config.data_tables import BatchScheduleTable
 from trainer.config.schema import RunConfig, TrainTable
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero, positions
+from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero, positions
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -66,7 +66,7 @@ class Endless:
             yield {"tokens": (0,)}
 
 
-SCHEDULES: dict[str, dict[str, WeightSpec]] = {
+SCHEDULES: dict[str, dict[str, ScheduledWeight]] = {
     "constant": {"a": ConstantWeight(8), "b": ConstantWeight(1), "c": ConstantWeight(0), "d": ConstantWeight(3)},
     "linear": {
         "a": ScheduledWeight("linear", {0: 100, 5_000: 10, 12_000: 0}),

@@ -24,7 +24,7 @@ from trainer.data.blend import BlendSource, UnreadSource
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_direct
 from trainer.data.shard_source import ShardSource, deal_parts
-from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
+from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.aggregate import reduce_over_ranks
@@ -42,7 +42,7 @@ def blend(
     row_tokens: int = 4,
     runs_on: bool = True,
     groups: int | Mapping[int, int] = 1,
-    weights: Mapping[str, WeightSpec] | None = None,
+    weights: Mapping[str, ScheduledWeight] | None = None,
     off: Sequence[str] = (),
     micro_batches: MicroBatches = ONE,
     per_source: bool = False,
