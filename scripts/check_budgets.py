@@ -29,16 +29,16 @@ AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (18_710, 16_500),
-    "core: files": (85, 75),
-    "trainer: lines": (30_305, 29_500),
-    "trainer: files": (144, 140),
+    "core: lines": (16_968, 16_500),
+    "core: files": (75, 75),
+    "trainer: lines": (29_896, 29_500),
+    "trainer: files": (142, 140),
     "tests: lines": (28_300, 28_300),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
     "words of documentation, with the CHANGELOG": (24_040, 24_000),
     "functions with more than 10 parameters": (3, 3),
-    "places that make a UserError": (181, 178),
+    "places that make a UserError": (178, 178),
     "config keys": (133, 133),
     "conditional expressions in 1,000 lines of code": (13, 13),
     "lines above 100 characters in 1,000": (35, 29),
