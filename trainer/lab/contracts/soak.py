@@ -143,7 +143,7 @@ def soak(trial: Trial, working: Subject, size: Size) -> tuple[dict[str, Verdict]
     found["autocast"] = untestable("autocast", "training runs in bf16: see soak")
     if low.precision not in (own.precision, exact.precision):
         found["autocast"] = replace(soaked.judge(low), check="autocast")
-    return found, None if soaked.is_uncut else trains
+    return found, None
 
 
 def find_size(trial: Trial) -> Size:
@@ -181,7 +181,7 @@ class _Soak:
     """Judges passes over batches of one size: the model in one mode, at one precision."""
 
     def __init__(self, trial: Trial, exact: Subject, size: Size) -> None:
-        self.trial, self.exact, self.size, self.is_uncut = trial, exact, size, True
+        self.trial, self.exact, self.size = trial, exact, size
         self._columns = trial.columns[:: -(-len(trial.columns) * size.rows // (MOST_COLUMNS * LEAST_ROWS))]
         self._longer = size.cell + max(size.cell // 2 - 1, 1)
         self._taken = {each for each in (self._longer, *SHORT, *TRAINED) if trial.takes_cells and self._takes(each)}
@@ -299,27 +299,18 @@ class _Soak:
         return torch.cat(logits, dim=1)
 
     def _read_alone(self, way: Subject, batch: _Batch) -> dict[_Document, Tensor]:
-        """The logits of each document run alone."""
-        documents = [*batch.documents(has_state=way.width > 0)]
-        if self.is_uncut:
-            try:
-                return {each: self._read(way, batch, each) for each in documents}
-            except CallFailed:  # the model takes no longer rows
-                self.is_uncut = False
-        return {each: self._read(way, batch, each, is_cut=True) for each in documents}
+        """The logits of each document run alone. Raises NotTestable: the model takes no such row."""
+        try:
+            return {each: self._read(way, batch, each) for each in batch.documents(has_state=way.width > 0)}
+        except CallFailed as error:
+            raise NotTestable(f"a document alone cannot be read: {error}") from error
 
-    def _read(self, way: Subject, batch: _Batch, document: _Document, *, is_cut: bool = False) -> Tensor:
-        """The logits [T, columns] of a document alone, whole or in cells."""
+    def _read(self, way: Subject, batch: _Batch, document: _Document) -> Tensor:
+        """The logits [T, columns] of a document alone and uncut."""
         row, begin, end, padded = document
-        cell = self.size.cell
-        padding = self.trial.tokens(1, 2 * cell, sample=900)
+        padding = self.trial.tokens(1, 2 * self.size.cell, sample=900)
         tokens = torch.cat([batch.tokens[row : row + 1, begin:end], padding], dim=1)[:, :padded]
-        state, logits = way.zeros(1), []
-        for piece in torch.split(tokens, cell if is_cut else padded, dim=1):
-            result = way(piece, state)
-            logits.append(result.logits[0][:, self._columns])
-            state = result.state
-        return torch.cat(logits)[: end - begin]
+        return way(tokens, way.zeros(1)).logits[0][: end - begin, self._columns]
 
     def _measure_rounding(self, way: Subject, batch: _Batch, alone: dict[_Document, Tensor]) -> Rounding:
         """Of the longest document. Raises NotTestable: rounding hides everything."""
@@ -329,7 +320,7 @@ class _Soak:
             rounding = replace(rounding, chunk=FLIPPED)
         rounding = rounding.measured(
             way,
-            lambda: self._read(way, batch, longest, is_cut=not self.is_uncut),
+            lambda: self._read(way, batch, longest),
             alone[longest],
             self._eps,
         )
