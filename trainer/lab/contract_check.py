@@ -22,7 +22,7 @@ from trainer.import_path import users_code
 from trainer.lab.numbers import OnPositions, first_batch, own_source
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import FEW_TOKENS, evaluating
-from trainer.training import NO_PARTS, Parts
+from trainer.training import Parts
 from trainer.training.build import AUTOCAST, evaluated_rows, make_model, model_and_loss, runs_on
 from trainer.training.plan import Plan, resolve_builder, weightless
 from trainer.wording import few
@@ -190,7 +190,7 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
 
 
 def find_size(
-    table: ModelTable, vocab_size: int, tokens: int, parts: Parts = NO_PARTS, config: RunConfig | None = None
+    table: ModelTable, vocab_size: int, tokens: int, parts: Parts, config: RunConfig | None = None
 ) -> Size | str:
     """The real size, or a smaller one that is checked faster; why none can be checked."""
     if tokens * vocab_size > MAX_LOGITS:

@@ -249,7 +249,7 @@ def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeyp
     (tmp_path / "fixed_size.py").write_text(text + "    model.state_width = 0\n    return model\n")
 
     def size(n: int, seq_len: int = 16):
-        return find_size(ModelTable(target="fixed_size:build", args={"n": n}), 50, seq_len)
+        return find_size(ModelTable(target="fixed_size:build", args={"n": n}), 50, seq_len, PARTS)
 
     for dim, layers, checked in ((256, 4, (256, 4)), (16, 64, (16, 2)), (4096, 32, (256, 2))):
         assert find_size(ModelTable(dim=dim, num_layers=layers), 257, 128, PARTS)[:2] == checked
