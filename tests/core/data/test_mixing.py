@@ -16,7 +16,7 @@ PREFIX = "stream_mixing/active/"
 
 
 def meta(batch):
-    parsed: dict[str, Any] = json.loads(batch["instability_meta_json"])
+    parsed: dict[str, Any] = json.loads(str(batch["instability_meta_json"]))
     return parsed
 
 

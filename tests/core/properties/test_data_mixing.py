@@ -38,7 +38,7 @@ def dataset(streams, *, rank=0, world_size=1, **kwargs):
 
 
 def meta(batch):
-    return json.loads(batch["instability_meta_json"])
+    return json.loads(str(batch["instability_meta_json"]))
 
 
 def state_of(part):

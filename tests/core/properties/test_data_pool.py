@@ -27,7 +27,7 @@ Key = tuple[int, str]  # epoch and stream: one reader
 
 
 def key_of(batch):
-    meta = json.loads(batch["instability_meta_json"])
+    meta = json.loads(str(batch["instability_meta_json"]))
     return meta["epoch"], meta["stream"]
 
 
