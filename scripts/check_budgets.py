@@ -29,28 +29,28 @@ AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (16_968, 16_500),
+    "core: lines": (16_930, 16_500),
     "core: files": (75, 75),
-    "trainer: lines": (29_896, 29_500),
+    "trainer: lines": (29_856, 29_500),
     "trainer: files": (142, 140),
     "tests: lines": (28_300, 28_300),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
     "words of documentation, with the CHANGELOG": (24_040, 24_000),
     "functions with more than 10 parameters": (3, 3),
-    "places that make a UserError": (178, 178),
+    "places that make a UserError": (176, 176),
     "config keys": (133, 133),
     "conditional expressions in 1,000 lines of code": (13, 13),
     "lines above 100 characters in 1,000": (35, 29),
     "lines of code for each comment line": (13, 13),
     "steady step: modules": (22, 15),
     "steady step: classes": (25, 15),
-    "steady step: functions": (83, 50),
+    "steady step: functions": (82, 50),
     "steady step: switches": (470, 470),
     "logged step: modules": (28, 28),
     "logged step: classes": (36, 30),
-    "logged step: functions": (162, 130),
-    "logged step: switches": (600, 600),
+    "logged step: functions": (161, 130),
+    "logged step: switches": (596, 596),
 }
 SETTINGS = """
     train.device=cpu train.compile=false checkpoint.every=0 eval.every=0 scheduler.warmup_steps=1 data.seq_len=64
