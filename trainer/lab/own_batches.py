@@ -7,10 +7,10 @@ It could go if data sets were trusted to give new objects and valid ids.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def own_batches(
     fails, or cannot be iterated."""
     path, run, key = str(source.table.target), plan.config.run, f"{kind} {source.name}: "
     given = {"rank": info.rank, "world_size": info.world_size, "seed": run.seed, "seq_len": plan.config.data.seq_len}
-    dataset = make_own(path, {**given, **source.table.args}, f"{key}target")
+    dataset, how["keeps_groups"] = make_own(path, {**given, **source.table.args}, f"{key}target"), info.world_size > 1
     return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"{key}{path}", model=model, **how)
 
 
@@ -71,7 +71,9 @@ class OwnBatches:
     that was trained on. A data set that fills one buffer again and again, or whose `state_dict`
     returns the object that it counts in, would otherwise lose batches and resume too far ahead.
     `vocab_size`: ids beyond it are refused, if they are on the host. `key` names the data set in
-    messages; its other keys are inputs of the `model`, on its device.
+    messages; its other keys are inputs of the `model`, on its device. `keeps_groups`: refuse a cell of a
+    group whose first cell was not read here, until the data set resumes: states stay with the rank, or
+    data shard, that reads their group.
     """
 
     now_reading = ""  # not the data set's: another thread asks, and must not run a user's code
@@ -84,9 +86,11 @@ class OwnBatches:
         key: str,
         model: nn.Module | None = None,
         device: torch.device | None = None,
+        keeps_groups: bool = False,
     ) -> None:
         self._dataset, self._vocab_size, self._key, self._model = dataset, vocab_size, key, model
         self._device = device if model is None else next(model.parameters()).device
+        self._begun: set[int] | None = set() if keeps_groups else None  # and not ended; None: not known
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._iterator, self._num_given = iter(self._dataset), 0
@@ -96,7 +100,11 @@ class OwnBatches:
         value = getattr(self._dataset, name)
         if name == "state_dict":
             return lambda: copy.deepcopy(value())
-        return value
+        return partial(self._resume, value) if name == "load_state_dict" else value
+
+    def _resume(self, load: Callable[[Any], None], state: Any) -> None:
+        self._begun = None
+        load(state)
 
     def __next__(self) -> dict[str, Any]:
         """A batch, checked and copied. Raises StopIteration: there are no more; UserError: the data
@@ -111,7 +119,7 @@ class OwnBatches:
         self._num_given += 1
         if isinstance(batch, Mapping):
             batch = {key: self._copied(key, value) for key, value in batch.items()}
-        for problem, fix in _problems(batch, self._vocab_size):  # the first is enough
+        for problem, fix in chain(_problems(batch, self._vocab_size), self._strays(batch)):  # the first is enough
             raise UserError(self._key, f"a batch {problem}", fix)
         if self._model is not None:
             given = {"state": None, **{key: value for key, value in batch.items() if key not in HOST_KEYS}}
@@ -142,6 +150,22 @@ class OwnBatches:
         for batch in self:
             return batch
         raise UserError(self._key, "gives no batch", "let it give one at least, on each rank")
+
+    def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Groups that continue here and did not begin here."""
+        if self._begun is None or "group_ids" not in batch:
+            return
+        ids, cells, is_last, end_ids = (_on_host(batch.get(key)) for key in (*CARRY_KEYS, "end_ids"))
+        if ids is None or cells is None or is_last is None:
+            self._begun = None
+            return
+        for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):
+            if group >= 0 and cell > 0 and group not in self._begun:
+                problem = f"continues group {group} at cell {cell}, and its first cell was not read on this rank"
+                yield problem, "keep each group on one rank (or data shard), from cell 0 on"
+        ends = np.where(is_last, -1, ids) if end_ids is None else end_ids
+        self._begun.difference_update(ids.tolist())
+        self._begun.update(ends[ends >= 0].tolist())
 
 
 def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:

@@ -188,3 +188,49 @@ def test_the_model_s_own_signature_says_what_it_takes():
     assert accepted_inputs(model) == {"tokens", "resets"}
     model.forward = lambda **inputs: inputs
     assert accepted_inputs(model) is None
+
+
+def cells(groups, cell, is_last=False, **more):
+    count = len(groups)
+    given = {"group_ids": groups, "cell_index": [cell] * count, "is_last": [is_last] * count}
+    return {**{name: np.zeros((count, 3), np.int64) for name in ("tokens", "targets")}, **given, **more}
+
+
+def test_a_group_that_continues_where_it_has_not_begun_is_refused_on_several_ranks():
+    begun = [cells([4, 7], 0), cells([-1, 4], 1), cells([7], 1, is_last=True)]
+    moved = [*begun, cells([4, 9], 2)]
+    assert len(list(OwnBatches(moved, vocab_size=256, key="own"))) == 4  # a single rank reads every group
+    for batches, message in (
+        (moved, "a batch continues group 9 at cell 2, and its first cell was not read on this rank; keep each"),
+        ([*begun, cells([7], 2)], "continues group 7 at cell 2"),  # it has ended
+        # Group 8 continues behind the row in which group 4 ended.
+        (
+            [
+                cells([4], 0),
+                cells([4], 1, end_ids=np.array([8]), end_cell_index=np.array([0])),
+                cells([8], 1),
+                moved[-1],
+            ],
+            "group 4",
+        ),
+    ):
+        own = iter(OwnBatches(batches, vocab_size=256, key="own", keeps_groups=True))
+        for _ in batches[:-1]:
+            next(own)
+        with pytest.raises(UserError, match=message):
+            next(own)
+
+
+def test_after_a_resume_no_group_is_taken_for_moved():
+    """Which groups had begun, and on which rank, is not known then."""
+
+    class Source(list):
+        def load_state_dict(self, state):
+            self.append(cells([4, 5], state))
+
+    own = OwnBatches(Source([cells([4], 3)]), vocab_size=256, key="own", keeps_groups=True)
+    assert hasattr(own, "load_state_dict")
+    with pytest.raises(UserError, match="continues group 4"):
+        next(iter(own))
+    own.load_state_dict(3)
+    assert [batch["group_ids"] for batch in own] == [[4], [4, 5]]
