@@ -27,7 +27,7 @@ export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
 .PHONY: help setup data smoke smoke-matrix test test-slow test-faults golden mutants check format docs \
-	bench $(addprefix bench-,$(BENCHES)) gpu clean
+	bench $(addprefix bench-,$(BENCHES)) context gpu clean
 
 help:
 	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
@@ -41,6 +41,7 @@ help:
 	@echo "make format     format the code"
 	@echo "make docs       regenerate the generated docs and JSON schemas"
 	@echo "make bench      what the instruments cost, as ratios, into docs/benchmarks.md (make bench-loop: one of them)"
+	@echo "make context    what a short window costs, into docs/context.md: 2.5 hours on two cores (SIZE=small: 20 minutes)"
 	@echo "make gpu        tests and figures on one CUDA device (DEVICE=cpu: a rehearsal)"
 
 setup: $(STAMP)
@@ -135,8 +136,16 @@ bench: setup
 $(addprefix bench-,$(BENCHES)): bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
 
+# Finished runs are kept, and go on with the next call; without docs/context.json all are run.
+SIZE ?= full
+CONTEXT_OUT = $(if $(filter full,$(SIZE)),docs/context.json,build/context-$(SIZE).json)
+CONTEXT_DEVICE = $(if $(filter device,$(SIZE)),$(DEVICE),cpu)
+context: setup data
+	$(call install,-e '.[figures]')
+	@$(BIN)/python scripts/context.py --size $(SIZE) --device $(CONTEXT_DEVICE) --out $(CONTEXT_OUT) --work $(basename $(CONTEXT_OUT:docs/%=build/%))
+
 # On one CUDA device, from a bare checkout and with the packages of the interpreter that PYTHON names: nothing is installed.
-# PART=tests|runs|speed|models|ledger runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
+# PART=tests|runs|speed|models|ledger|context runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
 DEVICE ?= cuda
 PART ?= all
 CHECK ?=

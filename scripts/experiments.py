@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -10,46 +9,21 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_LIMIT_SEC = 1200
-# Of every run, unless the study or the setting says otherwise.
+# Of every run, unless the study says otherwise.
 SETS: Mapping[str, object] = {
     "train.device": '"cpu"',
     "gns.enabled": "false",
     "metrics.log_interval": 10,
     "metrics.stdout": '"off"',
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A config by name, with some keys changed."""
-
-    corpus: str
-    overrides: tuple[tuple[str, object], ...] = ()
-
-    @property
-    def name(self) -> str:
-        """In the file of results."""
-        return "; ".join([self.corpus, *(f"{key}={value}" for key, value in self.overrides)])
-
-
-def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, default=Path("data/pytext"), help="made by `make data`")
-    parser.add_argument("--out", type=Path, default=Path(f"build/{name}.json"), help="the results, kept")
-    parser.add_argument("--work", type=Path, default=Path(f"build/{name}"), help="directory of the runs")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
-    return parser
 
 
 def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.CompletedProcess[str]:
@@ -62,21 +36,17 @@ def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.Com
     return done
 
 
-def train(
-    setting: Setting, seed: int, config: str, work: Path, sets: Mapping[str, object] | None = None
-) -> tuple[Path, float]:
-    """Train once in a directory of `work`, with `sets` and what the setting changes: the run's directory,
-    and its seconds. Raises RuntimeError: the run failed."""
-    folder = f"{zlib.crc32(f'{setting.name}, seed {seed}'.encode()):08x}"
-    sets = {"run.seed": seed, **SETS, **(sets or {}), **dict(setting.overrides)}
+def train(name: str, seed: int, config: str, work: Path, sets: Mapping[str, object]) -> Path:
+    """Train once in a directory of `work`, which is returned, with `sets`. Raises RuntimeError: the run failed."""
+    folder = f"{zlib.crc32(f'{name}, seed {seed}'.encode()):08x}"
+    sets = {"run.seed": seed, **SETS, **sets}
     path, run_dir = work / f"{folder}.toml", work / folder
     shutil.rmtree(run_dir, ignore_errors=True)  # of a call that was cut short
     work.mkdir(parents=True, exist_ok=True)
     path.write_text(config, encoding="utf-8")
     overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-    began = time.perf_counter()
     program("--config", str(path), "--run-dir", str(run_dir), *overrides)
-    return run_dir, time.perf_counter() - began
+    return run_dir
 
 
 def rows_of(run_dir: Path, mode: str) -> list[dict[str, Any]]:
@@ -87,7 +57,7 @@ def rows_of(run_dir: Path, mode: str) -> list[dict[str, Any]]:
 
 
 class Results:
-    """What runs gave, by setting (which has a `name`) and seed, kept in a file."""
+    """What runs gave, by name and seed, kept in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,30 +65,23 @@ class Results:
         if path.exists():
             self._found = json.loads(path.read_text(encoding="utf-8"))
 
-    def complete(self, settings: Sequence[Any], seeds: int, run: Callable[..., dict[str, Any]], jobs: int) -> None:
-        """Run what is missing: all settings of one seed before the next seed."""
-        missing = [
-            (setting, seed)
-            for seed in range(seeds)
-            for setting in dict.fromkeys(settings)
-            if str(seed) not in self._found.get(setting.name, {})
-        ]
+    def complete(self, names: Sequence[str], seeds: int, run: Callable[[str, int], dict[str, Any]], jobs: int) -> None:
+        """Run what is missing: all names of one seed before the next seed."""
+        every = [(name, seed) for seed in range(seeds) for name in names]
+        missing = [(name, seed) for name, seed in every if str(seed) not in self._found.get(name, {})]
         with ThreadPoolExecutor(jobs) as pool:
             found = pool.map(lambda job: run(*job), missing)
-            for number, ((setting, seed), each) in enumerate(zip(missing, found, strict=True), start=1):
-                self._found.setdefault(setting.name, {})[str(seed)] = each
+            for number, ((name, seed), each) in enumerate(zip(missing, found, strict=True), start=1):
+                self._found.setdefault(name, {})[str(seed)] = each
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(json.dumps(self._found, indent=1) + "\n", encoding="utf-8")
+                lines = (f"{json.dumps(name)}: {json.dumps(runs)}" for name, runs in self._found.items())
+                self._path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
                 said = ", ".join(f"{key} {value:.4g}" for key, value in each.items() if isinstance(value, float))
-                print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {said}", file=sys.stderr, flush=True)
+                print(f"{number} of {len(missing)}: {name}, seed {seed}: {said}", file=sys.stderr, flush=True)
 
-    def of(self, setting: Any, seed: int) -> dict[str, Any]:
-        return self._found[setting.name][str(seed)]
-
-    def mean(self, setting: Any, key: str) -> tuple[float, float] | None:
-        """(mean, standard error over the seeds); None if no run has the key."""
-        values = [found[key] for found in self._found.get(setting.name, {}).values() if key in found]
-        return mean_of(values) if values else None
+    def of(self, name: str, seeds: int) -> list[dict[str, Any]]:
+        """What the runs of the first seeds gave."""
+        return [self._found[name][str(seed)] for seed in range(seeds)]
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PARTS = ("tests", "runs", "speed", "models", "ledger")
+PARTS = ("tests", "runs", "speed", "models", "ledger", "context")
 PASSED, MEASURED, REHEARSED, SKIPPED = "passed", "measured", "rehearsed", "skipped"
 MISSED, FAILED, TIMED_OUT, NOT_RUN = "MISSED", "FAILED", "TIMED OUT", "NOT RUN"
 TEST_MARK, TAKES_LONG = "mark.cuda", "chosen_device"
@@ -48,7 +48,7 @@ class Check(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """A program of scripts/bench: its arguments on CUDA, and for a rehearsal in seconds."""
+    """A program of scripts/bench, or scripts/context.py: its arguments on CUDA, and for a rehearsal in seconds."""
 
     part: str
     name: str
@@ -67,6 +67,7 @@ ONE = "--families"
 HEAD = "--dim 1024 --rows 16 --length 1024 --chunk 2048 --vocabularies 32000 128000"
 LARGE_NOISE = "--dim 1024 --layers 12 --rows 16 --seq-len 1024 --micro-batches 2 8 --rounds 3"
 NOISE, GRAPHS = "--variants run 'without noise scale'", "--variants run 'without graphs'"
+CONTEXT = "--size device --out build/context-gpu/results.json --work build/context-gpu"
 # A part ends within 8 minutes on CUDA whatever happens; what has a goal comes first.
 BENCHES = (
     Bench("speed", "recurrence", 90, "--dim 1024 --tokens 32768", "--dim 64 --tokens 512 --lengths 64 256 --rounds 2"),
@@ -92,6 +93,7 @@ BENCHES = (
     ),
     Bench("speed", "head", 120, HEAD, "--rows 2 --length 64 --rounds 1 --vocabularies 4096"),
     Bench("ledger", "ledger", 200, ROW_BYTES, FEW_ROWS),
+    Bench("context", "context", 470, CONTEXT, CONTEXT),
 )
 
 
@@ -105,7 +107,8 @@ def checks(root: Path, device: str) -> list[Check]:
             found.append(Check(part, name, options, slower * TEST_SEC))
     for bench in BENCHES:
         own = shlex.split(bench.on_cuda if device == "cuda" else bench.on_cpu)
-        program = f"scripts/bench/bench_{bench.name.partition('-')[0]}.py"
+        name = bench.name.partition("-")[0]
+        program = "scripts/context.py" if name == "context" else f"scripts/bench/bench_{name}.py"
         arguments = (program, "--device", device, "--json", *own)
         found.append(Check(bench.part, bench.name, arguments, slower * bench.limit_sec))
     return found

@@ -32,7 +32,7 @@ PART_SEC = {"cuda": 480.0, "cpu": 900.0}
 CORPUS = ROOT / "data" / "pytext"
 CORPUS_SEC = 240.0
 GRACE_SEC = 3.0
-NEED_CORPUS = frozenset({"speed", "models"})
+NEED_CORPUS = frozenset({"speed", "models", "context"})
 BAD = (MISSED, FAILED, TIMED_OUT, NOT_RUN)
 OF_TORCH = """
 import json, torch
