@@ -93,7 +93,7 @@ BENCHES = (
     ),
     Bench("speed", "head", 120, HEAD, "--rows 2 --length 64 --rounds 1 --vocabularies 4096"),
     Bench("ledger", "ledger", 200, ROW_BYTES, FEW_ROWS),
-    Bench("context", "context", 470, CONTEXT, CONTEXT),
+    Bench("context", "context", 450, CONTEXT, CONTEXT),
 )
 
 
