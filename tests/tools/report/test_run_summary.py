@@ -88,9 +88,10 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
 
 
 def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):
-    def run(loss, seed, lr=0.1, step=4, ranks=1):
+    def run(loss, seed, lr=0.1, step=4, ranks=1, state="done"):
         config, world = {"run": {"seed": seed}, "optimizer": {"lr": lr}}, {"world_size": ranks}
-        return record_of({}, {step: {"eval_loss": loss}}, config=config, environment=world, label=f"r{loss}")
+        how = {"config": config, "environment": world, "label": f"r{loss}", "status": {"state": state}}
+        return record_of({}, {step: {"eval_loss": loss}}, **how)
 
     others = [run(9.0, 4, lr=0.2), run(8.0, 5, step=2), run(7.0, 6, ranks=2), run(2.1, 1)]
     found = over_seeds([run(2.0, 1), run(2.2, 2), run(2.6, 3), *others, record_of({}, {4: {"eval_loss": 6.0}})])
@@ -100,6 +101,12 @@ def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):
     assert mean["text"] == "r2.0, r2.2, r2.6: held-out loss 2.2667, +- 0.759 (95 %), mean of 3 seeds"
     assert [(each["mean"], each["error"]) for each in singles] == [(9.0, None), (8.0, None), (7.0, None)]
     assert "one seed: its scatter over seeds is not known" in singles[0]["text"]
+    others = [run(1.7, 3, lr=0.2), run(1.5, 1, lr=0.2), run(1.2, 9, lr=0.2), run(4.0, 8, step=2, state="failed")]
+    mean, _, pair = over_seeds([run(2.0, 1), run(2.2, 2), run(2.6, 3), *others])
+    assert mean["text"].endswith("; left out, failed or without a held-out loss: r4.0")
+    # Of -0.9 and -0.5: the mean -0.7, and Student's t with 1 degree of freedom, 12.706, times 0.2.
+    assert (pair["runs"], pair["minus"]) == (["r1.7", "r1.5"], ["r2.6", "r2.0"])
+    assert (pair["mean"], 2 * pair["error"]) == pytest.approx((-0.7, 2.5412))
 
 
 def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps():

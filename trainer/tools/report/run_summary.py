@@ -187,30 +187,53 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Means of the last held-out loss over runs that share all but `run.seed`: settings, also those that
     a resume changed, ranks, machine, versions and step. Of runs with one seed the first counts.
 
+    A group is also compared with the first one of its step, by the seeds that both have: `minus`.
     `error`: of the mean, by Student's t; `ERRORS_SHOWN` are 95 %. None for one seed.
     """
-    from trainer.metrics.noise_scale import t_quantile
-
-    groups: dict[str, dict[str, tuple[str, float]]] = {}
+    groups: dict[tuple[str, int], dict[str, tuple[str, float]]] = {}
+    left_out: dict[str, list[str]] = {}
     for run in runs:
         settings, (steps, losses) = recorded_settings(run.config, run.environment), run.evals.column("eval_loss")
         seed = value_text(settings.pop("run.seed", None))
         changed = [each.details["changed"] for each in run.restarts if each.details.get("changed")]
-        if run.config and steps and math.isfinite(losses[-1]):
-            same = json.dumps([steps[-1], settings, changed], sort_keys=True, default=str)
-            groups.setdefault(same, {}).setdefault(seed, (run.name, losses[-1]))
+        same = json.dumps([settings, changed], sort_keys=True, default=str)
+        has_failed = run.status.get("state") in ("failed", "died")
+        if has_failed or not (steps and math.isfinite(losses[-1])):
+            left_out.setdefault(same, []).append(run.name)
+        elif run.config:
+            groups.setdefault((same, steps[-1]), {}).setdefault(seed, (run.name, losses[-1]))
     found: list[dict[str, Any]] = []
-    for group in groups.values():
+    pairs: list[dict[str, Any]] = []
+    first: dict[int, dict[str, tuple[str, float]]] = {}
+    for (same, step), group in groups.items():
         names, values = zip(*group.values(), strict=True)
-        mean, error, shown = statistics.fmean(values), None, "one seed: its scatter over seeds is not known"
-        if len(values) > 1:
-            freedom = len(values) - 1
-            quantile = _T95.get(freedom) or t_quantile(1.96, freedom)
-            error = quantile / ERRORS_SHOWN * statistics.stdev(values) / math.sqrt(len(values))
-            shown = f"+- {number_text(ERRORS_SHOWN * error)} (95 %), mean of {len(values)} seeds"
+        mean, error, shown = _mean_of_seeds(values)
         text = f"{', '.join(names)}: held-out loss {number_text(mean, 5)}, {shown}"
+        if same in left_out:
+            text += f"; left out, failed or without a held-out loss: {', '.join(left_out[same])}"
         found.append({"runs": names, "mean": mean, "error": error, "text": text})
-    return found
+        before = first.setdefault(step, group)
+        common = [seed for seed in group if seed in before]
+        if before is not group and len(common) > 1:
+            ours, minus = ([each[seed][0] for seed in common] for each in (group, before))
+            gains = [group[seed][1] - before[seed][1] for seed in common]
+            mean, error, shown = _mean_of_seeds(gains)
+            text = f"{', '.join(ours)} minus {', '.join(minus)}, "
+            text += f"seed by seed: {number_text(mean, 5)}, {shown}"
+            pairs.append({"runs": ours, "minus": minus, "mean": mean, "error": error, "text": text})
+    return found + pairs
+
+
+def _mean_of_seeds(values: Sequence[float]) -> tuple[float, float | None, str]:
+    """Mean, its error and that in words."""
+    from trainer.metrics.noise_scale import t_quantile
+
+    mean, freedom = statistics.fmean(values), len(values) - 1
+    if not freedom:
+        return mean, None, "one seed: its scatter over seeds is not known"
+    quantile = _T95.get(freedom) or t_quantile(1.96, freedom)
+    error = quantile / ERRORS_SHOWN * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, error, f"+- {number_text(ERRORS_SHOWN * error)} (95 %), mean of {len(values)} seeds"
 
 
 def value_text(value: Any) -> str:
