@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.wording import message_of
 
 # Run by another Python, this is `train` of this installation, wherever it is started.
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
@@ -71,7 +70,7 @@ def shown_path(path: str) -> str:
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """`NameError: name 'x' is not defined (mine.py:3)`; `otherwise`: outside user code."""
-    text = error.msg if isinstance(error, SyntaxError) else message_of(error)
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {' '.join(text.split())}{place_of(error) or otherwise}"
 
 

@@ -30,17 +30,9 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def message_of(error: BaseException) -> str:
-    """`str(error)`; for an exception that fails to give it, why."""
-    try:
-        return str(error)
-    except Exception as failure:  # noqa: BLE001 - a class of the user's own may do anything
-        return f"(no message: its __str__ raised {type(failure).__name__})"
-
-
 def error_text(error: BaseException) -> str:
     """`ValueError: the message`; without one: `AssertionError: at /home/me/model.py:12`."""
-    text = message_of(error)
+    text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     if not text and frames:
         text = f"at {frames[-1].filename}:{frames[-1].lineno}"

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from trainer.distributed.env import RankInfo
 from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
 from trainer.files import open_descriptor
-from trainer.wording import error_text, message_of
+from trainer.wording import error_text
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -128,11 +128,6 @@ class Watchdog:
     def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
         """Record the main thread's activity, which is progress; `may_wait`: as long as it takes."""
         self._note = (what, step, may_wait, next(self._notes))
-
-    @property
-    def doing(self) -> str:
-        """The main thread's activity."""
-        return self._note[0]
 
     def tell(self, reason: str) -> None:
         """Tell the other ranks why this one ends, so that they do not report it as missing."""
@@ -276,7 +271,7 @@ class Watchdog:
 
 def is_of_a_collective(error: Exception) -> bool:
     """Whether the process group raised the error, whose cause is then usually on another rank."""
-    is_of_gloo = isinstance(error, RuntimeError) and "gloo" in message_of(error).lower()
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     return is_of_gloo or isinstance(error, dist.DistError)
 
 

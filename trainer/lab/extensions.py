@@ -195,14 +195,10 @@ class LossSpikes(Extension):
         if spike is not None:
             text = "step %d: loss spike: %.4f, above its average of %.4f with standard deviation %.4f"
             logger.warning(text, step.number, *spike)
-            event = {
-                "event": "loss_spike",
-                "global_step": step.number,
-                **spike._asdict(),
-                "grad_norm": outcome.grad_norm,
-            }
+            event = {"event": "loss_spike", "global_step": step.number, **spike._asdict()}
             batches = [str(micro.located) for micro in step.window]  # of rank 0; the command shows all
-            self.run.event({**event, "batches": batches, "see": self.run.run_dir.rows_command(step.number)})
+            see = self.run.run_dir.rows_command(step.number)
+            self.run.event({**event, "grad_norm": outcome.grad_norm, "batches": batches, "see": see})
 
     def update(self, loss: float) -> Spike | None:
         """Add a finite loss; returns the spike if it is one."""

@@ -87,10 +87,10 @@ class Transformer(LanguageModel):
         rotation = rotations(tokens.shape[1], self.head_dim, x)
         mask: Mask = None
         if resets is not None:
-            # A block; the narrowest head that flex attention takes.
-            is_large = tokens.shape[1] >= 128 and self.head_dim >= 16
+            # A block; the narrowest head that flex attention takes; where it runs as one kernel.
+            is_fit = tokens.shape[1] >= 128 and self.head_dim >= 16 and x.is_cuda and HAS_TRITON
             # Evaluations run uncompiled, where flex attention would hold all scores.
-            mask = document_mask(resets, in_blocks=self.training and is_large and has_kernel(x))
+            mask = document_mask(resets, in_blocks=self.training and is_fit)
         for block in self.blocks:
             x = block(x, rotation, mask)
         return ModelOutput(logits=self.head(self.norm(x)), state=None)
@@ -103,11 +103,6 @@ class Transformer(LanguageModel):
         per_layer = mixing + 3 * self.dim * self.hidden
         weights = self.num_layers * per_layer + self.dim * self.vocab_size
         return 6.0 * weights + 12.0 * self.num_layers * seq_len * self.dim
-
-
-def has_kernel(x: Tensor) -> bool:
-    """Whether flex attention runs as one kernel where x is."""
-    return x.is_cuda and HAS_TRITON
 
 
 def document_mask(resets: Tensor, *, in_blocks: bool) -> Mask:

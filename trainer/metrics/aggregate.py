@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number, is_name
 from trainer.metrics.catalog import WORST_SUFFIX, lookup_or_gauge
 from trainer.metrics.catalog_rows import MetricSpec, RankReduction, WindowReduction
-from trainer.wording import message_of, short_repr
+from trainer.wording import short_repr
 
 Scalar = float | torch.Tensor
 MOST_EXACT = 2**53  # larger integers need not be exact as floats
@@ -105,7 +105,7 @@ class Recorder:
             try:
                 self._add(key, value)
             except Exception as error:  # noqa: BLE001 - one value must not cost the others
-                self._leave_out(key, message_of(error))
+                self._leave_out(key, str(error))
                 self._add(key, None)
 
     def _add(self, key: str, value: Input | None) -> None:
@@ -194,7 +194,7 @@ def _pack(
         try:
             scalars = _scalars(local[key], device)
         except Exception as error:  # noqa: BLE001 - one value must not cost the others
-            guard.leave_out(key, message_of(error))
+            guard.leave_out(key, str(error))
         if not scalars and operation not in _MEANS:  # a mean leaves an unknown value out
             numbers[2 * index + 1] = math.nan
         for place, scalar in enumerate(scalars, start=2 * index):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from trainer.metrics.logger import get_logger
-from trainer.wording import error_text, message_of, short_repr
+from trainer.wording import error_text, short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +54,7 @@ def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], R]) -> dict[
             try:
                 taken[name] = take(value)
             except TypeError as error:
-                leave_out(name, message_of(error))
+                leave_out(name, str(error))
                 taken[name] = None
     return taken
 
@@ -105,7 +105,7 @@ class BestEffort:
         """Skip this batch, or turn the diagnostic off with one warning, by its exception."""
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
-            self.last_skip = message_of(error)
+            self.last_skip = str(error)
             return
         if not self.enabled:
             return

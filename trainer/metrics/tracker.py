@@ -21,7 +21,6 @@ from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
 from trainer.on_device import compute_mfu, get_memory_stats, peak_tflops_of
 from trainer.options import TrackerOptions
-from trainer.wording import message_of
 
 _SMOOTHED = ("loss", "tokens", "step_time")
 SMOOTHING = 0.1  # weight of the newest value in `smoothed/*`
@@ -304,7 +303,7 @@ class MetricsTracker:
                     total, weight = map(float, pair)
                     values[key] = total / weight if weight else None
                 except Exception as error:  # noqa: BLE001 - one value must not cost the others
-                    self._leave_out(key, message_of(error))
+                    self._leave_out(key, str(error))
         # Of epochs, the total since the start.
         read = [key for key in values if key.startswith(EPOCHS)]
         totals: dict[str, float | None] = {}

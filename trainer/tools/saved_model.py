@@ -32,7 +32,6 @@ from trainer.training.plan import build_model, tokenizer_of
 from trainer.training.run_dir import RunDir
 from trainer.training.tensor_files import CheckpointError, TensorFiles
 from trainer.training.train_state import open_model
-from trainer.wording import short_repr
 
 CONFIG_FILE = "config.toml"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -165,9 +164,6 @@ def load_model(
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
         found = parse_count(metadata.get("step", ""))
-        if found is None and "step" in metadata:
-            problem = f"is after step {short_repr(metadata['step'])}, which is no number"
-            raise UserError(str(place / WEIGHTS_FILE), problem, "export it again")
         if (place / "tokenizer.json").is_file():
             tokenizer = str(place / "tokenizer.json")
     else:

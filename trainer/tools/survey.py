@@ -127,7 +127,6 @@ TOKENS_PER_STEP, MOST_MICRO_BATCHES = 4096, 8
 STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
 MOST_HELD_OUT = 0.3
-MANY_MODALITIES = 16
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
 TIE_FROM_VOCABULARY = 8192  # from here on, tied embeddings save most of a small model
 # A string, number, boolean or list of them, as TOML writes it.
@@ -201,10 +200,6 @@ def starter(
         what = f"not UTF-8 text: {len(strange):,} of {counted(len(chosen), 'file')}, {few(strange)}"
         fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
         notes.append(f"{what}; a run would read the bytes as they are; {fix}")
-    num = len({stream.modality for stream in at.streams})
-    if num > MANY_MODALITIES:
-        one = f"train data build text --modality all='{paths[0]}/**/*' makes one of them"
-        notes.append(f"{num} directories are {num} modalities, each with metrics of its own; {one}")
     vocab_size = largest + 1 if tokenizer == "ids" else 0
     sizes = choose_sizes(chosen, lengths, share=share)
     if not sizes["holdout_fraction"]:

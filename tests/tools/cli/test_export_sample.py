@@ -121,8 +121,6 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
         ({"shared": '{"head.weight": "norm.weight"}'}, "(head.weight is no other name of a stored tensor)"),
         ({"shared": "[]"}, "(shared tensors are not named by others)"),
         ({"shared": "[" * 100_000}, "(nested too deeply)"),
-        ({"step": "9" * 5000}, "is after step '999999999999...9999999999999', which is no number"),
-        ({"step": "\u00b2"}, "is after step '\u00b2', which is no number"),
     ],
 )
 def test_an_export_with_hostile_metadata_is_refused_in_one_line(folder, tmp_path, capsys, metadata, said):

@@ -165,15 +165,6 @@ def test_why_nothing_is_evaluated_is_noted_where_no_document_can_be_held_out(dat
     assert "\n[eval]" not in said
 
 
-def test_many_directories_of_program_text_are_read_and_noted_as_so_many_modalities(tmp_path, capsys):
-    for number in range(17):
-        (tmp_path / f"d{number}").mkdir()
-        (tmp_path / f"d{number}" / "main.rs").write_text(TEXT[:200])
-    init([str(tmp_path)], out=str(tmp_path / "x.toml"))
-    assert "17 directories are 17 modalities" in capsys.readouterr().err
-    assert len(plan_of(tmp_path / "x.toml").sources[0].streams) == 17
-
-
 @pytest.mark.usefixtures("data")
 def test_a_tokenizer_of_ones_own_is_named_in_the_config():
     tokenizers = pytest.importorskip("tokenizers")

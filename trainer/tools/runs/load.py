@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -155,7 +155,7 @@ class _Reader:
     def __init__(self) -> None:
         self.train, self.evals = RowTable(), RowTable()
         self.restarts: list[Restart] = []
-        self.steps_redone = self.num_skipped = self._num_decreases = self._last_step = 0
+        self.steps_redone = self.num_skipped = self._last_step = 0
         self.first_error = ""
 
     def read(self, path: Path) -> None:
@@ -175,19 +175,9 @@ class _Reader:
             self.restarts.append(found.restart)
             self.steps_redone += max(self._last_step - found.restart.global_step, 0)
             self._last_step = found.restart.global_step
-        # Only a restart goes back: otherwise several runs may have been appended to one file.
-        self._num_decreases += found.global_step < self._last_step
         self._last_step = found.global_step
         table = {"train": self.train, "eval": self.evals}[found.mode]
         table.add(found.global_step, len(self.restarts), found.values())
-
-    def notes(self) -> Iterator[str]:
-        """Remarks on rows that were skipped or are odd."""
-        if self.num_skipped:
-            yield f"skipped {counted(self.num_skipped, 'damaged line')}, the first at {self.first_error}"
-        if self._num_decreases:
-            note = f"global_step decreases without a restart {counted(self._num_decreases, 'time')}"
-            yield f"{note}: does the file hold several runs?"
 
 
 def _parse(line: bytes) -> Payload:
@@ -219,7 +209,9 @@ def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
     if problem and not (is_one_of_many and path.is_dir()):
         raise UserError(str(metrics), problem, fix)
     notes, others = [f"{METRICS_NAME} {problem}"] * bool(problem), dict[str, Any]()
-    notes += reader.notes()
+    if reader.num_skipped:
+        skipped = counted(reader.num_skipped, "damaged line")
+        notes.append(f"skipped {skipped}, the first at {reader.first_error}")
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         others = _read_others(metrics.parent, notes)
         reached = others["status"].get("last_step")
