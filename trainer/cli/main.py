@@ -174,6 +174,8 @@ def _with_settings(arguments: list[str]) -> list[str]:
     short = SETTINGS if arguments[:1] == ["check"] else {}
     for argument in given:
         if argument == "--best":
+            if any(re.match("--step(=|$)", other) for other in arguments):
+                raise typer.BadParameter("--best and --step name two checkpoints: give one")
             argument = "--step=best"
         key, is_whole, value = argument.removeprefix("--").partition("=")
         key = short.get(key, key)

@@ -15,7 +15,7 @@ import itertools
 import struct
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -134,6 +134,7 @@ class Mask(Reader, Protocol):
 
     @property
     def field(self) -> str: ...
+    def refuse_absent(self, where: Path | str, fields: Collection[str]) -> None: ...
     def pieces(self, path: Path, options: ReadOptions) -> Iterator[TokenArray]: ...
     def coded(self, where: str, content: str | TokenArray, mask: Any, options: ReadOptions) -> TokenArray: ...
     def refuse_untrained(self, opened: Iterable[OpenStream], source: str) -> Iterator[OpenStream]: ...

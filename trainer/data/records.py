@@ -112,7 +112,9 @@ def document_of(line: bytes, where: str, options: ReadOptions) -> tuple[str | li
     found = []
     if isinstance(record, dict):
         found = [(name, record[name]) for name in _columns(column) if name in record]
-        mask = record.get(getattr(options.loss_mask, "field", None))
+        if options.loss_mask is not None:
+            options.loss_mask.refuse_absent(where, record)
+            mask = record[options.loss_mask.field]
     match found:
         case [(name, str() as text)] if name in (column, "text"):
             return text, mask
@@ -196,8 +198,11 @@ class Column(NamedTuple):
     plain: Any  # the one type of strings or lists to read it as
 
 
-def find_column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> Column:
+def find_column(path: Path, schema: Any, pyarrow: Any, options: ReadOptions) -> Column:
     """The column of documents."""
+    column = options.column
+    if options.loss_mask is not None:
+        options.loss_mask.refuse_absent(path, schema.names)
     found = [name for name in _columns(column) if name in schema.names]
     if len(found) == 1:
         name, kind = found[0], schema.field(found[0]).type
@@ -227,7 +232,7 @@ def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
 def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while row groups are read."""
     with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
-        column = find_column(path, file.schema_arrow, pyarrow, options.column)
+        column = find_column(path, file.schema_arrow, pyarrow, options)
         names = [column.name]
         if options.loss_mask is not None:
             names.append(options.loss_mask.field)
@@ -286,7 +291,7 @@ def arrow_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
             mapped.seek(0)
             batches = pyarrow.ipc.open_stream(mapped)
             schema = batches.schema
-        column = find_column(path, schema, pyarrow, options.column)
+        column = find_column(path, schema, pyarrow, options)
         yield from pieces_of_rows(path, _parts(batches, column.name), column, options)
 
 

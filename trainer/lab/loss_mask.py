@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,14 @@ from trainer.data.documents import (
 from trainer.data.formats import FORMATS, format_name, takes_option
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.lab.tokenizer_json import HuggingFaceTokenizer
+
+
+def refuse_missing(where: Path | str, names: Iterable[str], fields: Collection[str]) -> None:
+    """Refuse a record or a file of `fields` that lacks one of these names."""
+    for name in names:
+        if name not in fields:
+            problem = f"has no field {name} (its fields: {', '.join(fields)})"
+            raise damaged(where, problem, "name one that it has")
 
 
 class MaskedTable(TokenTable):
@@ -63,6 +71,10 @@ class LossMask(NamedTuple):
     """Reads files with such a field."""
 
     field: str
+
+    def refuse_absent(self, where: Path | str, fields: Collection[str]) -> None:
+        """Refuse a record or a file without the field."""
+        refuse_missing(where, [self.field], fields)
 
     @property
     def collator(self) -> type[Collator]:

@@ -26,6 +26,7 @@ from trainer.data.loader import MicroBatch, accepted_inputs, take_apart
 from trainer.data.records import BATCH_ROWS, pyarrow_for
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+from trainer.lab.loss_mask import refuse_missing
 from trainer.lab.nested_state import some_rows
 from trainer.model.protocol import ModelOutput, extras_of
 
@@ -110,14 +111,13 @@ class Series:
     def _parquet(self, path: Path) -> Iterator[Any]:
         """The rows of each document, float32 [T, F]."""
         with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
+            refuse_missing(path, self.columns, file.schema_arrow.names)
             for batch in file.iter_batches(BATCH_ROWS, columns=list(self.columns)):
                 lists = [batch.column(name).cast(pyarrow.large_list(pyarrow.float64())) for name in self.columns]
                 lengths = [each.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False) for each in lists]
                 if any((own != lengths[0]).any() or (own < 0).any() for own in lengths):
-                    fix = "write lists of one length in each row"
-                    raise damaged(
-                        path, f"has a row whose {', '.join(self.columns)} are of unequal length, or null", fix
-                    )
+                    problem = f"has a row whose {', '.join(self.columns)} are of unequal length, or null"
+                    raise damaged(path, problem, "write lists of one length in each row")
                 columns = [each.flatten().to_numpy(zero_copy_only=False) for each in lists]
                 yield from np.split(np.stack(columns, 1).astype(np.float32), lengths[0].cumsum()[:-1])
 

@@ -16,13 +16,14 @@ from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
+from trainer.lab.loss_mask import LossMask
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import trained_on
 from trainer.tools.saved_model import Step, load_model, refuse_code
-from trainer.training.build import model_and_loss
+from trainer.training.build import model_and_loss, reading
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
-from trainer.training.plan import Plan, make_auxiliary, make_plan, resolve_sources
+from trainer.training.plan import Plan, Source, leaf_tables, make_auxiliary, make_plan, resolve_sources
 
 logger = get_logger(__name__)
 
@@ -71,7 +72,7 @@ def evaluate_checkpoint(
         what = "no" if held_out else "neither [[eval.source]] nor"
         problem = f"has {what} held-out documents to evaluate on"
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
-    plan = _plan(config, sets, directory / "config.resolved.toml", batches)
+    plan = _plan(config, sets, directory / "config.resolved.toml", batches, takes_mask=bool(sources))
     info, diagnostics = RankInfo(), Diagnostics()
     row_model, loss = model_and_loss(saved.model, plan, device)
     read = eval_sets(plan, info, device)
@@ -84,8 +85,10 @@ def evaluate_checkpoint(
     return saved.step, found
 
 
-def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batches: int | None) -> Plan:
-    """The plan of an evaluation: how the run was trained is no matter here."""
+def _plan(
+    config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batches: int | None, *, takes_mask: bool
+) -> Plan:
+    """The plan of an evaluation, whose sets get the `loss_mask` of training if it `takes_mask`."""
     changed = {
         "train": config.train.model_copy(update={"steps": 1, "tokens": 0, "micro_batches": 1}),
         "scheduler": SchedulerTable(name="constant", warmup_steps=0),
@@ -108,10 +111,36 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
     planned = _with_eval(plan.config, source=sets, target=config.eval.target, every=1)
     planned = planned.model_copy(update={"data": data})
     plan = replace(plan, config=planned, eval_sources=plan.sources)
+    training: list[Source] = []
     with suppress(UserError):  # the training data are no longer where the run read them
-        for doubt in trained_on(resolve_sources(trained, path, 1), plan.eval_sources):
-            logger.warning("%s", UserError(*doubt).message)
-    return plan
+        training = resolve_sources(trained, path, 1)
+    for doubt in trained_on(training, plan.eval_sources):
+        logger.warning("%s", UserError(*doubt).message)
+    tables = leaf_tables(training) or trained.data.source
+    masks = {each.loss_mask for each in tables if each.loss_mask}
+    if not (takes_mask and masks):
+        return plan
+    return replace(plan, eval_sources=[_masked(plan, each, masks) for each in plan.eval_sources])
+
+
+def _masked(plan: Plan, source: Source, fields: set[str]) -> Source:
+    """A set with the `loss_mask` of training, if there is one and its files have that field."""
+    field = ", ".join(sorted(fields))
+    if len(fields) > 1:
+        text = "--source %s: all tokens count, training has several loss_mask: %s"
+        logger.warning(text, source.name, field)
+        return source
+    masked = replace(source, table=source.table.model_copy(update={"loss_mask": field}))
+    _, read, _ = reading(plan, masked)
+    try:
+        for stream in source.streams:
+            next(LossMask(field).pieces(Path(stream.path), read), None)
+    except UserError as error:
+        text = "--source %s: all tokens count, without loss_mask: %s"
+        logger.warning(text, source.name, error.message)
+        return source
+    logger.info("--source %s: loss_mask = %s, as in training", source.name, field)
+    return masked
 
 
 def _with_eval(config: RunConfig, **changed: object) -> RunConfig:

@@ -20,7 +20,7 @@ from trainer.files import parse_count
 from trainer.metrics.catalog import EMA_PREFIX, ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import planned as planned
-from trainer.tools.doubts import warn_of_rate_change, why_no_noise_scale
+from trainer.tools.doubts import why_no_noise_scale
 from trainer.training import checkpoint
 from trainer.training.build import runs_on, state_bytes
 from trainer.training.plan import Plan, width_of
@@ -43,7 +43,11 @@ def ended(run: Run, state: str, reason: str) -> None:
         run.watchdog.write(lines[0])
         lines[0] = lines[0].removesuffix(reason) + "see the error below"
     lines.append(f"the run is in {run_dir.path}")
-    if checkpoint.complete_checkpoints(run_dir.checkpoints):
+    if position.untrained_steps:
+        steps = counted(position.untrained_steps, "step")
+        lines.append(f"{steps} trained no token: all were prompts or gaps")
+    saved = checkpoint.complete_checkpoints(run_dir.checkpoints)
+    if saved:
         lines += _next_command(run, state, reason)
     elif state == "stopped":
         lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
@@ -51,6 +55,12 @@ def ended(run: Run, state: str, reason: str) -> None:
         lines.append(f"wandb: upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     if position.last_eval is not None:  # last of all, since it is the result
         lines += _evaluation_lines(run, *position.last_eval)
+    if saved and run.view.config.checkpoint.keep_best:
+        from trainer.lab.extensions import BEST
+
+        best = checkpoint.read_state(saved[0])["extensions"].get(BEST)
+        if best:
+            lines.append(f"best: step {best['step']}, {best['key']} {best['value']:.4f}")
     for number, line in enumerate(lines):
         level = logging.ERROR if state == "failed" and number == 0 else logging.INFO
         logger.log(level, "%s", line)
@@ -113,8 +123,6 @@ def resume_command(run: RunView) -> str:
 def begun(view: RunView) -> None:
     """Log model, machine, precision and run directory, and how the ranks share the model."""
     plan, facts, model = view.plan, view.plan.facts, view.model
-    if view.found is not None:
-        warn_of_rate_change(view.found[1]["config"], plan, view.position.reached)
     device = next(model.parameters()).device
     ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
     text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"

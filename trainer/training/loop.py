@@ -166,8 +166,10 @@ def settle(run: Run, taken: InFlight) -> str | None:
     run.extensions.settle(step, taken.launched.measured)
     if not outcome.is_finite:
         reject(run, taken, step)
-    elif outcome.tokens:  # a step without tokens trained on nothing
+    elif outcome.tokens:
         position.skipped_in_a_row = 0
+    else:  # its rows hold prompts (`loss_mask`) or gaps alone
+        position.untrained_steps += 1
     end_step(run, taken, outcome, is_logged=order.is_logged)
     if view.failure:  # before anything is saved
         raise CorruptedError(view.failure)

@@ -93,6 +93,7 @@ class Position:
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
+    untrained_steps: int = 0  # of this launch, without a token to train
     last_eval: tuple[int, dict[str, float]] | None = None
     """The step of the last evaluation, and its numbers."""
     must_save: bool = False

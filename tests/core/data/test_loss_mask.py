@@ -75,7 +75,7 @@ def test_a_token_is_trained_if_its_first_character_lies_in_a_span(tmp_path, suff
         ({"text": "né", "mask": [[0, 3]]}, r"\[0, 3\] is no span of a text of 2 characters; count Unicode"),
         ({"text": "ab", "mask": [[0, 1.5]]}, "is not a list of .start, end."),
         ({"text": "ab", "mask": [[False, True]]}, "is not a list of .start, end."),
-        ({"text": "ab"}, "is not a list of .start, end."),
+        ({"text": "ab", "spans": []}, r"has no field mask \(its fields: text, spans\); name one that it has"),
         ({"tokens": [1, 2], "mask": [1]}, "is not a list of 0 and 1, one for each of 2 ids"),
         ({"text": "\ud800", "mask": []}, "unpaired surrogate"),
     ],
@@ -84,6 +84,13 @@ def test_what_is_no_mask_is_refused_with_its_line(tmp_path, record, message):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "mask": [[0, 1]]}) + "\n" + json.dumps(record))
     with pytest.raises(UserError, match=rf"a\.jsonl: line 2: .*{message}"):
         load_documents(tmp_path / "a.jsonl", ReadOptions(load_tokenizer("bytes"), loss_mask=LossMask("mask")))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_file_without_the_field_of_the_mask_is_refused_with_its_columns(tmp_path, suffix):
+    WRITERS[suffix](tmp_path / f"a{suffix}", {"text": TEXTS, "spans": SPANS})
+    with pytest.raises(UserError, match=r"has no field mask \(its fields: text, spans\)"):
+        load_documents(tmp_path / f"a{suffix}", ReadOptions(load_tokenizer("bytes"), loss_mask=LossMask("mask")))
 
 
 CONFIG = """
@@ -174,3 +181,26 @@ def test_rows_hold_the_same_tokens_whatever_is_trained_and_go_on_in_the_middle_o
         assert (masked["targets"] == np.where(is_trained, plain["targets"], -100)).all()
         state = rows.state_dict()
     assert any(place and place.offset for place in rows.places)
+
+
+def test_a_set_of_an_evaluation_is_masked_as_training_or_said_not_to_be(tmp_path, monkeypatch, capsys, verb):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": SPANS})
+    write_jsonl(tmp_path / "b.jsonl", {"text": TEXTS})
+    sets = "eval.every=2", "eval.source=[{name='own', paths=['a.jsonl']}]"
+    (tmp_path / "x.toml").write_text(CONFIG)
+    train_here(tmp_path / "x.toml", tmp_path / "run", *sets)
+    assert "eval source own: all tokens count, and training has loss_mask = mask" in capsys.readouterr().err
+    ended = verb("eval", "run", "--json", "--source", "as=a.jsonl", "--source", "other=b.jsonl")
+    found = json.loads(ended.stdout)["metrics"]
+    assert "--source as: loss_mask = mask, as in training" in ended.stderr
+    assert "--source other: all tokens count, without loss_mask: b.jsonl: line 1: has no field mask" in ended.stderr
+    assert found["eval/other/loss"] != found["eval/as/loss"]
+
+
+def test_steps_without_a_trained_token_are_counted_at_the_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", {"text": ["a" * 640], "mask": [[[0, 64]]]})
+    (tmp_path / "x.toml").write_text(CONFIG)
+    train_here(tmp_path / "x.toml", tmp_path / "run", "train.micro_batches=1", "data.mixing.batch_size=1")
+    assert "1 step trained no token" in capsys.readouterr().err

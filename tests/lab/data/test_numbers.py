@@ -286,6 +286,8 @@ def test_columns_of_lists_are_rows_and_null_is_unknown(tmp_path):
     save_parquet(path, {"b": [[1.5]], "a": [[4, 5]]})
     with pytest.raises(UserError, match=r"a.parquet: has a row whose a, b are of unequal length"):
         reader(columns=["a", "b"]).load(path, "parquet", None)
+    with pytest.raises(UserError, match=r"a.parquet: has no field c \(its fields: b, a\)"):
+        reader(columns=["a", "c"]).load(path, "parquet", None)
 
 
 def reader(features=2, **more):

@@ -143,9 +143,11 @@ def go(tmp_path, monkeypatch):
 NAN = float("nan")
 
 
-def test_the_best_is_saved_at_once_survives_later_ones_and_resumes_and_is_what_the_verbs_read(go, tmp_path, verb):
+def test_the_best_is_saved_at_once_survives_later_ones_resumes_and_is_what_verbs_read(go, tmp_path, verb, capsys):
     assert go(8, {2: NAN, 4: 3.0, 6: NAN, 8: 3.0}) == ([8, 4], 4)  # the last step is always saved
+    assert capsys.readouterr().err.splitlines()[-1].endswith("best: step 4, eval/score 3.0000")
     run_dir, auto = tmp_path / "run", "checkpoint.resume=auto"
+    assert "--best and --step name two checkpoints" in verb("eval", run_dir, "--best", "--step", 8).stderr
     assert go(10, {10: 2.0}, auto) == ([10], 10)
     assert go(13, {12: 2.5}, auto) == ([13, 10], 10)
     assert "after step 10" in verb("export", run_dir, "--best", "--out", tmp_path / "out").stderr
