@@ -233,8 +233,8 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         batch["dataset_segments"] = [modality for _ in range(rows)]
         located.origin = {"source": self.name, "stream": path, "epoch": self.epoch}
         located.origin["position"] = position
-        # The groups are told apart: parts of a document that other ranks read would be seen on some numbers of ranks alone.
-        located.documents.clear()
+        # As text: then the noise scale tells groups apart, which no two ranks share, and not documents.
+        batch["instability_meta_json"] = str(located)
         return batch
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
