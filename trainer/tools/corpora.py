@@ -369,7 +369,6 @@ def build_key_recall(
     cells: int = 16,
     seq_len: int = 6,
     streams: int = 8,
-    seed: int = 0,
     force: bool = False,
 ) -> dict[str, Any]:
     """Write a corpus that can only be learned with carried state, as `out/recall/stream<k>.jsonl`.
@@ -395,7 +394,7 @@ def build_key_recall(
     documents: Streams = {}
     for stream in range(streams):
         name = f"stream{stream:0{digits}}"
-        draw = keyed_generator("key-recall", seed, stream)
+        draw = keyed_generator("key-recall", 0, stream)
         size = len(range(stream, groups, streams)), 2
         documents[name] = []
         for index, (first, second) in enumerate(draw.integers(NUM_SYMBOLS, size=size).tolist()):

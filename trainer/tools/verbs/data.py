@@ -104,15 +104,13 @@ def key_recall(
     cells: Annotated[int, Option(min=2, help="Cells per group.")] = 16,
     seq_len: Annotated[int, Option(min=5, help="Bytes per cell.")] = 6,
     streams: Annotated[int, Option(min=1, help="Number of files.")] = 8,
-    seed: Annotated[int, Option(min=0, help="Seed of the symbols.")] = 0,
     force: ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
     from trainer.tools.corpora import NUM_SYMBOLS, build_key_recall
 
-    sizes = {"groups": groups, "cells": cells, "seq_len": seq_len, "streams": streams}
     with writing(out):
-        build_key_recall(Path(out), **sizes, seed=seed, force=force)
+        build_key_recall(Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, force=force)
     nats = math.log(NUM_SYMBOLS)
     echo(f"answers, the digits: {nats:.4f} nats each without carried state, 0 with it", err=True)
     echo(f"with it {2 * nats / (cells * seq_len):.4f} nats a byte: the two revealed symbols", err=True)
