@@ -123,7 +123,7 @@ class RunView:
         """Count a metric on this rank until the next logged step, which reports it.
 
         The catalog says how the values between two logged steps and those of all ranks combine
-        (`trainer.metrics.register` adds metrics). `value`: a number, a tensor of one element, a
+        (`trainer.metrics.catalog.register` adds metrics). `value`: a number, a tensor of one element, a
         pair (sum, weight), or None if unknown; what is no number is left out.
         """
         self.recorder.add({name: value})
