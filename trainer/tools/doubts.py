@@ -119,6 +119,7 @@ class Content(NamedTuple):
 
     tokens: int  # of text that is not opened: its bytes
     documents: int = 0  # that are not held out, or their parts; 0: not opened
+    padded: int = 0  # tokens, with what fills the last cell of each document; 0: not opened
 
 
 def contents(plan: Plan) -> dict[str, Content]:
@@ -128,7 +129,8 @@ def contents(plan: Plan) -> dict[str, Content]:
     size = sum(file_bytes(stream) for source in read for stream in source.streams)
     measure = _opened if size <= OPENED_BYTES else _by_bytes
     found = {source.name: measure(plan, source) for source in read}
-    return {name: each._replace(tokens=each.tokens * plan.config.data.values) for name, each in found.items()}
+    values = plan.config.data.values
+    return {name: Content(each.tokens * values, each.documents, each.padded * values) for name, each in found.items()}
 
 
 def _opened(plan: Plan, source: Source) -> Content:
@@ -144,7 +146,7 @@ def _opened(plan: Plan, source: Source) -> Content:
     sizes = np.concatenate([each.num_tokens() for each in opened])
     if not len(sizes):
         raise nothing_left(f"source {source.name}")
-    return Content(int(sizes.sum()), len(sizes))
+    return Content(int(sizes.sum()), len(sizes), int((-(-sizes // cut.seq_len)).sum()) * cut.seq_len)
 
 
 def _by_bytes(plan: Plan, source: Source) -> Content:

@@ -287,6 +287,8 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
 EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
 ONE_SEQUENCE = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
 OWN_MODEL = full_rows({"target": "mine:build"})
+PADDED = full_rows({"target": "mine:build"}, align="document")
+UNPADDED = "stream, with a model that takes resets; or a shorter data.seq_len"
 
 
 def restarted(every: int) -> RunRecord:
@@ -307,7 +309,7 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("false_evictions_lru", make_run({FALSE["lru"]: [3.0]}, config={}), ("ledger.capacity", None, "twice as many")),
     ("low_fill", FAULTY["low_fill"], ("data.mixing.batching_mode", "per_stream", "per_row")),
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
-    ("low_fill", replace(FAULTY["low_fill"], config=full_rows(align="document")), ("data.align", "document", "stream")),
+    ("low_fill", replace(FAULTY["low_fill"], config=PADDED), ("data.align", "document", UNPADDED)),
     ("low_fill", replace(FAULTY["low_fill"], config=OWN_MODEL), ("data.mixing.batch_size", 8, 4)),
     ("restarts", restarted(every=0), ("checkpoint.every", 0, 20)),
     ("restarts", restarted(every=4), ("checkpoint.every", 4, 2)),

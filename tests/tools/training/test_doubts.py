@@ -173,11 +173,12 @@ def test_small_data_are_counted_and_large_data_go_by_their_bytes(
     whole = mixed_plan(tmp_path)
     for name, found in contents(whole).items():
         sizes = [size for lengths in CORPUS[name] for size in lengths]
-        assert found == (sum(sizes), len(sizes))
+        cell = whole.config.data.seq_len
+        assert found == (sum(sizes), len(sizes), sum(-(-size // cell) * cell for size in sizes))
     monkeypatch.setattr(doubts, "OPENED_BYTES", 1)
     for source in whole.sources:
         size = sum(Path(stream.path).stat().st_size for stream in source.streams)
-        assert contents(whole)[source.name] == (size, 0)
+        assert contents(whole)[source.name] == (size, 0, 0)
     np.save(tmp_path / "ids.npy", np.arange(250, dtype=np.uint16))
     ids = mixed_plan(tmp_path, f'data.source=[{{name="ids",paths=["{tmp_path}/ids.npy"],eod=3}}]')
     assert contents(ids)["ids"].tokens == 250

@@ -127,11 +127,7 @@ def starved_modality(run: RunRecord) -> Outcome:
         return healthy(f"the longest wait for a stream of a modality ({name}) {chance}")
     words = f"no stream of modality {name} is opened any more: so long a wait {chance}; "
     words += f"first at step {worst.steps[hits[0]]}"
-    readers = run.setting("data.mixing.num_streams_mixed")
-    more: int | str = "twice as many; or give the modality its own source and weight"
-    if isinstance(readers, int):
-        more = 2 * readers
-    knob = Knob("data.mixing.num_streams_mixed", readers, more)
+    knob = Knob.of(run, "data.mixing.num_streams_mixed", "twice as many; or a source of its own for the modality")
     return finding(words, worst.evidence(hits), knob=knob)
 
 
@@ -178,8 +174,8 @@ def low_fill(run: RunRecord) -> Outcome:
         return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
     rows = run.setting("data.mixing.batch_size")
     knob = Knob("data.source", None, "more data, or cut documents (data.max_group_cells)")
-    if run.setting("data.align") == "document" and run.setting("model.target") is None:
-        knob = Knob("data.align", "document", "stream")
+    if run.setting("data.align") == "document":  # its padding does not depend on the number of rows
+        knob = Knob("data.align", "document", "stream, with a model that takes resets; or a shorter data.seq_len")
     elif isinstance(rows, int) and rows > 1:
         knob = Knob("data.mixing.batch_size", rows, max(int(mean * rows), 1))
     return finding(words, fill.evidence(), knob=knob)

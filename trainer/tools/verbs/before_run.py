@@ -47,7 +47,7 @@ def check(
         from trainer.lab.contract_check import check_here, refuse_breaches
         from trainer.metrics.logger import get_logger
         from trainer.tools.doubts import contents, lane_doubts
-        from trainer.training.build import plan_lanes
+        from trainer.training.build import plan_lanes, runs_on
         from trainer.training.plan import make_plan, width_of
 
     resolved, logger = load_config(config_path, overrides or []), get_logger("check")
@@ -78,7 +78,7 @@ def check(
     else:
         facts["contract"] = report.to_json() if as_json else report.summary()
     sources: dict[str, Any] = {
-        "sources": _sources(plan, content),
+        "sources": _sources(plan, content, runs_on(plan, model)),
         "parameter_groups": _parameter_groups(resolved, model),
     }
     sources["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
@@ -100,16 +100,18 @@ def _source(source: Source) -> dict[str, Any]:
     return {"streams": len(source.streams), "modalities": modalities, "bytes": size}
 
 
-def _sources(plan: Plan, content: Mapping[str, Content]) -> dict[str, dict[str, Any]]:
-    """The sources, with their shares at the beginning and the steps that an epoch of each takes."""
+def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[str, dict[str, Any]]:
+    """The sources: shares at the beginning, and steps of an epoch in full or padded rows."""
     facts, total = {}, sum(source.weight.evaluate(0) for source in plan.sources)
     for source in plan.sources:
         share = source.weight.evaluate(0) / max(total, 1e-100)
         own = facts[source.name] = {**_source(source), "share": share}
         if source.name in content:
             own |= content[source.name]._asdict()
+            own["positions"] = own["tokens"] if is_full else own["padded"]  # 0: not known
             if share:
-                own["steps_per_epoch"] = own["tokens"] / (share * plan.facts.tokens_per_step)
+                positions = own["positions"] or own["tokens"]
+                own["steps_per_epoch"] = positions / (share * plan.facts.tokens_per_step)
     return facts
 
 
@@ -152,7 +154,7 @@ def _in_words(source: Mapping[str, Any]) -> str:
     if "steps_per_epoch" in source:
         text += f", an epoch takes {source['steps_per_epoch']:,.0f} steps"
         if not source["documents"]:
-            text += " at most"
+            text += " at most" if source["positions"] else " without padding"
     return text
 
 
