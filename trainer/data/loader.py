@@ -4,6 +4,7 @@ them to the device by one thread; `Reading` gives the windows of a run.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import queue
@@ -128,17 +129,17 @@ def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
     return frozenset(parameters) - {"state"}
 
 
-def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
-    """Refuse keys of a batch that are neither an extra nor an input of the model."""
-    unknown = sorted(set(inputs) - set(accepted))
-    if unknown:
-        taken, extras = ", ".join(sorted(accepted)), ", ".join(sorted(BATCH_EXTRAS))
-        problem = f"neither an input of the model ({taken}) nor a registered batch extra ({extras})"
-        fix = "accept it in the model, register it in trainer/data/loader.py, or do not collate it"
-        raise UserError(f"batch key {', '.join(unknown)}", problem, fix)
+def check_inputs(inputs: Collection[str], accepted: Collection[str], source: str = "") -> None:
+    """Refuse keys of a batch of `source` that are neither an extra nor an input of the model."""
+    known = [*sorted(accepted), *sorted(BATCH_EXTRAS)]
+    for key in sorted(set(inputs) - set(accepted)):
+        close = difflib.get_close_matches(key, known, n=1)
+        fix = f"did you mean {close[0]}?" if close else "accept it in forward, or leave it out"
+        problem = f"neither an input of the model nor a batch extra; there are {', '.join(known)}"
+        raise UserError(f"{source}batch key {key}", problem, fix)
 
 
-def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBatch:
+def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, source: str = "") -> MicroBatch:
     """A data set's dict as a micro-batch. `accepted`: inputs that the model takes; None: any."""
     inputs = {key: value for key, value in batch.items() if key not in BATCH_EXTRAS}
     extras = {key: value for key, value in batch.items() if key in BATCH_EXTRAS}
@@ -151,7 +152,7 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
         optional = {key: np.asarray(inputs.pop(key)) for key in OPTIONAL_CARRY_KEYS if key in inputs}
         carry = Carry(*map(np.asarray, map(inputs.pop, CARRY_KEYS)), **optional)
     if accepted is not None and not inputs.keys() <= accepted:
-        check_inputs(inputs, accepted)
+        check_inputs(inputs, accepted, source)
     located = extras.get("instability_meta_json", "{}")
     documents = getattr(located, "documents", None)
     if documents is None and carry is not None:
@@ -190,7 +191,6 @@ class Loader:
         guard: BestEffort | None = None,
         full_tokens: int = 0,
     ) -> None:
-        assert prefetch >= 0, prefetch
         self._dataset = dataset
         self._iterator = iter(dataset)
         self._device = torch.device(device)

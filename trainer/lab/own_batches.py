@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
+from trainer.data.documents import IdBounds
 from trainer.data.loader import BATCH_EXTRAS, CARRY_KEYS, OPTIONAL_CARRY_KEYS, Loader, MicroBatch, take_apart
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
@@ -48,7 +49,8 @@ def own_batches(
     fails, or cannot be iterated."""
     path, run, key = str(source.table.target), plan.config.run, f"{kind} {source.name}: "
     given = {"rank": info.rank, "world_size": info.world_size, "seed": run.seed, "seq_len": plan.config.data.seq_len}
-    dataset, how["keeps_groups"] = make_own(path, {**given, **source.table.args}, f"{key}target"), info.world_size > 1
+    dataset = make_own(path, {**given, **source.table.args}, f"{key}target")
+    how["num_targets"] = IdBounds.of(path, plan.tokenizer).num_ids
     return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"{key}{path}", model=model, **how)
 
 
@@ -70,10 +72,9 @@ class OwnBatches:
     The loader prepares batches in advance, and a checkpoint needs the state after the last batch
     that was trained on. A data set that fills one buffer again and again, or whose `state_dict`
     returns the object that it counts in, would otherwise lose batches and resume too far ahead.
-    `vocab_size`: ids beyond it are refused, if they are on the host. `key` names the data set in
-    messages; its other keys are inputs of the `model`, on its device. `keeps_groups`: refuse a cell of a
-    group whose first cell was not read here, until the data set resumes: states stay with the rank, or
-    data shard, that reads their group.
+    `vocab_size`: ids beyond it are refused, if they are on the host; targets beyond `num_targets`, or 0:
+    likewise. `key` names the data set in messages; its other keys are inputs of the `model`, on its
+    device. A cell that does not follow the one read here is refused, until the data set resumes.
     """
 
     now_reading = ""  # not the data set's: another thread asks, and must not run a user's code
@@ -86,11 +87,12 @@ class OwnBatches:
         key: str,
         model: nn.Module | None = None,
         device: torch.device | None = None,
-        keeps_groups: bool = False,
+        num_targets: int = 0,
     ) -> None:
         self._dataset, self._vocab_size, self._key, self._model = dataset, vocab_size, key, model
         self._device = device if model is None else next(model.parameters()).device
-        self._begun: set[int] | None = set() if keeps_groups else None  # and not ended; None: not known
+        self._num_targets = num_targets or vocab_size
+        self._due: dict[int, int] | None = {}  # next cells of begun groups; None: not known
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._iterator, self._num_given = iter(self._dataset), 0
@@ -103,7 +105,7 @@ class OwnBatches:
         return partial(self._resume, value) if name == "load_state_dict" else value
 
     def _resume(self, load: Callable[[Any], None], state: Any) -> None:
-        self._begun = None
+        self._due = None
         load(state)
 
     def __next__(self) -> dict[str, Any]:
@@ -119,7 +121,8 @@ class OwnBatches:
         self._num_given += 1
         if isinstance(batch, Mapping):
             batch = {key: self._copied(key, value) for key, value in batch.items()}
-        for problem, fix in chain(_problems(batch, self._vocab_size), self._strays(batch)):  # the first is enough
+        problems = _problems(batch, self._vocab_size, self._num_targets)
+        for problem, fix in chain(problems, self._strays(batch)):  # the first is enough
             raise UserError(self._key, f"a batch {problem}", fix)
         if self._model is not None:
             given = {"state": None, **{key: value for key, value in batch.items() if key not in HOST_KEYS}}
@@ -152,23 +155,22 @@ class OwnBatches:
         raise UserError(self._key, "gives no batch", "let it give one at least, on each rank")
 
     def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Groups that continue here and did not begin here."""
-        if self._begun is None or "group_ids" not in batch:
-            return
-        ids, cells, is_last, end_ids = (_on_host(batch.get(key)) for key in (*CARRY_KEYS, "end_ids"))
-        if ids is None or cells is None or is_last is None:
-            self._begun = None
+        """Groups that continue here at another cell than the one behind their last."""
+        keys = (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS)
+        ids, cells, is_last, end_ids, end_cells, _ = (_on_host(batch.get(key)) for key in keys)
+        if self._due is None or ids is None or cells is None or is_last is None:
             return
         for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):
-            if group >= 0 and cell > 0 and group not in self._begun:
-                problem = f"continues group {group} at cell {cell}, and its first cell was not read on this rank"
-                yield problem, "keep each group on one rank (or data shard), from cell 0 on"
-        ends = np.where(is_last, -1, ids) if end_ids is None else end_ids
-        self._begun.difference_update(ids.tolist())
-        self._begun.update(ends[ends >= 0].tolist())
+            due = self._due.pop(group, 0)
+            if group >= 0 and cell not in (0, due):
+                problem = f"continues group {group} at cell {cell}; next here is cell {due}"
+                yield problem, "keep all cells of a group on one rank (or data shard), from 0 on"
+        if end_ids is None or end_cells is None:
+            end_ids, end_cells = np.where(is_last, -1, ids), cells
+        self._due.update(zip(end_ids.tolist(), (end_cells + 1).tolist(), strict=True))
 
 
-def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
+def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[str, str]]:
     """The problems of a batch, each with its fix. Reads from no device."""
     if not isinstance(batch, Mapping):
         yield f"is a {type(batch).__name__}, not a dict", "yield dicts with targets and the inputs of the model"
@@ -183,13 +185,13 @@ def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
     if not is_row or (len(given) == 2 and given != shape[:2]):  # tokens may be features [B, T, D]
         shapes = " and ".join(f"{key} {list(np.shape(batch[key]))}" for key in IDS if key in batch)
         yield f"has {shapes}", "give ids as [B, T], and targets that are floats as [B, T, ...], with at least one row"
-    for key in IDS:
+    for key, num_ids in zip(IDS, (vocab_size, num_targets), strict=True):
         array = _on_host(batch.get(key))
         if array is not None and array.dtype.kind == "i":  # floats may be features
             is_judged = (key == "tokens") | (array != IGNORED)
-            wrong = array[((array < 0) & is_judged) | (array >= vocab_size)]
+            wrong = array[((array < 0) & is_judged) | (array >= num_ids)]
             if wrong.size:
-                problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {vocab_size - 1}"
+                problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {num_ids - 1}"
                 fix = f"mark targets that are not to be predicted with {IGNORED}"
                 yield problem, f"{fix}, or set data.vocab_size to the number of ids"
     for key in CARRY_KEYS:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.loader import BATCH_EXTRAS, Loader, accepted_inputs, take_apart
+from trainer.data.loader import Loader, take_apart
 from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
 from trainer.lab.own_batches import OwnBatches
@@ -81,7 +81,8 @@ def good(**changed):
         (good(targets=np.zeros((0, 3), int)), "at least one row"),
         (good(targets=np.full((2, 3), "a")), "targets that are neither integers nor floats"),
         (good(targets=np.full((2, 3), -1)), "target id -1, .*not to be predicted with -100"),
-        (good(tokens=np.full((2, 3), 256)), "token id 256, and the vocabulary has 0 to 255"),
+        (good(tokens=np.full((2, 3), 257)), "token id 257, and the vocabulary has 0 to 256"),
+        (good(targets=np.full((2, 3), 256)), "target id 256, and the vocabulary has 0 to 255"),
         (good(targets=torch.full((2, 3), 300)), "target id 300, and the vocabulary has 0 to 255"),
         (good(group_ids=np.array([5])), r"2 rows has group_ids \[1\]"),
         (good(group_ids=np.array([5, -2])), "group_ids of type int64, such as -2"),
@@ -91,7 +92,7 @@ def good(**changed):
 )
 def test_a_batch_that_cannot_be_meant_is_refused(batch, message):
     with pytest.raises(UserError, match=message) as caught:
-        next(iter(OwnBatches([batch], vocab_size=256, key="source own: my:data")))
+        next(iter(OwnBatches([batch], vocab_size=257, num_targets=256, key="source own: my:data")))
     assert caught.value.message.startswith("source own: my:data")
 
 
@@ -149,15 +150,6 @@ def batch(**more):
     return {"tokens": torch.zeros(2, 3), "targets": torch.ones(2, 3, dtype=torch.long), **carry, **more}
 
 
-def test_extras_and_bookkeeping_never_reach_the_model():
-    given = batch(**dict.fromkeys(BATCH_EXTRAS, 3))
-    micro = take_apart(given, frozenset({"tokens"}))
-    assert micro.inputs.keys() == {"tokens"}
-    assert micro.extras == dict.fromkeys(BATCH_EXTRAS, 3)
-    assert micro.carry.is_last.tolist() == [False, True]
-    assert "tokens" in given  # the data set's dict is not changed
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -165,7 +157,8 @@ def test_extras_and_bookkeeping_never_reach_the_model():
             {"tokens": 1, "targets": 1, "group_ids": 1},
             "has no cell_index, is_last, but others of group_ids, cell_index, is_last",
         ),
-        (batch(odd=1), r"batch key odd: neither an input of the model \(tokens\).*dataset_labels.*token_types"),
+        (batch(odd=1), "batch key odd: neither an input of the model .* tokens, dataset_labels, .*; accept it"),
+        (batch(token_type=1), "batch key token_type: neither .*; did you mean token_types?"),
     ],
 )
 def test_an_incomplete_or_unknown_batch_is_refused(given, message):
@@ -182,39 +175,26 @@ def test_a_masked_copy_has_one_row_with_nothing_to_predict_and_no_group():
     assert len(copy.inputs["noise"]) == 5  # what has no entry for each row is shared
 
 
-def test_the_model_s_own_signature_says_what_it_takes():
-    model = torch.nn.Module()
-    model.forward = lambda tokens, state=None, resets=None: tokens
-    assert accepted_inputs(model) == {"tokens", "resets"}
-    model.forward = lambda **inputs: inputs
-    assert accepted_inputs(model) is None
-
-
 def cells(groups, cell, is_last=False, **more):
     count = len(groups)
     given = {"group_ids": groups, "cell_index": [cell] * count, "is_last": [is_last] * count}
     return {**{name: np.zeros((count, 3), np.int64) for name in ("tokens", "targets")}, **given, **more}
 
 
-def test_a_group_that_continues_where_it_has_not_begun_is_refused_on_several_ranks():
+def test_a_group_that_does_not_continue_where_it_was_left_is_refused():
     begun = [cells([4, 7], 0), cells([-1, 4], 1), cells([7], 1, is_last=True)]
-    moved = [*begun, cells([4, 9], 2)]
-    assert len(list(OwnBatches(moved, vocab_size=256, key="own"))) == 4  # a single rank reads every group
+    assert len(list(OwnBatches([*begun, cells([4], 2), cells([7], 0)], vocab_size=256, key="own"))) == 5
+    ended = cells([4], 2, end_ids=np.array([8]), end_cell_index=np.array([0]))
     for batches, message in (
-        (moved, "a batch continues group 9 at cell 2, and its first cell was not read on this rank; keep each"),
+        ([*begun, cells([4, 9], 2)], "a batch continues group 9 at cell 2; next here is cell 0; keep"),
         ([*begun, cells([7], 2)], "continues group 7 at cell 2"),  # it has ended
+        ([*begun, cells([4], 3)], "continues group 4 at cell 3; next here is cell 2; keep"),
+        ([*begun, cells([4], 2), cells([4], 2)], "continues group 4 at cell 2; next here is cell 3; keep"),
         # Group 8 continues behind the row in which group 4 ended.
-        (
-            [
-                cells([4], 0),
-                cells([4], 1, end_ids=np.array([8]), end_cell_index=np.array([0])),
-                cells([8], 1),
-                moved[-1],
-            ],
-            "group 4",
-        ),
+        ([*begun, ended, cells([8], 1), cells([4], 3)], "group 4"),
+        ([*begun, ended, cells([8], 1), cells([8], 3)], "group 8 at cell 3; next here is cell 2"),
     ):
-        own = iter(OwnBatches(batches, vocab_size=256, key="own", keeps_groups=True))
+        own = iter(OwnBatches(batches, vocab_size=256, key="own"))
         for _ in batches[:-1]:
             next(own)
         with pytest.raises(UserError, match=message):
@@ -228,7 +208,7 @@ def test_after_a_resume_no_group_is_taken_for_moved():
         def load_state_dict(self, state):
             self.append(cells([4, 5], state))
 
-    own = OwnBatches(Source([cells([4], 3)]), vocab_size=256, key="own", keeps_groups=True)
+    own = OwnBatches(Source([cells([4], 3)]), vocab_size=256, key="own")
     assert hasattr(own, "load_state_dict")
     with pytest.raises(UserError, match="continues group 4"):
         next(iter(own))
