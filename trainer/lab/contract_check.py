@@ -19,7 +19,8 @@ from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.loader import MicroBatch, accepted_inputs, check_inputs
 from trainer.errors import UserError
 from trainer.import_path import users_code
-from trainer.lab.numbers import OnPositions, first_batch, own_source
+from trainer.lab.nested_state import shapes_of
+from trainer.lab.numbers import OnPositions, first_batch
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import FEW_TOKENS, evaluating
 from trainer.training import Parts
@@ -98,25 +99,13 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             given["seq_len"] = micro.targets.shape[1]
         autocast = AUTOCAST[plan.config.train.precision]
         report = check_model(judged, autocast=autocast, rows=evaluated_rows(plan), **given)
-        if micro is not None and report["forward"].status == "broken":
-            _refuse_lengths(plan, micro)
-        if (plan.config.objective.target or micro) and report["forward"].status == "held":
+        if micro is not None or (plan.config.objective.target and report["forward"].status == "held"):
             _check_loss(plan, model, micro, device)
     if is_full:  # nothing to add to what was checked
         return report
     reduction = f"at dim {size.dim} and {size.num_layers} layers"
     how = f"{report.how}, {reduction} instead of {table.dim} and {table.num_layers}"
     return replace(report, how=how)
-
-
-def _refuse_lengths(plan: Plan, micro: MicroBatch) -> None:
-    """Blame a forward that fails on a batch with inputs longer or shorter than its targets."""
-    own, targets = own_source(plan.as_read), micro.targets
-    shapes = {key: each.shape for key, each in micro.inputs.items() if isinstance(each, Tensor) and each.ndim > 2}
-    for key, shape in shapes.items():
-        if own is not None and shape[1] != targets.shape[1]:
-            problem = f"a batch has {key} {list(shape)} and targets {list(targets.shape)}, and the model fails on it"
-            raise UserError(f"source {own.name}: {own.target}", problem, "give as many positions of both")
 
 
 def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: torch.device) -> None:
@@ -128,8 +117,11 @@ def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: 
             targets = torch.arange(output.shape[1], device=device)[None] % plan.vocab_size
             targets[:, 0] = IGNORED
         else:
-            output, targets = run(**micro.inputs, state=None).logits, micro.targets
-    with users_code("objective.target", "fails on the first batch" if micro else "fails on a few tokens"):
+            with users_code("model.target", f"forward fails on {shapes_of(micro)}"):
+                output, targets = run(**micro.inputs, state=None).logits, micro.targets
+    with users_code("objective.target", f"fails on {shapes_of(micro) if micro else 'a few tokens'}"):
+        if output.shape[:2] != targets.shape[:2]:
+            raise ValueError(f"the output is {list(output.shape)}")
         with torch.enable_grad():
             found = loss(output.requires_grad_(), targets).loss_sum
         inputs = {} if micro is None else micro.inputs

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.arrays import IGNORED, Ints
+from trainer.arrays import IGNORED, Ints, is_known
 from trainer.data.collate import TRAINED, Batch, Collator, Gathered, Lane, Refill
 from trainer.data.documents import (
     Reader,
@@ -44,8 +44,18 @@ class MaskedTable(TokenTable):
         yield from map(slice, *np.flatnonzero(np.diff(untrained)).reshape(-1, 2).T.tolist())
 
 
-class MaskedCollator(Collator):
-    """Takes the tokens of a `MaskedTable` apart, and counts them."""
+class CountingCollator(Collator):
+    """Counts the targets of documents that are known, and all: the others fill rows, too."""
+
+    def batch(self, lanes: Sequence[Lane], refill: Refill) -> Batch:
+        """The next row of each lane."""
+        batch = super().batch(lanes, refill)
+        known = is_known(batch["targets"])[batch["segment_ids"] >= 0]
+        return {**batch, TRAINED: (int(known.sum()), known.size)}
+
+
+class MaskedCollator(CountingCollator):
+    """Takes the tokens of a `MaskedTable` apart."""
 
     def _content(self, found: Gathered, sizes: Ints) -> Batch:
         begins, untrained = sizes.cumsum() - sizes, np.zeros(sizes.sum(), np.bool_)
@@ -58,13 +68,7 @@ class MaskedCollator(Collator):
                     found.inputs[at] >>= 1
         flat = super()._content(found, sizes)
         flat["targets"][untrained] = IGNORED
-        num_tokens = int(sizes[filled].sum())
-        self._counts = num_tokens - np.count_nonzero(untrained), num_tokens
         return flat
-
-    def batch(self, lanes: Sequence[Lane], refill: Refill) -> Batch:
-        """The next row of each lane."""
-        return {**super().batch(lanes, refill), TRAINED: self._counts}
 
 
 class LossMask(NamedTuple):

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from trainer.data.loader import MicroBatch
 from trainer.errors import UserError
+from trainer.import_path import users_code
 from trainer.model.protocol import FEW_TOKENS, ModelOutput, evaluating, extras_of
 
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
@@ -150,12 +151,20 @@ def some_rows(micro: MicroBatch, rows: int) -> dict[str, Any]:
     return found
 
 
+def shapes_of(micro: MicroBatch) -> str:
+    """The first batch in words, with the shape of each tensor."""
+    given = {**micro.inputs, "targets": micro.targets}
+    shapes = [f"{key} {list(each.shape)}" for key, each in given.items() if isinstance(each, Tensor)]
+    return f"the first batch ({', '.join(shapes)})"
+
+
 @torch.no_grad()
 def _first_states(model: nn.Module, lengths: Sequence[int], micro: MicroBatch | None) -> list[Any]:
     """The states after rows of the first batch, or of the first length that the model takes, for each
     of `TRIED_ROWS`."""
     if micro is not None:
-        return [model(**some_rows(micro, rows), state=None).state for rows in TRIED_ROWS]
+        with users_code("model.target", f"forward fails on {shapes_of(micro)}"):
+            return [model(**some_rows(micro, rows), state=None).state for rows in TRIED_ROWS]
     device = next(model.parameters(), torch.empty(0)).device
     problem = None
     for length in (FEW_TOKENS, *lengths):

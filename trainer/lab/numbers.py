@@ -26,12 +26,12 @@ from trainer.data.loader import MicroBatch, accepted_inputs, take_apart
 from trainer.data.records import BATCH_ROWS, pyarrow_for
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
-from trainer.lab.loss_mask import refuse_missing
+from trainer.lab.loss_mask import CountingCollator, refuse_missing
 from trainer.lab.nested_state import some_rows
 from trainer.model.protocol import ModelOutput, extras_of
 
 if TYPE_CHECKING:
-    from trainer.config.data_tables import DataTable, FilesTable
+    from trainer.config.data_tables import DataTable
     from trainer.config.schema import RunConfig
 
 POSITIONS = 256  # of the first batch that are tried: copies of the model have them
@@ -137,7 +137,7 @@ def _parts(rows: Any, targets: Sequence[int]) -> tuple[Any, Any]:
     return np.delete(rows, targets, axis=-1), rows[..., list(targets)]
 
 
-class SeriesCollator(Collator):
+class SeriesCollator(CountingCollator):
     """Gives `features` [B, T, ...] in the place of tokens, and float targets, NaN in gaps."""
 
     def __init__(self, tokenizer: Tokenizer, **how: Any) -> None:
@@ -171,27 +171,23 @@ class SeriesCollator(Collator):
             self._series.refuse_unfit(of.source.stream.path, of.document, start, rows)
 
 
-def own_source(config: RunConfig) -> FilesTable | None:
-    """The first data set of the user's own."""
-    return next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
-
-
 def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBatch | None:
     """That of the first data set of the user's own, on the model's device; None if the model takes
     tokens alone, or no such data are read. Raises UserError: it is none, or not for this model."""
-    accepted = accepted_inputs(model)
+    accepted, where = accepted_inputs(model), ""
     if config.data.features:
         shape = 8, config.data.seq_len, config.data.features
         drawn = np.random.default_rng(0).normal(size=shape).astype(np.float32)
         features, targets = map(torch.from_numpy, _parts(drawn, config.data.targets))
         batch: dict[str, Any] = {"features": features, "targets": targets}
     else:
-        own = own_source(config)
+        own = next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
         if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
             return None
         given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}
-        batch = _read(str(own.target), json.dumps(given), f"source {own.name}: target", vocab_size)
-    return take_apart(batch, accepted).to(next(model.parameters(), torch.empty(0)).device)
+        where = f"source {own.name}: "
+        batch = _read(str(own.target), json.dumps(given), f"{where}target", vocab_size)
+    return take_apart(batch, accepted, where).to(next(model.parameters(), torch.empty(0)).device)
 
 
 @lru_cache(1)  # it is asked for several times, and a data set may take long to make

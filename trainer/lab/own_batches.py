@@ -156,8 +156,7 @@ class OwnBatches:
 
     def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Groups that continue here at another cell than the one behind their last."""
-        keys = (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS)
-        ids, cells, is_last, end_ids, end_cells, _ = (_on_host(batch.get(key)) for key in keys)
+        ids, cells, is_last, end_ids, end_cells, _ = map(_on_host, map(batch.get, (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS)))
         if self._due is None or ids is None or cells is None or is_last is None:
             return
         for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):

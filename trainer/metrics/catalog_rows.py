@@ -304,7 +304,7 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
         "Positions that hold a token over those of full rows.", "Near 1 with full rows.", "Low: padding, small batches."
     ),
     _MixingRow("data/trained", "Trained tokens", unit="fraction", window="weighted_mean", ranks="weighted_mean")(
-        "Tokens that loss_mask lets train, over those in the rows.", "As the data say.", "Near 0: nothing is learnt."
+        "Known targets (loss_mask, NaN) over all tokens in the rows.", "As the data say.", "Near 0: nothing is learnt."
     ),
     _BlendRow("data/documents", "Documents to draw from", unit="documents", ranks="max")(
         "Documents of an epoch, about.", "Above 7 noise scales in rows.", "Fewer: that is too high."

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.in_process import plan_of, train_here
-from tests.support.runs import EXAMPLES, read_rows, train
+from tests.support.runs import EXAMPLES, overrides, read_rows, train
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import BytesTokenizer, ReadOptions, load_documents
 from trainer.distributed.env import RankInfo
@@ -80,6 +80,8 @@ def test_the_example_trains_to_exact_numbers_resumes_and_is_evaluated(sensors, t
     assert last.get("gns/left_out", 0) == 0  # which consecutive cells of a series would be
     ended = verb("eval", tmp_path / "whole", "--trust-code", "--json")
     assert json.loads(ended.stdout)["metrics"] == evaluated
+    refused = verb("sample", tmp_path / "whole", "--trust-code")
+    assert "whole: cannot call the model with tokens, state: missing a required argument: 'features'" in refused.mistake
     # The evaluation: series by series, with the error of a ratio of sums over them.
     weights = importlib.import_module("trainer.tools.saved_model").read_checkpoint(tmp_path / "whole").weights
     model.load_state_dict(weights)
@@ -100,6 +102,7 @@ def test_the_example_trains_to_exact_numbers_resumes_and_is_evaluated(sensors, t
 MISTAKES = """
 import torch
 from sensors import Model, Sensors
+from trainer.model.protocol import ModelOutput
 
 class Looks(Model):
     def forward(self, features, state=None):
@@ -116,7 +119,21 @@ def holes(**given):
 def short(**given):
     for batch in Sensors(**given):
         yield {**batch, "features": batch["features"][:, 3:]}
+
+def narrow(**given):
+    for batch in Sensors(**given):
+        yield {**batch, "features": batch["features"][:, :, 1:]}
+def misspelt(**given):
+    for batch in Sensors(**given):
+        yield {**batch, "feature": batch.pop("features")}
+
+class Nested(torch.nn.GRU):
+    def __init__(self, **_):
+        super().__init__(4, 4, batch_first=True)
+    def forward(self, features, state=None):
+        return ModelOutput(*super().forward(features))
 """
+NARROW = "model.target: forward fails on the first batch (features [4, 16, 3], targets [4, 16, 4]): RuntimeError: "
 INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
 
 
@@ -132,17 +149,23 @@ INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
         ),
         (
             "data.source=[{name='a', target='mistakes:short'}]",
-            "source a: mistakes:short: a batch has features [4, 13, 4] and targets [4, 16, 4]",
+            "objective.target: fails on the first batch (features [4, 13, 4], targets [4, 16, 4]): ",
         ),
         ("objective={}", "objective.target: is not set, and the targets are floats"),
+        ("data.source=[{name='a', target='mistakes:narrow'}]", NARROW),
+        ("model.target='mistakes:Nested' and data.source=[{name='a', target='mistakes:narrow'}]", NARROW),
+        (
+            "data.source=[{name='a', target='mistakes:misspelt'}]",
+            "source a: batch key feature: neither an input of the model nor a batch extra; there are features, ",
+        ),
     ],
 )
 def test_the_model_and_the_loss_are_judged_on_the_first_batch(sensors, tmp_path, monkeypatch, verb, setting, problem):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     (tmp_path / "more.toml").write_text(INCLUDED)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    setting = setting.replace("HERE", str(tmp_path))
-    assert problem in verb("check", "--config", CONFIG, "--set", setting).mistake
+    settings = [each.replace("HERE", str(tmp_path)) for each in overrides(*setting.split(" and "))]
+    assert problem in verb("check", "--config", CONFIG, *settings).mistake
 
 
 # Series in files.
@@ -233,6 +256,10 @@ def test_an_epoch_of_series_has_the_loss_of_whole_documents(series, tmp_path, se
         total, count = total + float(error), count + known
     trained = [row for (mode, _), row in rows.items() if mode == "train"]
     assert sum(row["tokens_in_step"] for row in trained) == count
+    positions = np.array([row["data/fill"] for row in trained]) * 8 * (ranks or 1)  # known or not
+    assert sum(positions) == pytest.approx(sum(SIZES))
+    known = positions @ [row["data/trained"] for row in trained] * (1 if sets else 3)
+    assert known == pytest.approx(count)
     found = sum(row["loss"] * row["tokens_in_step"] for row in trained)
     assert found / count == pytest.approx(total / count, rel=2e-6)
     (evaluated,) = [row for (mode, _), row in rows.items() if mode == "eval"]

@@ -187,7 +187,6 @@ def test_a_group_that_does_not_continue_where_it_was_left_is_refused():
     ended = cells([4], 2, end_ids=np.array([8]), end_cell_index=np.array([0]))
     for batches, message in (
         ([*begun, cells([4, 9], 2)], "a batch continues group 9 at cell 2; next here is cell 0; keep"),
-        ([*begun, cells([7], 2)], "continues group 7 at cell 2"),  # it has ended
         ([*begun, cells([4], 3)], "continues group 4 at cell 3; next here is cell 2; keep"),
         ([*begun, cells([4], 2), cells([4], 2)], "continues group 4 at cell 2; next here is cell 3; keep"),
         # Group 8 continues behind the row in which group 4 ended.

@@ -51,12 +51,14 @@ def sample(
     with uncollected():
         from trainer.data.tokenizer import prompt_ids
         from trainer.distributed.env import pick_device
+        from trainer.import_path import refuse_arguments
         from trainer.lab.samples import Draw, GenerationError, TextStream, generate
         from trainer.tools.saved_model import load_model
 
     on = pick_device(device)
     saved = load_model(run_dir, step=step, ema=ema, device=on, trust_code=trust_code)
     ids = prompt_ids(saved.tokenizer, prompt, "--prompt")
+    refuse_arguments(saved.model.forward, "the model", {"tokens": ids, "state": None}, key=run_dir)
     generated = generate(
         saved.model,
         ids,
