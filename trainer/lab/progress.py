@@ -1,4 +1,5 @@
-"""The bar of a run on a terminal, by rich: step, loss, tokens per second, and time left.
+"""The bar of a run on a terminal, by rich: step, loss, tokens per second, time left, and what
+takes the main thread's time while no step does.
 
 It stands below the lines of the log and of stdout, and is gone when the run ends.
 """
@@ -8,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from trainer.training.extension import Extension, RunView, Step
+
+NAMED = ("evaluation", "checkpoint", "extensions")
+"""The watchdog's words for what happens between steps, which the bar shows."""
 
 
 class _Terminal(Console):
@@ -18,6 +23,21 @@ class _Terminal(Console):
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
+
+
+class _Between(ProgressColumn):
+    def __init__(self, run: RunView) -> None:
+        super().__init__()
+        self._run = run
+
+    def render(self, task: Task) -> _Between:
+        """Itself: a line of the log is followed by the bar as it was last drawn, but for this."""
+        return self
+
+    def __rich__(self) -> Text:
+        """What the main thread does between steps; drawn by rich's own thread."""
+        doing = self._run.watchdog.doing
+        return Text(f"{doing} ..." if doing in NAMED else "", style="yellow")
 
 
 class ProgressBar(Extension):
@@ -28,7 +48,7 @@ class ProgressBar(Extension):
         # The width is left to the terminal: wrapped by rich, a command could not be copied.
         console = _Terminal(stderr=True, soft_wrap=True)
         step, numbers = (TextColumn("step"), MofNCompleteColumn()), TextColumn("{task.fields[numbers]}")
-        columns = *step, BarColumn(), numbers, TimeRemainingColumn()
+        columns = *step, BarColumn(), numbers, TimeRemainingColumn(), _Between(run)
         self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
         self._task = self._bar.add_task("", total=run.plan.facts.steps, completed=run.first_step, numbers="")
         self._tokens = self._steps = 0

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.build import reading
+from trainer.training.optimizer import Length, make_schedule
 from trainer.training.plan import Plan, Source
 from trainer.wording import counted, few, printable
 
@@ -35,6 +36,8 @@ def planned(plan: Plan) -> None:
     sources, eval_sources = plan.sources, plan.eval_sources
     found = [*trained_on(sources, eval_sources), *_doubted_settings(plan.config, eval_sources)]
     found += [*_unread(sources, eval_sources), *_unmasked(sources, eval_sources)]
+    if plan.config.eval.holdout_fraction > 0:
+        found += _leaks(sources)
     for doubt in found:
         logger.warning("%s", UserError(*doubt).message)
 
@@ -54,6 +57,20 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
 
 
+def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, reached: int) -> None:
+    """Warn where a resume from a checkpoint of this config makes the learning rate jump."""
+    try:
+        before = RunConfig.model_validate(saved)
+        length = Length.of(before, plan.facts.tokens_per_micro)
+        then = make_schedule(before, length)(reached)
+    except (ValueError, UserError):  # of an earlier version; its differences are logged anyway
+        return
+    now = make_schedule(plan.config, plan.length)(min(reached, plan.length.total))
+    if length.is_in_tokens == plan.length.is_in_tokens and abs(now - then) > limits.RATE_MARGIN * max(then, now):
+        text = "the learning rate jumps from %.3g to %.3g: the schedule spans the whole run"
+        logger.warning(text, then, now)
+
+
 def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
     """Modalities of a root that no source reads."""
     readers: dict[str, list[SourceTable]] = {}
@@ -66,6 +83,21 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
         if unread and all(table.modalities is not None for table in tables):
             problem = f"has modalities that no source reads: {few(unread)}"
             yield f"root {tables[0].root}", problem, "add them to modalities of a source, or a source of their own"
+
+
+def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:
+    """Files that are read under several names: which documents are held out depends on the name."""
+    names: dict[tuple[int, int], dict[str, str]] = {}
+    for source in sources:
+        for stream in source.streams:
+            names.setdefault(_identity(stream.path), {}).setdefault(stream.relative_path, source.name)
+    twice = [found for found in names.values() if len(found) > 1]
+    if twice:
+        named = list(twice[0].items())[:2]
+        first = " and ".join(f"{printable(name)} (source {source})" for name, source in named)
+        files = f"{counted(len(twice), 'file')} under several names, such as {first}"
+        fix = "read a file once, or in each source below the same root"
+        yield "eval.holdout_fraction", f"{files}: each trains on what the other holds out", fix
 
 
 def _unmasked(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:

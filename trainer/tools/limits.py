@@ -20,6 +20,8 @@ LEAST_JUDGED: Final = 0.5
 LARGEST_LR: Final = 0.1
 # share of the run: a longer warm-up leaves most steps below the configured learning rate.
 LONG_WARMUP: Final = 0.5
+# share of the learning rate: a smaller jump at a resume is not worth a warning.
+RATE_MARGIN: Final = 0.01
 
 # The ledger and carried states
 

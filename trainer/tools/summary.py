@@ -20,7 +20,7 @@ from trainer.files import parse_count
 from trainer.metrics.catalog import EMA_PREFIX, ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import planned as planned
-from trainer.tools.doubts import why_no_noise_scale
+from trainer.tools.doubts import warn_of_rate_change, why_no_noise_scale
 from trainer.training import checkpoint
 from trainer.training.build import runs_on, state_bytes
 from trainer.training.plan import Plan, width_of
@@ -123,6 +123,8 @@ def resume_command(run: RunView) -> str:
 def begun(view: RunView) -> None:
     """Log model, machine, precision and run directory, and how the ranks share the model."""
     plan, facts, model = view.plan, view.plan.facts, view.model
+    if view.found is not None:
+        warn_of_rate_change(view.found[1]["config"], plan, view.position.reached)
     device = next(model.parameters()).device
     ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
     text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"

@@ -25,8 +25,15 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(config, directory / "changed", "train.steps=8")
     shutil.copytree(directory / "changed", directory / "plain")
     changes = ("train.steps=12", "optimizer.lr=0.5", "data.prefetch=5")
-    train(config, directory / "changed", *changes, more=("--resume", "auto"))
+    said = train(config, directory / "changed", *changes, more=("--resume", "auto"))
+    (directory / "stderr.txt").write_text(said)
     return directory
+
+
+def test_a_learning_rate_that_jumps_is_warned_of(resumed: Path) -> None:
+    log = (resumed / "stderr.txt").read_text()
+    assert log.count("the learning rate jumps from ") == 1
+    assert ": the schedule spans the whole run" in log
 
 
 def test_the_restart_says_what_changed(resumed: Path) -> None:

@@ -116,6 +116,21 @@ def test_check_refuses_a_checkpoint_of_another_model_and_accepts_its_own(config,
     assert "model.dim: 16 -> 32" in program([*options, "--set", "model.dim=32"], capsys).mistake
 
 
+def test_a_file_that_two_sources_name_differently_leaks_held_out_documents_and_is_said(config, caplog):
+    """Which documents are held out depends on the name: those held out under one are trained on under the other."""
+    path = next((config.parent / "corpus" / "a").glob("*.jsonl"))
+    second = f'data.source=[{{name="x", root="{config.parent}/corpus"}}, {{name="y", paths=["{path}"]}}]'
+    others = ("data.mixing.batch_size_by_modality={}", second, "ledger.capacity=4096")
+    plan_of(config, *others, "eval.holdout_fraction=0.1")
+    assert f"eval.holdout_fraction: 1 file under several names, such as a/{path.name} (source x) and" in caplog.text
+    caplog.clear()
+    plan_of(config, *others)
+    plan_of(
+        config, others[0], second.replace(f'paths=["{path}"]', f'root="{config.parent}/corpus"'), "ledger.capacity=4096"
+    )
+    assert "several names" not in caplog.text
+
+
 def test_modalities_that_no_source_reads_are_said(config, tmp_path, caplog):
     make_corpus(tmp_path / "corpus")
     others = ("data.mixing.batch_size_by_modality={}", "ledger.capacity=4096")
