@@ -33,7 +33,7 @@ CEILINGS = {
     "core: files": (75, 75),
     "trainer: lines": (29_888, 29_500),
     "trainer: files": (142, 140),
-    "tests: lines": (28_430, 28_430),
+    "tests: lines": (28_500, 28_500),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
     "words of documentation, with the CHANGELOG": (24_040, 24_000),

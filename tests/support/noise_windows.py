@@ -27,7 +27,8 @@ Micro = tuple[Vector, float, float]  # gradient of the mean loss, kappa, v
 
 
 def weighted_sum(micros: Sequence[Micro]) -> Vector:
-    return np.sum([kappa * gradient for gradient, kappa, _ in micros], axis=0)
+    total: Vector = np.sum([kappa * gradient for gradient, kappa, _ in micros], axis=0)
+    return total
 
 
 def draw_micro(rng: random.Random, weights: Sequence[float], kappa: float) -> Micro:
