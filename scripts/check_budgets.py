@@ -36,9 +36,9 @@ CEILINGS = {
     "tests: lines": (28_500, 28_500),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
-    "words of documentation, with the CHANGELOG": (24_040, 24_000),
+    "words of documentation, with the CHANGELOG": (24_010, 24_000),
     "functions with more than 10 parameters": (3, 3),
-    "places that make a UserError": (176, 176),
+    "places that make a UserError": (174, 174),
     "config keys": (133, 133),
     "conditional expressions in 1,000 lines of code": (13, 13),
     "lines above 100 characters in 1,000": (35, 29),

@@ -70,7 +70,7 @@ def recovered(shuffled: Found, carried: Found, long: Found) -> str:
     (base, tokens), own, best = documents(shuffled), documents(carried)[0], documents(long)[0]
     gain, half = interval(base - best, tokens)
     if gain < half:
-        return "not known, since the long window gains nothing that is certain"
+        return "not known: that gain is not above 0 with certainty"
     around = [(share, *interval(base - own - share * (base - best), tokens)) for share in SHARES]
     kept = [share for share, value, half in around if abs(value) <= half]
     return f"{(base - own).sum() / (base - best).sum():.0%} ({kept[0]:.0%} to {kept[-1]:.0%})"
@@ -102,7 +102,7 @@ def text_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequ
     carried = next(kind for kind in kinds if kind.spread > 1)
     long = max(kinds, key=lambda kind: (kind.window, -kind.spread))
     share = recovered(*(found[kind] for kind in (kinds[0], carried, long)))
-    title = f"{carried.family}, text (of what {long.rows} gains, {carried.rows} recovers {share})"
+    title = f"{carried.family}, text; share of the gain of ({long.rows}) that ({carried.rows}) recovers: {share}"
     return (
         title,
         ("rows", "learning rate", "loss, carried", "gain", "loss, reset at each row", "tokens/s", "MB a row"),
@@ -145,7 +145,7 @@ def draw(found: Mapping[Kind, Found]) -> None:
         )
         for family, (left, right) in zip(families, panels, strict=True):
             left.set(xscale="log", xlabel="tokens of the document before", ylabel=f"{family}: gain on text, nats")
-            right.set(xscale="log", xlabel="tokens since what is asked for", ylabel="answers right", ylim=(0, 1))
+            right.set(xscale="log", xlabel="tokens since what is asked for", ylabel="answers right", ylim=(0, 1.05))
             for color, kind in zip(COLORS, [kind for kind in found if kind[:2] == ("text", family)], strict=False):
                 base = found[next(each for each in found if each[:2] == kind[:2])]
                 at = sorted(int(key.split("/")[2]) for key in base[0] if re.fullmatch(r"eval/depth/[1-9]\d*/loss", key))
