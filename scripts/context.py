@@ -30,7 +30,8 @@ from experiments import Results, markdown, rows_of, train
 from recall_gaps import GAPS, write_recall
 from torch import Tensor, nn
 
-from trainer.lab import encoder, gated_delta
+from trainer.lab import gated_delta
+from trainer.model import encoder
 
 TRIAL_SEED = 100
 JUDGED = r"eval_loss|eval/gap_\d+/loss"

@@ -36,10 +36,10 @@ from trainer.data.loader import take_apart
 from trainer.data.shard_source import MixOptions, ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
-from trainer.lab.encoder import build
 from trainer.lab.stream_mixing import StreamMixingDataset
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.model.encoder import build
 from trainer.options import BatchingMode
 
 COLUMNS = ("documents, rows x m", "spread", "independent rows", "measured", "over the truth", "bounds that hold it")

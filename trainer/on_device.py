@@ -6,7 +6,6 @@ The optimizer learns whether to step by `found_inf`, the flag of torch's loss sc
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from trainer.files import parse_count
 
-HAS_TRITON: Final = importlib.util.find_spec("triton") is not None  # without it, nothing is compiled for a GPU
 ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what is not part of a block
 
 

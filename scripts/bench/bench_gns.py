@@ -20,8 +20,8 @@ import torch
 from bench_table import Figure, bench_parser, growth_mb, in_child, ratio_figure, run_bench
 from torch import Tensor, nn
 
-from trainer.lab.encoder import build
 from trainer.metrics.gradient_noise import GradientNoiseScale, norms_of, square_sum
+from trainer.model.encoder import build
 
 VOCAB = 256
 HOOKS_GOAL = {"cpu": 1.02, "cuda": 1.005}

@@ -22,8 +22,8 @@ from bench_table import Figure, bench_parser, in_turns, over, ratio_figure, run_
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer.lab.encoder import GatedRecurrence
-from trainer.on_device import HAS_TRITON
+from trainer.model.encoder import GatedRecurrence
+from trainer.model.recurrence import HAS_TRITON
 
 LENGTHS = (256, 1024, 4096)
 HEAD_WIDTH = 64

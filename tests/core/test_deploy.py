@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from tests.support.runs import ROOT, make_corpus
 from trainer.cli.main import app
 from trainer.config.load import load_config
-from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
+from trainer.model import build
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MANIFEST = ROOT / "deploy" / "kubernetes" / "pytorchjob.yaml"

@@ -15,10 +15,10 @@ from tests.support.gns_cases import loss_sum, make_model, rows
 from tests.support.on_device import synchronization_forbidden
 from trainer.distributed.strategy import compile_blocks
 from trainer.lab import gated_delta, transformer
-from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics import noise_scale
 from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.model.encoder import build
 from trainer.options import WipeMode
 
 pytestmark = pytest.mark.cuda

@@ -98,7 +98,7 @@ def test_the_shipped_config_runs_on_what_the_program_synthesises(
 
 
 IGNORES = """
-from trainer.lab.encoder import build as build_ours
+from trainer.model import build as build_ours
 
 def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)

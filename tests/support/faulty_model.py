@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.lab.encoder import RecurrentEncoder
-from trainer.lab.encoder import build as build_reference
+from trainer.model import build as build_reference
+from trainer.model.encoder import RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 
 FACTORS = {"nan": float("nan"), "spike": 40.0}

@@ -93,7 +93,7 @@ if DEVICE == "cpu":
     interpreter.InterpretedFunction.__call__ = _call_and_restore
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
-        import trainer.lab.scan_kernels  # noqa: F401
+        import trainer.model.scan_kernels  # noqa: F401
 
 
 @contextmanager

@@ -45,7 +45,7 @@ LEFT = {
     "core/metrics/test_noise_scale": "estimates_are_unbiased:4",
     "lab/model/test_families": "a_family_keeps_the:1",
     "lab/model/test_flash_linear_attention": "outputs_states_and_gradients:3",
-    "lab/model/test_fused_scan": "states_and_gradients_equal:2 the_layer_runs_on:1",
+    "core/model/test_fused_scan": "states_and_gradients_equal:2 the_layer_runs_on:1",
     "lab/model/test_hugging_face": "the_reopened_model_computes:3",
     "lab/objective/test_chunked": "under_bf16_gradients_are:1",
     "lab/training/test_depth": "every_number_is_that:1",

@@ -134,7 +134,7 @@ def _config(scenario: Scenario) -> dict[str, Any]:
     return {
         "train": {"micro_batches": scenario.micro_batches, "steps": scenario.steps, "precision": "fp32"},
         "data": {"mixing": mixing, "prefetch": 2, "source": [{"name": n, "weight": 1.0} for n in _names(scenario)]},
-        "model": {"target": "trainer.lab.encoder:build", "dim": 64, "num_layers": 2},
+        "model": {"target": "trainer.model:build", "dim": 64, "num_layers": 2},
         "ledger": {"capacity": scenario.capacity, "stale_threshold": scenario.stale_threshold},
         "optimizer": {"lr": 1e-3},
         "checkpoint": {"every": 50},

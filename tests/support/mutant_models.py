@@ -23,7 +23,7 @@ from tests.support.honest_models import (
     LinearAttention,
     NestedLstm,
 )
-from trainer.lab.encoder import RecurrentEncoder
+from trainer.model.encoder import RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

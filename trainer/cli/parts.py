@@ -55,7 +55,6 @@ PARTS = Parts(
         "progress": "trainer.lab.progress:ProgressBar",
     },
     families={
-        "rglru": "trainer.lab.encoder:build",
         "gated_delta": "trainer.lab.gated_delta:build",
         "transformer": "trainer.lab.transformer:build",
         "torch_rnn": "trainer.lab.nested_state:TorchRnn",

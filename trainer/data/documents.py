@@ -17,6 +17,7 @@ import tempfile
 from array import array
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -165,6 +166,11 @@ class ReadOptions(Options):
     """The id to end each document of text with; None: none."""
     loss_mask: Mask | None = None
     """None: all tokens are trained."""
+
+    @cached_property
+    def reader(self) -> Reader | None:
+        """`reader_of` these."""
+        return reader_of(self.tokenizer, self.loss_mask)
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:

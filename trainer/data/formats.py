@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from trainer.data import documents, records
-from trainer.data.documents import IdBounds, ReadOptions, TokenArray, TokenTable, damaged, reader_of, table_from_pieces
+from trainer.data.documents import IdBounds, ReadOptions, TokenArray, TokenTable, damaged, table_from_pieces
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
@@ -165,9 +165,8 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         if not status.st_size:
             raise damaged(path, "the file is empty", "remove it")
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
-        reader = reader_of(options.tokenizer, options.loss_mask)
-        if reader is not None:
-            return reader.load(path, name, options)
+        if options.reader is not None:
+            return options.reader.load(path, name, options)
         if is_import_path(name):
             return load_own(name, path, options)
         row = FORMATS[name]

@@ -139,8 +139,8 @@ class Watchdog:
         self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", reason))
 
     def explain(self, error: Exception) -> str:
-        """Why the run failed: `error`, which the other ranks are then told, or another rank's failure,
-        for which it waits a few intervals."""
+        """Why the run failed: `error`, which is also told to the other ranks, or the failure of another
+        rank, for which it waits a few intervals."""
         own = error_text(error)
         if not is_of_a_collective(error):
             self.tell(own)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error
-from trainer.lab.encoder import NORM_EPS
 from trainer.lab.gated_delta import GatedDelta
 from trainer.lab.transformer import ROTARY_BASE, Transformer
+from trainer.model.encoder import NORM_EPS
 from trainer.model.protocol import ModelOutput
 
 Weights = dict[str, Tensor]

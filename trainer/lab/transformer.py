@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from trainer.errors import UserError
-from trainer.lab.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
+from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
-from trainer.on_device import HAS_TRITON
+from trainer.model.recurrence import HAS_TRITON
 
 ROTARY_BASE = 10_000.0
 Mask = Tensor | BlockMask | None

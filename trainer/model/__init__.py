@@ -1,5 +1,6 @@
-"""The protocol that every model must implement, and the families that need no code of the user's."""
+"""The reference model, and the protocol that every model must implement."""
 
+from trainer.model.encoder import RecurrentEncoder, build
 from trainer.model.protocol import ModelOutput, SequenceModel
 
-__all__ = ["ModelOutput", "SequenceModel"]
+__all__ = ["ModelOutput", "RecurrentEncoder", "SequenceModel", "build"]

@@ -21,7 +21,7 @@ WIDEST = 128  # heads of gated_delta by default
 class Family:
     """Where a family is built."""
 
-    builder: str  # name in `Parts.families` of a function of vocab_size, dim, num_layers and args
+    builder: str  # of vocab_size, dim, num_layers and args: import path, or name in `Parts.families`
     args: Mapping[str, Any] = field(default_factory=dict)  # further arguments that the family itself gives
     is_own: bool = True  # proven by this package's tests; other models are checked before each run
     # Of a row. Some models take a path of their own for one token after a state, which writes into
@@ -34,7 +34,7 @@ def _hugging_face(model_type: str, least_tokens: int = 1) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "rglru": Family("rglru"),
+    "rglru": Family("trainer.model.encoder:build"),
     "gated_delta": Family("gated_delta"),
     "transformer": Family("transformer"),
     "gru": Family("torch_rnn", {"kind": "GRU"}, is_own=False),

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
 
+GATE_SHARPNESS: Final = 8.0
+"""c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
 FEW_TOKENS = 8
 CHUNK_KEY = "objective.chunk_tokens"
 Role = Literal["embedding", "output", "matrix", "kernel", "vector"]

@@ -18,7 +18,7 @@ from trainer.import_path import PROGRAM
 from trainer.wording import counted
 
 POLL_SEC = 0.1
-KILL_AFTER_SEC = 30.0  # of ranks that go on after another one has failed
+KILL_AFTER_SEC = 30.0  # of ranks that are still running after one has failed
 
 
 def launch_ranks(nproc: int) -> int:

@@ -28,8 +28,8 @@ from trainer.files import is_url
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.logger import get_logger
 from trainer.model.families import DEFAULT, FAMILIES, Family
+from trainer.model.recurrence import HAS_TRITON
 from trainer.objective import Auxiliary
-from trainer.on_device import HAS_TRITON
 from trainer.training import NO_PARTS, Parts, need
 from trainer.training.optimizer import Length, make_schedule
 
@@ -365,6 +365,6 @@ def resolve_builder(table: ModelTable, parts: Parts) -> tuple[str, str, Any, Map
     """The model's builder: config key, name in messages, function, and its own arguments."""
     if table.target is not None:
         return "model.target", table.target, resolve_target(table.target, "model.target"), {}
-    family, key = family_of(table), "model.family"
-    path = need(parts.families.get(family.builder), key)
+    family, key, builder = family_of(table), "model.family", family_of(table).builder
+    path = builder if ":" in builder else need(parts.families.get(builder), key)
     return key, table.family or DEFAULT, resolve_target(path, key), family.args

@@ -254,7 +254,7 @@ def _restore_ledgers(
             continue
         shards = [part["ledger"] for part in parts.values() if "ledger" in part]
         groups = shard.dataset.groups_in_flight
-        if groups is None:  # those in flight here need room besides the others'
+        if groups is None:  # the states of other ranks are kept, too, and need room
             shard.ledger.load_shards(shards, room=in_flight)
         else:  # no other group will be looked up
             shard.ledger.load_shards(shards, owned=partial(np.isin, test_elements=groups))

@@ -17,7 +17,7 @@ from trainer.tools.saved_model import read_checkpoint, refuse_code
 MODEL = """\
 from pathlib import Path
 Path(__file__).with_name("imported").touch()
-from trainer.lab.encoder import build
+from trainer.model import build
 """
 
 

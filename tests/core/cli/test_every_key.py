@@ -22,7 +22,7 @@ ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", 
 SLOW_SAVES = """
 import os, time
 import numpy as np
-from trainer.lab.encoder import build
+from trainer.model.encoder import build
 from trainer.training import saved_state
 
 if os.environ.get("RANK") == "1":

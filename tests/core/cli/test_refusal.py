@@ -15,7 +15,7 @@ if os.environ["RANK"] == "0":
     time.sleep({delay})
 elif {fails}:
     raise ValueError("of rank 1")
-from trainer.lab.encoder import build
+from trainer.model import build
 
 def uncallable(rank, world_size, seed, seq_len):
     if rank == 1:

@@ -77,7 +77,7 @@ def test_with_stdout_piped_the_terminal_shows_lines_and_the_pipe_holds_only_payl
     assert "schema_version" not in shown
     bars = [line for line in lines if BAR.search(line)]
     assert re.search(rf"step {STEPS}/{STEPS} .* loss \d\.\d{{4}}, [\d,]+ tokens/s", bars[-1]), bars
-    assert " ..." not in shown[shown.index("done at step") :], "an evaluation or a save goes on after the end"
+    assert " ..." not in shown[shown.index("done at step") :], "the bar still names an evaluation or a save"
     assert shown.rindex("\x1b[2K") > shown.rindex(f"{STEPS}/{STEPS}"), "the bar is erased at the end"
     assert "\x1b[?25l" not in shown, "the cursor is hidden, for ever if the process is killed"
 
@@ -108,7 +108,7 @@ def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path: P
 
 CHATTY = """
 from trainer.metrics.logger import get_logger
-from trainer.lab.encoder import build as build_ours
+from trainer.model import build as build_ours
 
 def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)

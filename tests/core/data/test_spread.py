@@ -32,10 +32,10 @@ from trainer.data.lanes import (
 from trainer.data.loader import take_apart
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.strategy import Strategy
-from trainer.lab.encoder import build
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.noise_scale import ROWS_BEFORE
+from trainer.model.encoder import build
 from trainer.options import MicroBatches
 from trainer.training import build as built
 from trainer.training.build import LANE_SETS, plan_lanes, recorded_sets

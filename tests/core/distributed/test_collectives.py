@@ -22,7 +22,7 @@ MODULE = """
 import json, os
 from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
-from trainer.lab.encoder import build as build_reference
+from trainer.model import build as build_reference
 
 profiler = profile(activities=[ProfilerActivity.CPU])
 

@@ -15,9 +15,9 @@ from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import MicroBatch
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.strategy import Replicated, Strategy
-from trainer.lab.encoder import build
 from trainer.metrics.aggregate import Recorder, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
+from trainer.model import build
 from trainer.objective import Objective
 from trainer.options import CoordOptions, ObjectiveOptions
 from trainer.training.core_extensions import StepDetails

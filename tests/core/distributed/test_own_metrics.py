@@ -101,7 +101,7 @@ def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_li
 SPOILED = """
 import os
 import torch
-from trainer.lab.encoder import build
+from trainer.model.encoder import build
 from trainer.model.protocol import ModelOutput
 
 class Spoiled(torch.nn.Module):

@@ -14,7 +14,7 @@ from trainer.metrics.payload_contract import validate_stream
 pytestmark = pytest.mark.distributed
 MODULE = """
 import os, sys
-from trainer.lab.encoder import build as build_ours
+from trainer.model import build as build_ours
 
 def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)

@@ -9,9 +9,9 @@ import torch
 from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
-from trainer.lab.encoder import build
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.gradient_noise import GradientNoiseScale
+from trainer.model.encoder import build
 from trainer.objective import Objective
 from trainer.options import ObjectiveOptions
 from trainer.training.extension import Flag, StepOutcome

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainer.lab.encoder import build
 from trainer.lab.gated_delta import build as build_gated_delta
 from trainer.lab.nested_state import carry_flat
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.model.protocol import ModelOutput
+from trainer.model import ModelOutput, build
 
 VOCAB = 13
 

@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.data.loader import Loader
 from trainer.distributed.strategy import Strategy
-from trainer.lab.encoder import build
 from trainer.lab.extensions import LayerNumbers
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.noise_scale import NUM_SUMS
+from trainer.model.encoder import build
 from trainer.objective import Objective
 from trainer.on_device import HostCopy
 from trainer.options import CoordOptions, ObjectiveOptions

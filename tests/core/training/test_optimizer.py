@@ -16,7 +16,7 @@ from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.config.schema import OptimizerTable, SchedulerTable
 from trainer.errors import UserError
-from trainer.lab.encoder import build
+from trainer.model import build
 from trainer.model.protocol import parameter_roles
 from trainer.on_device import step_unless, supports_found_inf
 from trainer.training.optimizer import (

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from trainer.metrics.catalog import register
 from trainer.metrics.catalog_rows import MetricSpec
-from trainer.lab.encoder import build
+from trainer.model.encoder import build
 from trainer.model.protocol import ModelOutput
 
 texts = dict(unit="", description="x", healthy="x", pathological="x", group="x", title="x")

@@ -116,7 +116,7 @@ def test_what_is_no_diagnostic_ends_the_run(config, tmp_path, monkeypatch, name)
 ON_RANK_1 = """
 import os
 from trainer.metrics.gradient_noise import GradientNoiseScale
-from trainer.lab.encoder import build
+from trainer.model.encoder import build
 
 measure = GradientNoiseScale._measure
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import opcheck
 
-from tests.lab.model.test_recurrence import rule_by_steps
+from tests.core.model.test_recurrence import rule_by_steps
 from tests.support.kernels import DEVICE, interpreted_fla
 from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.on_device import saved_bytes
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
-from trainer.lab.encoder import build
 from trainer.lab.samples import Draw, draw_token, generate
 from trainer.lab.transformer import build as build_transformer
 from trainer.lab.transformer import document_mask
+from trainer.model import build
 from trainer.model.protocol import ModelOutput
 
 

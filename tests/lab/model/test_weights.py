@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.lab.encoder import build
 from trainer.lab.weights import load_weights, read_weights
+from trainer.model import build
 from trainer.tools.saved_model import save_weights
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -14,7 +14,7 @@ from tests.support.runs import losses, train, write_tiny_config
 
 FULL = """
 import itertools, torch
-from trainer.lab.encoder import build as build_ours
+from trainer.model import build as build_ours
 
 def build(vocab_size, dim, num_layers):
     model, calls = build_ours(vocab_size, dim=dim, num_layers=num_layers), itertools.count()

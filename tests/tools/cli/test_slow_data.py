@@ -16,7 +16,7 @@ from tests.support.in_process import train_here
 from trainer.data import collate, shard_source
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import load_documents
-from trainer.lab.encoder import build
+from trainer.model import build
 from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.diagnostics.run import STAGES

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.lab.recurrence import GATE_SHARPNESS, gated_scan
-from trainer.model.protocol import ModelOutput
+from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
+from trainer.model.recurrence import gated_scan
 
 NORM_EPS = 1e-5
 """As in Llama; with torch's 1.2e-7, the norm after the delta rule amplifies rounding."""

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.on_device import saved_bytes
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
-from trainer.lab.encoder import RecurrentEncoder, RMSNorm, build
 from trainer.lab.models import recompute_blocks
+from trainer.model import RecurrentEncoder, build
+from trainer.model.encoder import RMSNorm
 
 VOCAB = 11
 

@@ -12,6 +12,7 @@ direction instead of about a thousand elementwise ones. On CUDA, gates and scan 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from typing import Any, Final, NamedTuple
 
@@ -20,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.metrics.logger import get_logger
-from trainer.on_device import HAS_TRITON
+from trainer.model.protocol import GATE_SHARPNESS
 
 logger = get_logger(__name__)
 
-GATE_SHARPNESS: Final = 8.0
-"""c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
+HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -188,7 +188,7 @@ def fused_scan(
     schema="(Tensor r, Tensor i, Tensor x, Tensor decay, Tensor? resets, Tensor state) -> (Tensor, Tensor)",
 )
 def _gated_scan_op(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    from trainer.lab.scan_kernels import forward_kernel  # needs triton
+    from trainer.model.scan_kernels import forward_kernel  # needs triton
 
     h, final_state = _gated_scan_shapes(*inputs)
     _launch(forward_kernel, (*inputs, h, final_state), inputs)
@@ -208,7 +208,7 @@ def _gated_scan_shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
     "Tensor state, Tensor h) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _gated_scan_backward_op(*inputs: Any) -> tuple[Tensor, ...]:
-    from trainer.lab.scan_kernels import backward_kernel  # needs triton
+    from trainer.model.scan_kernels import backward_kernel  # needs triton
 
     decay, state = inputs[5], inputs[7]
     *gates, _, grad_state = _gradient_shapes(*inputs)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.lab.gated_delta import DeltaMixer, gated_delta_rule, short_convolution
-from trainer.lab.recurrence import gated_scan
+from trainer.model.recurrence import gated_scan
 
 
 def step_by_step(

@@ -22,7 +22,7 @@ import math
 import triton
 import triton.language as tl
 
-from trainer.lab.recurrence import GATE_SHARPNESS
+from trainer.model.protocol import GATE_SHARPNESS
 
 SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 TINY = tl.constexpr(1.1754943508222875e-38)

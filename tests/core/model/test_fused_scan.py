@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.lab.model.test_recurrence import step_by_step
+from tests.core.model.test_recurrence import step_by_step
 from tests.support.kernels import DEVICE
-from trainer.lab import encoder, recurrence
-from trainer.lab.recurrence import BLOCKS, fused_scan, gated_scan
+from trainer.model import encoder, recurrence
+from trainer.model.recurrence import BLOCKS, fused_scan, gated_scan
 
 pytestmark = [
     pytest.mark.cuda,
@@ -254,5 +254,5 @@ def test_a_cpu_takes_the_plain_scan_bit_for_bit_and_does_not_load_the_kernels() 
     inputs = Inputs(*(x.cpu() for x in make(2, 9, 3, dtype=torch.bfloat16)))
     found, expected = gated_scan(*inputs), plain_scan(*inputs)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    code = "import sys, trainer.lab.encoder; sys.exit('triton' in sys.modules)"
+    code = "import sys, trainer.model; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
