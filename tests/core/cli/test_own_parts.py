@@ -43,6 +43,11 @@ def mostly_masked(rank, world_size, seed, seq_len, *, masked, length=20):
             batch["targets"] = np.full_like(batch["targets"], -100)
         yield batch
 
+def moving(rank, world_size, seed, seq_len):
+    for index, batch in enumerate(counting(rank, world_size, seed, seq_len)):
+        group = np.array([(index + rank) % 2])
+        yield {**batch, "group_ids": group, "cell_index": np.array([index]), "is_last": np.array([False])}
+
 def failing(rank, world_size, seed, seq_len, *, at):
     yield from itertools.islice(counting(rank, world_size, seed, seq_len), at)
     raise ValueError("bad shard")
@@ -139,6 +144,13 @@ def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path
     assert all("smoothed/loss" in row for step, row in rows.items() if step > 1)
     assert rows[4]["stream_mixing/masked_share"] == 1.0
     assert rows[10].get("non_finite_steps") == 0.0
+
+
+@pytest.mark.distributed
+def test_groups_that_move_between_ranks_are_refused_by_name(tmp_path):
+    own = (own_source("moving"), "train.micro_batches=1")
+    said = train_own(tmp_path, *own, nproc=2, code=2)
+    assert "source own: own_parts:moving: a batch continues group" in said
 
 
 @pytest.mark.parametrize(
