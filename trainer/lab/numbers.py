@@ -64,9 +64,16 @@ class Series:
         self.vocab_size = self.bos_id = self.width = data.features
         self.columns, self.targets = tuple(data.columns), data.targets
         self.name = f"series of {self.width} numbers, columns {data.columns}, targets {data.targets}"
-        if len(data.columns) not in (0, self.width) or not {*data.targets} < {*range(self.width)}:
-            problem = f"are {self.width}, and do not fit columns = {data.columns} and targets = {data.targets}"
-            raise UserError("data.features", problem, "name as many columns, and numbers from 0 of some of them")
+        of_text = data.tokenizer != "bytes" or data.vocab_size or data.eod is not None
+        fits = {
+            "data.columns": len(data.columns) in (0, self.width),
+            "data.targets": {*data.targets} < {*range(self.width)},
+            "data.tokenizer, vocab_size and eod": not of_text,
+        }
+        for key in (key for key in fits if not fits[key]):
+            problem = f"does not fit data.features = {self.width}"
+            fix = "name as many columns; as targets, some of them by numbers from 0; and nothing of text"
+            raise UserError(key, problem, fix)
 
     def refuse_unfit(self, path: str, document: int, start: int, rows: npt.NDArray[Any]) -> None:
         """Refuse rows [n, F] of a document, from `start` on, with numbers that no model takes."""

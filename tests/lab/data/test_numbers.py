@@ -354,5 +354,7 @@ def test_numbers_that_no_model_can_take_are_refused_with_their_place(series, tmp
     assert (ended.returncode, bool(re.search(problem, ended.stderr))) == (2, True)
     ended = verb("check", "--config", "series.toml", "--set", "data.features=4")
     assert (ended.returncode, "must be floats [T, 4]" in ended.stderr) == (2, True)
-    ended = verb("check", "--config", "series.toml", "--set", "data.targets=[3]")
-    assert (ended.returncode, "data.features: are 3, and do not fit" in ended.stderr) == (2, True)
+    for setting in ("data.targets=[3]", "data.columns=['a']", "data.tokenizer=ids"):
+        ended = verb("check", "--config", "series.toml", "--set", setting)
+        key = setting.partition("=")[0]
+        assert ended.returncode == 2 and re.search(f"{key}[^:]*: does not fit data.features = 3", ended.stderr)

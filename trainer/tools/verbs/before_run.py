@@ -80,6 +80,7 @@ def check(
     sources: dict[str, Any] = {
         "sources": _sources(plan, content, runs_on(plan, model)),
         "parameter_groups": _parameter_groups(resolved, model),
+        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
     }
     sources["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:
@@ -140,6 +141,8 @@ def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[
     for group in sources["parameter_groups"]:
         settings = f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
         yield f"{group['numbers']:,} {group['role']} parameters: {group['optimizer']}, {settings}: {few(group['names'])}"
+    if sources["frozen"]:
+        yield f"not trained: {few(sources['frozen'])}"
     for kind, named in (("source", sources["sources"]), ("eval source", sources["eval_sources"])):
         yield from (f"{kind} {name}: {_in_words(found)}" for name, found in named.items())
 

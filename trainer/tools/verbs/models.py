@@ -135,6 +135,12 @@ def evaluate(
             echo(f"{key} {value:.4f}")
     for name, curve in curves_of(metrics).items():
         echo(f"{name or HELD_OUT}: {in_words(curve, 0)}")
+        shown: dict[str, list[str]] = {heading: [] for heading in ("tokens before", "loss", "from zero", "gain")}
+        for point in curve.points:
+            numbers = point.loss, point.from_zero, point.gain
+            for column, each in zip(shown.values(), (f"{point.start:,}", *numbers), strict=True):
+                column.append("" if each is None else str(each))
+        print_table(shown, right=shown, box=None)
 
 
 def _parse_source(text: str) -> EvalSourceTable:
