@@ -30,27 +30,6 @@ _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
-# pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
-_MUST = {
-    "greater_than_equal": "be >= {ge}",
-    "greater_than": "be > {gt}",
-    "less_than_equal": "be <= {le}",
-    "less_than": "be < {lt}",
-    "too_short": "have a length >= {min_length}",
-    "too_long": "have a length <= {max_length}",
-    "string_too_short": "have a length >= {min_length}",
-    "string_too_long": "have a length <= {max_length}",
-    "int_type": "be an integer",
-    "float_type": "be a number",
-    "finite_number": "be a finite number",
-    "bool_type": "be true or false",
-    "string_type": "be a string",
-    "list_type": "be a list",
-    "dict_type": "be a table",
-    "model_type": "be a table",
-    "model_attributes_type": "be a table",
-}
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The validated config at `path`, changed by `overrides` (`table.key=value`, the later wins).
@@ -291,14 +270,15 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         allowed = allowed.replace("True", "true").replace("False", "false")
         return f"must be one of {allowed}; got {shown(value)}", ""
-    if kind in _MUST:
-        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", ""
+    if kind in ("dict_type", "model_type", "model_attributes_type"):
+        return f"must be a table, got {shown(value)}", ""
     if kind == "string_pattern_mismatch":
         return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
     if kind == "value_error":  # raised by a validator of ours
         text = details["msg"].removeprefix("Value error, ")
         return text[:1].lower() + text[1:], ""
-    return f"cannot be {shown(value)}", ""
+    must, is_plain = re.subn(r"^\w+ should (.*?)( after validation.*)?$", r"must \1", details["msg"])
+    return f"{must}, got {shown(value)}" if is_plain else f"cannot be {shown(value)}", ""
 
 
 def shown(value: Any) -> str:

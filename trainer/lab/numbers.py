@@ -72,7 +72,7 @@ class Series:
         }
         for key in (key for key in fits if not fits[key]):
             problem = f"does not fit data.features = {self.width}"
-            fix = "name as many columns; as targets, some of them by numbers from 0; and nothing of text"
+            fix = "name as many columns, as targets some of them from 0, and nothing of text"
             raise UserError(key, problem, fix)
 
     def refuse_unfit(self, path: str, document: int, start: int, rows: npt.NDArray[Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -151,21 +151,11 @@ def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
     return torch.empty_like(b)
 
 
-class Blocks(NamedTuple):
-    """How a kernel divides its work."""
-
-    # Rounding depends on these: they are fixed, neither tuned nor derived from the batch.
-
-    channels: int = 32
-    """Per program: few, so that few rows fill a device."""
-    segments: int = 16
-    """Side by side in time."""
-    steps: int = 4
-    """Per segment, held in registers: 4 channels (8 bytes) each, so addresses cost little."""
-    num_warps: int = 4
-
-
-BLOCKS: Final = Blocks()
+# How a kernel divides its work; fixed, since rounding depends on it.
+CHANNELS: Final = 32  # of a program: few, so that few rows fill a device
+SEGMENTS: Final = 16  # side by side in time
+STEPS: Final = 4  # of a segment, held in registers: 4 channels (8 bytes) each
+WARPS: Final = 4
 
 
 def fused_scan(
@@ -226,7 +216,7 @@ def _gradient_shapes(*inputs: Any) -> tuple[Tensor, ...]:
 def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> None:
     _, _, x, _, resets, _ = inputs[:6]
     batch, num_steps, dim = x.shape
-    programs = batch * math.ceil(dim / BLOCKS.channels)
+    programs = batch * math.ceil(dim / CHANNELS)
     # Triton launches on the current device, which need not be that of x.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         kernel[(programs,)](
@@ -234,10 +224,10 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> Non
             num_steps,
             dim,
             HAS_RESETS=resets is not None,
-            CHANNELS=BLOCKS.channels,
-            SEGMENTS=BLOCKS.segments,
-            STEPS=BLOCKS.steps,
-            num_warps=BLOCKS.num_warps,
+            CHANNELS=CHANNELS,
+            SEGMENTS=SEGMENTS,
+            STEPS=STEPS,
+            num_warps=WARPS,
         )
 
 

@@ -50,9 +50,9 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
     if optimizer.lr > limits.LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
-    if config.train.ema and 0 < (1 - config.train.ema) * config.train.steps < 2:  # the first weights have 13 % left
-        averaged = f"averages about 1 / (1 - {config.train.ema:g}) = {1 / (1 - config.train.ema):,.0f} steps"
-        yield "train.ema", f"{averaged}, and the run has {config.train.steps:,}", "lower it"
+    share, steps = 1 - config.train.ema, config.train.steps
+    if 0 < share * steps < 2 and share < 1:  # most of the average would be the first weights
+        yield "train.ema", f"averages about {1 / share:,.0f} steps, and the run has {steps:,}", "lower it"
     for unit in ("steps", "tokens"):
         warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(config.train, unit)
         if length and warmup > limits.LONG_WARMUP * length:

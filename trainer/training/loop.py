@@ -155,8 +155,6 @@ def settle(run: Run, taken: InFlight) -> str | None:
     data_states = list(map(attrgetter("state"), taken.window[-len(run.reading.loaders) :]))
     for before, after in zip(position.data_states, data_states, strict=True):
         record_ended(run, number, before, after)
-    if not run.micro_batches.is_constant:
-        record_size(run, order)
     position.step, position.reached, position.data_states = number, order.reached, data_states
     position.tokens_before = position.tokens
     position.tokens += outcome.tokens_trained
@@ -314,16 +312,6 @@ def end_of_data(run: Run, taken: InFlight) -> str:
     if not (was_logged or is_boundary(run, step)):
         run.extensions.call("at_boundary", step, is_last=True)
     return NO_DATA
-
-
-def record_size(run: Run, order: Order) -> None:
-    """Record that a step had another number of micro-batches than the one before, if it had."""
-    number, now = order.number, order.num_micros
-    if number == 1 or run.micro_batches.at(number - 1) == now:
-        return
-    before = run.micro_batches.at(number - 1)
-    logger.info("step %d: %d micro-batches instead of %d", number, now, before)
-    run.view.event({"event": "micro_batches", "global_step": number, "from": before, "to": now})
 
 
 def record_ended(run: Run, step: int, before: Any, after: Any) -> None:

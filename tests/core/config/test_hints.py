@@ -33,7 +33,7 @@ def test_dotted_options_set_keys(tmp_path: Path, capsys: pytest.CaptureFixture[s
     check = ["check", "--config", write_tiny_config(tmp_path)]
     said = program([*check, "--optimizer.lrr", "1e-3"], capsys).mistake
     assert "optimizer.lrr: unknown key; did you mean lr?" in said
-    assert "optimizer.lr: must be > 0.0, got -1" in program([*check, "--optimizer.lr=-1"], capsys).mistake
+    assert "optimizer.lr: must be greater than 0, got -1" in program([*check, "--optimizer.lr=-1"], capsys).mistake
     assert "--optimizer.lr: has no value" in program([*check, "--optimizer.lr"], capsys).mistake
 
 

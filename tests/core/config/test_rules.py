@@ -48,7 +48,7 @@ BY_BATCH = "data.source.first.weight=1"
         (["eval.every=5"], "eval.holdout_fraction: is 0"),
         (["data.source.second.name=first"], "two sources are named first"),
         (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are 'a', 'b'"),
-        (['train.micro_batches="auto"'], 'train.micro_batches: must be an integer, got "auto"'),
+        (['train.micro_batches="auto"'], 'train.micro_batches: must be a valid integer, got "auto"'),
         (['train.micro_batches={schedule="auto",points={0=2}}'], 'must be one of step; got "auto"'),
         (["distributed.shards=1000000"], "makes 2,000,000 micro-batches of a step on a rank; most: 10,000; start"),
         ([*FULL_ROWS, "ledger.capacity=1"], "ledger.capacity: must hold the states of all documents in flight: 4"),
@@ -59,8 +59,11 @@ BY_BATCH = "data.source.first.weight=1"
             "documents that wait where the plan lowers m; use",
         ),
         ([*STALE, "data.source.second={name='own', target='my:build'}"], "a source with a target are read; use"),
-        (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
-        (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),
+        (["train.micro_batches=0"], "train.micro_batches: must be greater than or equal to 1, got 0"),
+        (
+            ['train.micro_batches={schedule="step",points={0=0}}'],
+            "train.micro_batches.points.0: must be greater than or equal to 1, got 0",
+        ),
         (
             ['train.micro_batches={schedule="step",points={0=1,9=2},unit="tokens"}'],
             "train.micro_batches.unit: unknown key; did you mean data.source.weight.unit?",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fault_runs import events, rows_of
+from tests.support.fault_runs import rows_of
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import train, write_tiny_config
 
@@ -28,12 +28,6 @@ def start(directory: Path, name: str, *sets: str, **options: Any) -> str:
     return train(config, directory / name, f"train.steps={STEPS}", PLAN, *sets, **options)
 
 
-def changes(run_dir: Path) -> list[tuple[int, int, int]]:
-    """Step, micro-batches before and from there on."""
-    said = [event for event in events(run_dir) if event["event"] == "micro_batches"]
-    return [(event["global_step"], event["from"], event["to"]) for event in said]
-
-
 def last(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / f"step_{STEPS:08d}"
 
@@ -46,7 +40,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_changes_come_where_they_are_planned(whole):
-    assert changes(whole) == [(4, 1, 3), (8, 3, 2)]
     for step, row in rows_of(whole).items():
         m = 1 if step < 4 else 3 if step < 8 else 2
         assert row["train/micro_batches"] == m
@@ -59,7 +52,6 @@ def test_a_run_resumed_before_its_last_change_is_the_whole_run(whole):
     resumed = whole.parent / "resumed"
     start(whole.parent, "resumed", more=("--resume", checkpoint))
     assert rows_of(resumed) == {step: row for step, row in rows_of(whole).items() if step > 7}
-    assert changes(resumed) == [(8, 3, 2)]
     assert checkpoint_differences(last(whole), last(resumed)) == []
 
 
@@ -67,5 +59,4 @@ def test_what_is_read_early_does_not_move_a_change(whole):
     # Without checkpoints, and logged but at the ends: most steps are read once the next one is launched.
     late = whole.parent / "late"
     start(whole.parent, "late", "checkpoint.every=0", "metrics.log_interval=1000", "data.prefetch=0")
-    assert changes(late) == changes(whole)
     assert checkpoint_differences(last(whole), last(late)) == []

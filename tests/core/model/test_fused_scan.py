@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.core.model.test_recurrence import step_by_step
 from tests.support.kernels import DEVICE
 from trainer.model import encoder, recurrence
-from trainer.model.recurrence import BLOCKS, fused_scan, gated_scan
+from trainer.model.recurrence import SEGMENTS, STEPS, fused_scan, gated_scan
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, where infinities are meant
 ]
 
-TILE = BLOCKS.segments * BLOCKS.steps
+TILE = SEGMENTS * STEPS
 SLOW = [(1, 1, 1), (2, 5, 3), (1, TILE - 1, 33), (2, TILE, 32), (1, 3 * TILE + 7, 5)]
 SHAPES = [(3, 2, 70), (1, TILE + 1, 31), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SLOW)]
 

@@ -357,4 +357,5 @@ def test_numbers_that_no_model_can_take_are_refused_with_their_place(series, tmp
     for setting in ("data.targets=[3]", "data.columns=['a']", "data.tokenizer=ids"):
         ended = verb("check", "--config", "series.toml", "--set", setting)
         key = setting.partition("=")[0]
-        assert ended.returncode == 2 and re.search(f"{key}[^:]*: does not fit data.features = 3", ended.stderr)
+        assert ended.returncode == 2
+        assert re.search(f"{key}[^:]*: does not fit data.features = 3", ended.stderr)

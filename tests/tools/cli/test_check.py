@@ -69,7 +69,9 @@ def headless(**sizes):
     monkeypatch.syspath_prepend(tmp_path)
     said = checked(config, capsys, "model.target=frozen_parts:headless", "optimizer.name=muon").stdout
     assert re.search(r"#   [\d,]+ matrix parameters: muon, decay 0\.\d+, learning rate x 1: blocks\.0\.", said)
-    assert re.search(r"#   [\d,]+ embedding parameters: adamw, decay 0\.\d+, learning rate x 1: embedding.weight\n", said)
+    assert re.search(
+        r"#   [\d,]+ embedding parameters: adamw, decay 0\.\d+, learning rate x 1: embedding.weight\n", said
+    )
     assert "vector parameters: adamw, decay 0, " in said
     assert "#   not trained: head.weight\n" in said
 

@@ -106,7 +106,9 @@ def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(finished, 
         assert evaluated(finished, capsys, "--step", step) == pytest.approx(rows[step], rel=1e-6)
     said = program(["eval", finished], capsys).stdout.partition("near: ")[2].partition("far: ")[0]
     table = {line.split()[0]: line.split()[1] for line in said.splitlines()[2:]}
-    by_depth = {key.split("/")[3]: value for key, value in rows[6].items() if re.fullmatch(r"eval/near/depth/\d+/loss", key)}
+    by_depth = {
+        key.split("/")[3]: value for key, value in rows[6].items() if re.fullmatch(r"eval/near/depth/\d+/loss", key)
+    }
     assert {start: table[start] for start in by_depth} == {start: f"{value:.4f}" for start, value in by_depth.items()}
     held_out = {key: value for key, value in logged[6].items() if key.startswith(own)}
     found = evaluated(finished, capsys, "--held-out")

@@ -80,7 +80,7 @@ def check(
     sources: dict[str, Any] = {
         "sources": _sources(plan, content, runs_on(plan, model)),
         "parameter_groups": _parameter_groups(resolved, model),
-        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        "frozen": [name for name, each in model.named_parameters() if not each.requires_grad],
     }
     sources["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:

@@ -135,7 +135,7 @@ def evaluate(
             echo(f"{key} {value:.4f}")
     for name, curve in curves_of(metrics).items():
         echo(f"{name or HELD_OUT}: {in_words(curve, 0)}")
-        shown: dict[str, list[str]] = {heading: [] for heading in ("tokens before", "loss", "from zero", "gain")}
+        shown: dict[str, list[str]] = {"tokens before": [], "loss": [], "from zero": [], "gain": []}
         for point in curve.points:
             numbers = point.loss, point.from_zero, point.gain
             for column, each in zip(shown.values(), (f"{point.start:,}", *numbers), strict=True):
