@@ -83,7 +83,7 @@ def train(
         from importlib import metadata
 
         echo(", ".join(f"{name} {metadata.version(name)}" for name in ("trainer", "torch")))
-        return
+        raise typer.Exit
     verb = context.invoked_subcommand
     if verb is not None:
         given = [option for option, value in context.params.items() if value not in (None, False, [], ())]

@@ -208,7 +208,7 @@ class FilesTable(Table):
     """Nested layout: directory that holds `<modality>/.../<stream file>`."""
     paths: list[Text] | None = None
     """Files or globs of a direct layout, with a directory's name as modality."""
-    modalities: list[Text] | None = None
+    modalities: Annotated[list[Text], Field(min_length=1)] | None = None
     """Modalities to read below root; absent: all."""
     format: Text = "auto"
     """auto: by file extension; or a name; or the import path of your own (docs/mixing.md)."""

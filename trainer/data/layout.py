@@ -156,7 +156,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     """The streams below `root/<modality>/`, sorted by relative path.
 
     `modalities`: use only these; None: all. `format`: `auto` takes the files with a known
-    extension, a named format every file.
+    extension, a named format every file but those of `is_data`.
     """
     base = Path(root)
     if not base.is_dir():

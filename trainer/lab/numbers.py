@@ -77,12 +77,14 @@ class Series:
 
     def refuse_unfit(self, path: str, document: int, start: int, rows: npt.NDArray[Any]) -> None:
         """Refuse rows [n, F] of a document, from `start` on, with numbers that no model takes."""
-        is_bad = ~np.isfinite(rows)
-        is_bad[:, self.targets] = np.isinf(rows[:, self.targets])
+        with np.errstate(over="ignore"):
+            given = rows.astype(np.float32, copy=False)  # as the collator gives them
+        is_bad = ~np.isfinite(given)
+        is_bad[:, self.targets] = np.isinf(given[:, self.targets])
         for row, column in np.argwhere(is_bad)[:1].tolist():
             where = f"{path}: document {document}, row {start + row}, column {column}"
             fix = "fill it in; NaN may stand in data.targets alone"
-            raise damaged(where, f"is {rows[row, column]}, and a model takes finite numbers", fix)
+            raise damaged(where, f"is {rows[row, column]}, and a model takes finite numbers of float32", fix)
 
     @property
     def collator(self) -> type[Collator]:

@@ -283,7 +283,7 @@ def check_shards(saved: Sequence[Shard], slab: Slab) -> None:
     for shard in saved:
         if shard["width"] != slab.width:
             problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
-            fix = "resume with the model that was saved, or drop the ledger from the checkpoint"
+            fix = "resume with the model that was saved, or begin anew with its weights (model.weights)"
             raise UserError("ledger", problem, fix)
 
 

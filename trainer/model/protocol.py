@@ -135,7 +135,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         owner, _, name = path.rpartition(".")
         layer = model.get_submodule(owner)
         dims = parameter.ndim if isinstance(layer, _LAYERS) else sum(size > 1 for size in parameter.shape)
-        if id(parameter) in tables or (name in _TABLES and parameter.ndim == 2):
+        if id(parameter) in tables or (name in _TABLES and 2 in (parameter.ndim, dims)):
             roles[path] = "embedding"
         elif id(parameter) in outputs:
             roles[path] = "output"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
@@ -108,11 +109,14 @@ def read_step(origin: Origin, step: int, *, with_text: bool) -> list[dict[str, A
 
 def _rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Targets, source, stream, documents and cell of each row, as far as its data set says."""
-    meta = parse_json(str(batch.get("instability_meta_json", "{}")))
+    meta: Any = None
+    with suppress(ValueError):  # a data set of the user's own may say anything
+        meta = parse_json(str(batch.get("instability_meta_json")))
+    is_own = not isinstance(meta, dict) or not meta.keys() >= {"rows", "cell_indices"}
     counts = weights_of(np.asarray(batch["targets"])).sum(1).tolist()
     for number, tokens in enumerate(counts):
         row: dict[str, Any] = {"row": number, "tokens": tokens}
-        if "rows" not in meta:  # of a data set of the user's own
+        if is_own:
             source = (batch["dataset_labels"] or [None] * len(counts))[number]
             yield {**row, "source": source, "stream": None, "documents": None, "cell": None}
             continue

@@ -30,6 +30,12 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, me
     assert not list(tmp_path.iterdir())
 
 
+def test_the_version_is_all_that_is_done(capsys):
+    ended = program(["--version", "ls", "nowhere"], capsys)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.fullmatch(r"trainer [\d.]+, torch [\d.]+\S*\n", ended.stdout)
+
+
 def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     config = write_tiny_config(tmp_path)
     result = program(["check", "--config", config, "--steps", "9", "--nproc", "2", "--no-contract"], capsys)

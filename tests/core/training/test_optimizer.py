@@ -148,6 +148,7 @@ class Various(torch.nn.Module):
         self.wpe = torch.nn.Embedding(dim, dim)
         self.table = torch.nn.Parameter(torch.randn(vocab_size, dim))
         self.wte = torch.nn.Parameter(torch.randn(vocab_size, dim))
+        self.pos_emb = torch.nn.Parameter(torch.zeros(1, 16, dim))
         self.block = torch.nn.Module()
         self.block.gru = torch.nn.GRU(dim, dim)  # 3 * 67 = 201 rows
         self.block.layers = torch.nn.ModuleList([torch.nn.Module()])
@@ -178,14 +179,15 @@ VECTORS = {
     "block.one.bias",
 }
 VECTORS |= {"block.A_log", "block.gains", "lm_head.bias"}
+TABLES = {"wpe.weight", "wte", "pos_emb"}
 MATRICES = {"block.gru.weight_ih_l0", "block.gru.weight_hh_l0", "block.one.weight"}
 
 
 @pytest.mark.parametrize(
     ("model", "tables", "outputs", "matrices"),
     [
-        (Various, {"wpe.weight", "wte"}, {"lm_head.weight"}, {*MATRICES, "table", "block.layers.0.output.weight"}),
-        (Saying, {"wpe.weight", "wte", "table"}, {"lm_head.weight", "block.layers.0.output.weight"}, MATRICES),
+        (Various, TABLES, {"lm_head.weight"}, {*MATRICES, "table", "block.layers.0.output.weight"}),
+        (Saying, {*TABLES, "table"}, {"lm_head.weight", "block.layers.0.output.weight"}, MATRICES),
     ],
 )
 def test_muon_and_decay_go_by_what_a_model_says_and_not_by_sizes(model, tables, outputs, matrices):

@@ -354,6 +354,8 @@ def test_numbers_that_no_model_can_take_are_refused_with_their_place(series, tmp
     assert (ended.returncode, bool(re.search(problem, ended.stderr))) == (2, True)
     ended = verb("check", "--config", "series.toml", "--set", "data.features=4")
     assert (ended.returncode, "must be floats [T, 4]" in ended.stderr) == (2, True)
+    with pytest.raises(UserError, match=r"row 0, column 1: is 1e\+39, and"):  # infinite in float32
+        reader().refuse_unfit("x.npy", 0, 0, np.array([[0.0, 1e39]]))
     for setting in ("data.targets=[3]", "data.columns=['a']", "data.tokenizer=ids"):
         ended = verb("check", "--config", "series.toml", "--set", setting)
         key = setting.partition("=")[0]

@@ -106,10 +106,8 @@ def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(finished, 
         assert evaluated(finished, capsys, "--step", step) == pytest.approx(rows[step], rel=1e-6)
     said = program(["eval", finished], capsys).stdout.partition("near: ")[2].partition("far: ")[0]
     table = {line.split()[0]: line.split()[1] for line in said.splitlines()[2:]}
-    by_depth = {
-        key.split("/")[3]: value for key, value in rows[6].items() if re.fullmatch(r"eval/near/depth/\d+/loss", key)
-    }
-    assert {start: table[start] for start in by_depth} == {start: f"{value:.4f}" for start, value in by_depth.items()}
+    by_depth = [key.split("/") for key in rows[6] if re.fullmatch(r"eval/near/depth/\d+/loss", key)]
+    assert all(table[key[3]] == f"{rows[6]['/'.join(key)]:.4f}" for key in by_depth)
     held_out = {key: value for key, value in logged[6].items() if key.startswith(own)}
     found = evaluated(finished, capsys, "--held-out")
     assert found == pytest.approx(held_out, rel=1e-6)

@@ -87,9 +87,11 @@ def test_the_rows_are_those_that_the_step_has_read(config, tmp_path, verb, case)
     assert f"document {with_text[0]['documents'][0]['document']}: " in shown
 
 
-def test_rows_of_a_data_set_of_the_users_own_have_what_it_says():
+@pytest.mark.parametrize("said", ['{"rows": [17]}', "5", "batch 3"])
+def test_rows_of_a_data_set_of_the_users_own_have_what_it_says(said):
     batch = {"targets": np.array([[1, 2], [3, -100]]), "dataset_labels": ["own", "own"]}
     own = {"source": "own", "stream": None, "documents": None, "cell": None}
+    assert list(_rows_of(batch)) == list(_rows_of({**batch, "instability_meta_json": said}))
     assert list(_rows_of(batch)) == [{"row": 0, "tokens": 2, **own}, {"row": 1, "tokens": 1, **own}]
 
 

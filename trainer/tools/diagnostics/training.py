@@ -89,7 +89,7 @@ def repeated_data(run: RunRecord) -> Outcome:
 def batch_size(run: RunRecord) -> Outcome:
     """A batch that is far from the noise scale of the gradient."""
     if repeated_data.apply(run).verdict == "finding":
-        return explained("the rows of a step are not independent: see repeated_data")
+        return explained("the noise scale cannot be trusted: see repeated_data")
     scale = noise_scale_of(run)
     if scale is not None and scale.is_high:
         return not_measured(f"the noise scale is {scale.number}: it takes more documents")
