@@ -380,19 +380,16 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         """Whether a later epoch may have groups for this shard though this one has none."""
         return False
 
-    def _fill(self) -> None:
-        pool = self._pool
-        while len(pool.readers) < self._to_open and (reader := self._next_reader()) is not None:
-            pool.add(reader)
-
     def _is_ready(self) -> bool:
-        """Whether a reader is open; if not, `is_ended`."""
+        """Keep `_to_open` readers open, from epoch to epoch. False once `is_ended`: none is left."""
         pool = self._pool
-        while not pool.readers and not self.is_ended:
-            self._fill()
+        while not self.is_ended:
+            while len(pool.readers) < self._to_open and (reader := self._next_reader()) is not None:
+                pool.add(reader)
             if pool.readers:
                 self._has_groups = True
-            elif not (self._has_groups or self._later_has_groups()) or not self._mix.repeat:
+                break
+            if not (self._has_groups or self._later_has_groups()) or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
             else:
                 self._begin(self.epoch + 1, self._points)
@@ -464,7 +461,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self.is_ended = own["is_ended"] and not self._may_repeat()
         self._has_groups = self._has_groups or own["epoch"] > 0
         if own["pool"]:
-            self._fill()  # more may be open at once than before
+            self._is_ready()  # more may be open at once than before
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue the earliest epoch of shards that were others; of it and later ones, where they were."""
@@ -545,14 +542,13 @@ class ShardSource(StreamSource[Part | Few, Reader]):
         """The next groups, of `room` tokens or all that were picked ahead; none at the end
         (`is_ended`). UserError: a damaged file."""
         if not self._ahead:
-            if not self._is_ready():
-                return []
             uniforms = self._uniforms.ahead(self._num_picks)
             if self._to_open < self._most_open:
                 # Many streams open one by one, as the first documents are handed out.
                 self._to_open = min(self._most_open, max(self.first_open, self._num_picks + 1))
-                self._fill()
                 uniforms = uniforms[:1]
+            if not self._is_ready():
+                return []
             readers = self._pool.readers
             self._slots = self._pool.choose(uniforms)
             of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
