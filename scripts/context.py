@@ -1,8 +1,8 @@
 """What a short window costs, with and without carried states: the tables and the figure of docs/context.md.
 
 Models are trained on equally many tokens in each step, in rows of 256, 1,024 or 4,096: single rows in shuffled order, each from
-a zero state, as most trainers do it, or rows of documents whose state is carried. Each arrangement has the best of three
-learning rates, chosen on a seed of its own. Finished runs are kept in --out, and not run again.
+a zero state, as most trainers do it, or rows of documents whose state is carried. Each arrangement has the best of three and
+more learning rates, chosen on a seed of its own. Finished runs are kept in --out, and not run again.
 
     make context               # about 2.5 hours on two cores
     make context SIZE=small    # 20 minutes: rglru, three arrangements
@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -37,6 +37,7 @@ TRIAL_SEED = 100
 JUDGED = r"eval_loss|eval/gap_\d+/loss"
 VOCABULARY = 257  # bytes, and what begins a document
 KEPT = r"eval_loss|eval/depth/.*|eval/gap_\d+/(loss|accuracy|depth/beyond_cell/(loss_from_zero|carry_gain))"
+Job = Callable[[str, int], dict[str, Any]]
 # (window, spread; 0: single rows in shuffled order). With rows of 256 these corpora have documents for a spread of 8:
 # 16, the default, and 64 are the same run.
 ARRANGEMENTS = ((256, 0), (256, 1), (256, 16), (1024, 0), (1024, 16), (4096, 0), (4096, 16))
@@ -110,6 +111,19 @@ def run(name: str, seed: int, size: Size, device: str, text: Path, work: Path) -
     return found
 
 
+def best_lrs(kinds: Sequence[Kind], lrs: Sequence[float], results: Results, job: Job, jobs: int) -> dict[Kind, float]:
+    """The rate with the lowest loss after a short run. While that is a kind's lowest or highest, one beyond is tried."""
+    rates, best = dict.fromkeys(kinds, tuple(lrs)), dict.fromkeys(kinds, lrs[0])
+    for _ in lrs[1:] and lrs:  # of one there is nothing to choose
+        results.complete([kind.run_name(lr, is_trial=True) for kind in kinds for lr in rates[kind]], 1, job, jobs)
+        for kind in kinds:
+            losses = {lr: results.of(kind.run_name(lr, is_trial=True), 1)[0]["judged"] for lr in rates[kind]}
+            best[kind] = min(losses, key=losses.__getitem__)
+            if best[kind] in (min(losses), max(losses)):
+                rates[kind] += (best[kind] * (2 if best[kind] == max(losses) else 0.5),)
+    return best
+
+
 def kept_mb(family: str, size: Size, window: int, device: str) -> float:
     """What a row keeps from the forward for the backward, without parameters."""
     build: Callable[..., nn.Module] = encoder.build if family == "rglru" else gated_delta.build
@@ -159,11 +173,8 @@ def main() -> None:
     chosen: dict[Kind, str] = {}
     for task, family in ((task, family) for family in size.families for task in ("recall", "text")):
         kinds = [Kind(task, family, *each) for each in size.arrangements]
-        trials = {(kind, lr): kind.run_name(lr, is_trial=True) for kind in kinds for lr in size.lrs[1:] and size.lrs}
-        results.complete(list(trials.values()), 1, job, args.jobs)
-        for kind in kinds:
-            losses = {lr: results.of(trials[kind, lr], 1)[0]["judged"] for each, lr in trials if each == kind}
-            chosen[kind] = kind.run_name(min(losses, key=losses.__getitem__, default=size.lrs[0]))
+        best = best_lrs(kinds, size.lrs, results, job, args.jobs)
+        chosen |= {kind: kind.run_name(best[kind]) for kind in kinds}
         results.complete([chosen[kind] for kind in kinds], size.seeds, job, args.jobs)
     for kind in [Kind("speed", family, *each) for family in size.families for each in size.arrangements]:
         chosen[kind] = kind.run_name(size.lrs[0])

@@ -64,7 +64,7 @@ def test_it_is_that_of_independent_rows_and_its_bounds_hold(setting, device):
     away = abs(found["b"] - found["truth"])
     assert away < 0.15 * found["truth"] + 2 * (found["b_se"] ** 2 + found["truth_se"] ** 2) ** 0.5, found
     # Of 12 or so, in pairs of one run, against a truth that has an error itself.
-    assert found["covered"] >= 0.6 * found["bounds"] > 4, found
+    assert sum(found["inside"]) >= 0.6 * len(found["inside"]) > 4, found
 
 
 def test_where_documents_are_too_few_there_is_no_value():

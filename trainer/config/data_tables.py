@@ -262,7 +262,7 @@ class DataTable(Table):
     seq_len: Annotated[int, Field(ge=1, le=10**8)] = 256
     """T: target tokens per cell."""
     features: WholeNumber = 0
-    """F: numbers in a row of a series, if data are `.npy` [T, F] or Parquet of series; 0: tokens."""
+    """F: numbers in a row of a series, of `.npy` [T, F] or Parquet of series; 0: tokens."""
     columns: list[Text] = []
     """Parquet of series: its F columns of lists, in this order."""
     targets: list[WholeNumber] = []

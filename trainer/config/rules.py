@@ -137,7 +137,7 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], facts: Facts) -
 def _broken_lengths(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
     train = config.train
     if train.tokens and train.steps not in (0, facts.steps):
-        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
+        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both are the run's length"
         yield "train.steps", problem, "set one of them to 0"
     if train.tokens and not facts.tokens_per_step:
         problem = "needs the size of a batch, which data sets of your own do not tell"

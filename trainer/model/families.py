@@ -21,7 +21,7 @@ WIDEST = 128  # heads of gated_delta by default
 class Family:
     """Where a family is built."""
 
-    builder: str  # of vocab_size, dim, num_layers and args: import path, or name in `Parts.families`
+    builder: str  # of vocab_size, dim, num_layers, args: import path, or a name in `Parts.families`
     args: Mapping[str, Any] = field(default_factory=dict)  # further arguments that the family itself gives
     is_own: bool = True  # proven by this package's tests; other models are checked before each run
     # Of a row. Some models take a path of their own for one token after a state, which writes into
