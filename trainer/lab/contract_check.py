@@ -98,6 +98,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             given = {"vocab_size": judged.num, "build": lambda: OnPositions(build().to(device), micro)}
             given["seq_len"] = micro.targets.shape[1]
         autocast = AUTOCAST[plan.config.train.precision]
+        given["resets"] = runs_on(plan, model) or (micro is not None and "resets" in micro.inputs)
         report = check_model(judged, autocast=autocast, rows=evaluated_rows(plan), **given)
         if micro is not None or (plan.config.objective.target and report["forward"].status == "held"):
             _check_loss(plan, model, micro, device)
@@ -160,8 +161,6 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     """Refuse the first breach that spoils training. Warns of other breaches, and of what could not
     be checked. Raises UserError."""
     broken = {each.check: each for each in report.breaches}
-    if not runs_on(plan, None):  # each row is one document
-        broken.pop("resets", None)
     refused = [broken[check] for check in REFUSED if check in broken]
     if not refused:
         for verdict in [*report.breaches, *report.warnings]:

@@ -217,7 +217,6 @@ class OnPositions(nn.Module):
     def __init__(self, model: nn.Module, micro: MicroBatch) -> None:
         super().__init__()
         self.model, self.fixed = model, some_rows(micro, 1)
-        self.takes_resets = "resets" in (accepted_inputs(model) or ())
         for name in {"state_width", "state_layout", "loss_keys"} & {*dir(model)}:
             setattr(self, name, getattr(model, name))
         shape = micro.targets.shape[:2]

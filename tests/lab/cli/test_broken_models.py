@@ -150,6 +150,13 @@ def test_rows_of_several_documents_are_refused_for_a_model_without_resets(check)
     )
 
 
+def test_resets_are_judged_where_rows_hold_some_and_only_there(check):
+    takes = [model(GOOD).replace("state=None)", f"state=None, {more})") for more in ("**inputs", "resets=None")]
+    for text in takes:  # and ignores them
+        assert ": breaks resets: " in check(text, ALIGN, FULL_ROWS).stderr
+    assert "contract = held: forward, purity, soak" in check(takes[1]).stdout
+
+
 def test_the_contract_can_be_left_out_and_that_is_said(check):
     assert "#   contract = not tried: --no-contract" in check(DROPS, options=("--no-contract",)).stdout
 

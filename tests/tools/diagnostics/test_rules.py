@@ -195,9 +195,9 @@ def falling(count: int, at: int, rise: float) -> RunRecord:
     return losses(*(6.0 / (1 + i / 10) + 0.01 * math.sin(i * i) + rise * (i == at) for i in range(count)))
 
 
-def contract_run(check: str, align: str = "document") -> RunRecord:
+def contract_run(check: str) -> RunRecord:
     """A run of full rows whose own model breaks this check."""
-    config = full_rows({"target": "mine:build"}, align=align)
+    config = full_rows({"target": "mine:build"})
     return make_run({"loss": [1.0]}, events=[contract_event("broken", check=check)], config=config)
 
 
@@ -234,7 +234,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "loss_spikes: worse than untrained": falling(30, 22, 6.0),
         "restarts: a crash loop": make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)] * 3, steps_redone=3),
         # In rows of several documents.
-        "model_contract: broken resets": contract_run("resets", align="stream"),
+        "model_contract: broken resets": contract_run("resets"),
     },
     "healthy": {
         "stuck_reader: more picks": make_run(

@@ -77,6 +77,7 @@ def check_model(
     seq_len: int = 64,  # tokens of a cell in training
     autocast: torch.dtype | None = None,  # in training; None: none
     rows: int = LEAST_ROWS,  # of a batch in training; the soak takes `LEAST_ROWS` or more
+    resets: bool | None = None,  # whether rows hold any in training; None: if forward names them
 ) -> Report:
     """Check that a model keeps the contract of `trainer.model.protocol.SequenceModel`.
 
@@ -88,7 +89,9 @@ def check_model(
     tried; one that would take long is not begun.
     """
     started, verdicts = time.perf_counter(), dict[str, Verdict]()
-    request = Request(vocab_size, seq_len, autocast, rows, build)
+    if resets is None:
+        resets = "resets" in inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+    request = Request(vocab_size, seq_len, autocast, rows, build, resets)
     how, why = "nothing was run", ""
     with _left_alone(model):
         try:
@@ -109,20 +112,19 @@ def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> 
     # Compiled, it would compile for minutes, once per shape.
     model = getattr(model, "_orig_mod", model)
     _refuse_unknown_inputs(model)
-    with_resets = "resets" in inspect.signature(model.forward).parameters or getattr(model, "takes_resets", False)
     model = private_copy(model)
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     _find_state(model, seq_len)
     working = Subject(model, dtype=given)
-    _check_forward(replace(working, autocast=request.autocast), request, with_resets)
+    _check_forward(replace(working, autocast=request.autocast), request)
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
     try:
-        trial = make_trial(working.in_float64(), request, takes_resets=with_resets)
+        trial = make_trial(working.in_float64(), request)
         return _judge(trial, working, verdicts)
     except (CallFailed, NotTestable, TypeError, RuntimeError):
         verdicts.pop("purity", None)  # some operators lack float64
     try:
-        return _judge(make_trial(working, request, takes_resets=with_resets), working, verdicts)
+        return _judge(make_trial(working, request), working, verdicts)
     except CallFailed as error:
         raise CallFailed(f"{error}, after it ran with tokens {[1, seq_len]}") from error
 
@@ -142,12 +144,12 @@ def _find_state(model: nn.Module, seq_len: int) -> None:
         raise CallFailed(f"its forward fails with a row of {seq_len} tokens and no state: {text}") from error
 
 
-def _check_forward(subject: Subject, request: Request, takes_resets: bool) -> None:
+def _check_forward(subject: Subject, request: Request) -> None:
     """One row of the training length in either mode. Raises CallFailed: the forward is broken."""
     width, length = subject.width, request.seq_len
     tokens = (torch.arange(length) % request.vocab_size)[None]
     given: dict[str, Any] = {"tokens": tokens.to(subject.device), "state": subject.zeros(1)}
-    if takes_resets:
+    if request.resets:
         given["resets"] = (torch.arange(length, device=subject.device) == length // 2)[None]
     for training, where in ((True, ""), (False, " in eval()")):
         model = subject.fresh().train(training)
@@ -156,7 +158,7 @@ def _check_forward(subject: Subject, request: Request, takes_resets: bool) -> No
         except Exception as error:  # a user's model may raise anything
             text = format_error(error, otherwise=_place_of_forward(model))
             state = [1, width] if width else None
-            inputs = f"tokens {[1, length]} and state {state}" + ", and a reset within the row" * takes_resets
+            inputs = f"tokens {[1, length]} and state {state}" + ", and a reset within the row" * request.resets
             raise CallFailed(f"its forward fails{where} with {inputs}: {text}") from error
         problem = _mismatch(output, length, request.vocab_size, width)
         problem = problem or _loss_mismatch(model, output, length)
@@ -231,8 +233,8 @@ def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
         found, look_in = {check: untestable(check, error) for check in CHECKS}, subject.training
     if look_in is not None:
         found |= find_causes(trial.in_mode(look_in))
-    if not trial.takes_resets:
-        found["resets"] = untestable("resets", "forward takes no resets")
+    if not trial.request.resets:
+        found["resets"] = untestable("resets", "no row holds resets")
     found["carry"] = _check_state(trial) or found["carry"]
     causes = [check for check, verdict in found.items() if verdict.status == "broken" and check != "soak"]
     if found["soak"].status == "broken" and causes:
@@ -376,7 +378,7 @@ def find_causes(trial: Trial) -> dict[str, Verdict]:
         causes = "the length of the row (later tokens, batch statistics, expert capacity)"
         found["carry"] = untestable("carry", f"{text}: results depend on {causes}")
 
-    if trial.takes_resets:
+    if trial.request.resets:
         at = trial.length // 3 + 1
         resets = torch.zeros(ROWS, trial.length, dtype=torch.bool)
         resets[:, at] = True

@@ -149,7 +149,7 @@ def soak(trial: Trial, working: Subject, size: Size) -> tuple[dict[str, Verdict]
 def find_size(trial: Trial) -> Size:
     """The first size that takes `SECONDS`, fewer rows first, then shorter cells; else the last one.
     Raises NotTestable: it would take more than `MOST_SECONDS`."""
-    vocab_size, seq_len, _, rows, _ = trial.request
+    vocab_size, seq_len, _, rows, *_ = trial.request
     cells = [seq_len]
     if trial.takes_cells:
         cells += [each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len]
@@ -213,7 +213,7 @@ class _Soak:
         begins[:, 0] = begins[1, 4] = begins[2, 3] = True
         is_read[1, 2:4] = False
         resets = None
-        if self.trial.takes_resets:
+        if self.trial.request.resets:
             # In the first cell; near each other, and the last token of a cell; two in a later one;
             # the begin of a third. The other phases have one: it may be lost in some rows alone.
             resets = torch.zeros(len(PHASES), sum(lengths), dtype=torch.bool)

@@ -109,6 +109,7 @@ class Request(NamedTuple):
     autocast: torch.dtype | None
     rows: int
     build: Callable[[], nn.Module] | None
+    resets: bool
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,6 @@ class Trial:
 
     subject: Subject  # in float64 where the model runs in it; in eval() if it is random in train()
     request: Request
-    takes_resets: bool
     cell: int  # tokens; a short row has `CELLS` of them
     takes_cells: bool  # rows may be longer than a cell: not of a model of a fixed length
     columns: Tensor  # of the logits that vary: those of a padded vocabulary are constant
@@ -199,10 +199,10 @@ def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
     return (difference.square().mean(-1).sqrt() / unit).nan_to_num(nan=math.inf)
 
 
-def make_trial(subject: Subject, request: Request, *, takes_resets: bool) -> Trial:
+def make_trial(subject: Subject, request: Request) -> Trial:
     """Find a row length that the model takes, and measure scale and rounding. Raises CallFailed: it
     takes none (as of the training length); NotTestable: its logits are constant or not finite."""
-    trial = _with_cell_length(subject, request, takes_resets)
+    trial = _with_cell_length(subject, request)
     tokens, zeros = trial.tokens(), subject.zeros(ROWS)
     whole = subject(tokens, zeros).logits
     if not whole.isfinite().any() or whole.isnan().any():
@@ -222,13 +222,13 @@ def make_trial(subject: Subject, request: Request, *, takes_resets: bool) -> Tri
     return replace(trial, columns=columns, rounding=rounding)
 
 
-def _with_cell_length(subject: Subject, request: Request, takes_resets: bool) -> Trial:
+def _with_cell_length(subject: Subject, request: Request) -> Trial:
     """The first length of which the model takes a cell and a short row; it may need a multiple."""
     seq_len = request.seq_len
     lengths = [(each, True) for each in CELL_LENGTHS if each < max(seq_len, 7)]
     for length, takes_cells in [*lengths, (seq_len, True), (seq_len, False)]:
         columns = torch.arange(request.vocab_size)
-        trial = Trial(subject, request, takes_resets, length, takes_cells, columns, Rounding(1.0))
+        trial = Trial(subject, request, length, takes_cells, columns, Rounding(1.0))
         try:
             for size in dict.fromkeys((length, trial.length)):
                 subject(trial.tokens(1, size), subject.zeros(1))

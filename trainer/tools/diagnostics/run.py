@@ -15,7 +15,6 @@ from trainer.tools.diagnostics.rule import (
     Series,
     aligned,
     finding,
-    has_full_rows,
     healthy,
     not_measured,
     not_yet,
@@ -143,12 +142,8 @@ def model_contract(run: RunRecord) -> Outcome:
         if "model" in run.config and run.setting("model.target") is None:
             return healthy("a built-in model, which the tests prove")
         return not_measured("the run has no record of a check of its model (trainer.lab.contracts.check_model)")
-    # Where each document begins a row, none has a reset inside.
-    begins_rows = not has_full_rows(run) or run.setting("data.align") == "document"
     verdicts = [verdict for event in events for verdict in event.get("verdicts", [])]
     broken = {each["check"]: each["text"] for each in verdicts if each["status"] == "broken"}
-    if begins_rows:
-        broken.pop("resets", None)
     if broken:
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
         steps = tuple(sorted({int(event.get("global_step", 0)) for event in events}))
