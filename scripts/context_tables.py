@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     @property
     def rows(self) -> str:
         """In words."""
-        arranged = "carried" + ", spread 1" * (self.spread == 1) if self.spread else "shuffled, from zero"
+        arranged = "carried" + ", spread 1" * (self.spread == 1) if self.spread else "shuffled"
         return f"{self.window:,}, {arranged}"
 
     def run_name(self, lr: float, *, is_trial: bool = False) -> str:
@@ -84,7 +84,7 @@ def after_resets(run: Mapping[str, Any], window: int) -> float:
 
 
 def said(found: tuple[float, float], form: str = ".3f") -> str:
-    return f"{found[0]:{form}} +- {found[1]:{form}}"
+    return f"{found[0]:{form}}±{found[1]:{form}}"
 
 
 def text_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequence[Kind]) -> Table:
@@ -110,14 +110,14 @@ def text_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequ
     )
 
 
-def recall_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequence[Kind]) -> Table:
+def recall_table(found: Mapping[Kind, Found], _: Mapping[Kind, str], kinds: Sequence[Kind]) -> Table:
     """Answers right, by the tokens since they were shown."""
     rows = []
     for kind in kinds:
         right = (said(of_seeds([run[f"eval/{gap}/accuracy"] for run in found[kind]]), ".2f") for gap in GAPS)
-        rows.append((kind.rows, lrs[kind], *right))
+        rows.append((kind.rows, *right))
     gaps = (f"{low:,} to {high:,}" for low, high in GAPS.values())
-    return f"{kinds[0].family}, answers right after so many tokens", ("rows", "learning rate", *gaps), rows
+    return f"{kinds[0].family}, answers right after so many tokens", ("rows", *gaps), rows
 
 
 def tables(found: Mapping[Kind, Found], lrs: Mapping[Kind, str]) -> Iterator[Table]:

@@ -62,10 +62,7 @@ def place_of(error: BaseException) -> str:
 
 def shown_path(path: str) -> str:
     """The path relative to the working directory if it is inside."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
+    return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:

@@ -180,10 +180,7 @@ def nested(levels: int) -> str:
     return "[" * levels + "]" * levels
 
 
-DAMAGE = {
-    "nested too deeply": [nested(100), nested(100_000)],
-    "integer": ["-" + "1" * 400, "9" * 6_000],
-}
+DAMAGE = {"nested too deeply": [nested(100), nested(100_000)], "integer": ["-" + "1" * 400, "9" * 6_000]}
 
 
 @pytest.mark.parametrize("message", DAMAGE)

@@ -23,14 +23,7 @@ from tests.support.noise_windows import window_of
 from tests.support.records import Rows, write_record
 from tests.support.runs import make_corpus
 from tests.support.streams import mixing_dataset
-from trainer.data import (
-    BlendDataset,
-    BlendSource,
-    BytesTokenizer,
-    ConstantWeight,
-    ScheduledWeight,
-    discover_nested,
-)
+from trainer.data import BlendDataset, BlendSource, BytesTokenizer, ConstantWeight, ScheduledWeight, discover_nested
 from trainer.lab.stream_mixing import StreamMixingDataset
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.aggregate import Recorder, reduce_over_ranks

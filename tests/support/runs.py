@@ -207,14 +207,7 @@ def overrides(*sets: str) -> list[str]:
     return [word for each in sets for word in ("--set", each)]
 
 
-def train(
-    config: Path,
-    run_dir: Path,
-    *sets: str,
-    more: tuple[object, ...] = (),
-    code: int = 0,
-    **options: Any,
-) -> str:
+def train(config: Path, run_dir: Path, *sets: str, more: tuple[object, ...] = (), code: int = 0, **options: Any) -> str:
     """Train into `run_dir` with overrides of the config and `more` words; returns stderr. `code`: how it must end;
     `options`: those of `run`."""
     line = ("--config", config, "--run-dir", run_dir, "--stdout", "off", *overrides(*sets), *more)

@@ -288,6 +288,11 @@ class DataTable(Table):
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 
+    def check(self) -> None:
+        """Refuse columns of nothing."""
+        if not self.features and (self.targets or self.columns):
+            raise ValueError("targets and columns are those of series: set features")
+
     @property
     def values(self) -> int:
         """Most known values of a position, which count as tokens."""

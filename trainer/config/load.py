@@ -277,8 +277,8 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     if kind == "value_error":  # raised by a validator of ours
         text = details["msg"].removeprefix("Value error, ")
         return text[:1].lower() + text[1:], ""
-    must, is_plain = re.subn(r"^\w+ should (.*?)( after validation.*)?$", r"must \1", details["msg"])
-    return f"{must}, got {shown(value)}" if is_plain else f"cannot be {shown(value)}", ""
+    must, plain = re.subn(r"^\w+ should (.*?)( after validation.*)?$", r"must \1", details["msg"])
+    return f"{must}, got {shown(value)}" if plain else f"cannot be {shown(value)}", ""
 
 
 def shown(value: Any) -> str:

@@ -114,7 +114,7 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], facts: Facts) -
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     spread = config.data.mixing.spread
-    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale":
+    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and any(each.target is None for each in sources):
         if ledger.stale_threshold < spread:
             problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later "
             problem += "(data.mixing.spread)"
@@ -122,12 +122,10 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], facts: Facts) -
         drops = '"periodic_stale" would drop states of documents that wait'
         if not config.micro_batches.is_constant:
             yield "ledger.wipe_mode", f"{drops} where the plan lowers m", 'use "lru"'
-        if any(source.target is not None for source in sources):
-            yield "ledger.wipe_mode", f"{drops} while batches of a source with a target are read", 'use "lru"'
     # Lanes size a ledger without a capacity of its own.
     if ledger.slots < in_flight and (ledger.capacity or not reads_lanes(config)):
         problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
-        problem += f"others: open streams x batch size of each source), got {ledger.capacity}"
+        problem += f"others: open streams x batch size of each source), got {ledger.slots}"
         fix = f"set it to {in_flight} or more"
         if reads_lanes(config):  # fewer slots than lanes would shrink the spread
             fix = "remove it: then there is a slot for each lane"
@@ -164,7 +162,8 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
     """Settings of full rows, which hold documents of all sources, that conflict."""
     given = {"data.mixing.": config.data.mixing.model_dump(exclude={"batch_size"})}
     own = {f"source {each.name}: mixing.": each.mixing.model_dump(exclude_none=True) for each in sources}
-    modes = {each.get("batching_mode", config.data.mixing.batching_mode) for each in own.values()}
+    mode = config.data.mixing.batching_mode
+    modes = {mode, *(each.get("batching_mode", mode) for each in own.values())}
     if len(modes) > 1 and "per_row" in modes:
         problem = 'is "per_row" for some sources, and rows are full in all of them or in none'
         yield "data.mixing.batching_mode", problem, "set it for all sources alike"
@@ -174,6 +173,9 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
         if config.data.mixing.spread != MixingTable.model_fields["spread"].default:
             yield "data.mixing.spread", 'needs batching_mode "per_row"', "remove it"
         return
+    if len({source.target is None for source in sources}) > 1:
+        problem = '"per_row" reads documents, and a source with a target gives whole batches'
+        yield "data.mixing.batching_mode", problem, 'set it to "per_stream", or keep one kind'
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.
     for table, keys in {**given, **own}.items():
         for name in ("batch_size_by_modality", "batch_size"):

@@ -61,6 +61,8 @@ def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
     parts = [state["sources"][index] for state in states]
     if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
         return list(parts[0][ALL_RANKS])
+    if isinstance(parts[0], Mapping) and parts[0].get("world_size") == 1:  # kept by each rank
+        return parts[:1]
     return parts
 
 

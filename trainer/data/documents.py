@@ -185,7 +185,8 @@ def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: s
         size = 0
         for piece in itertools.chain(pieces, [None]):
             if piece is not None:
-                waiting.append(piece)
+                if len(piece):  # an empty one may be of floats
+                    waiting.append(piece)
                 lengths.append(len(piece))
                 size += len(piece)
             if waiting and (piece is None or size >= CHUNK):

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,7 +104,7 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     return {
         **asdict(cut),
         **settings,
-        **vars(options),
+        **{each.name: getattr(options, each.name) for each in fields(options)},
         "tokenizer": f"{tokenizer.name} ({tokenizer.vocab_size} ids){tokenizer.settings}",
         "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
     }

@@ -33,9 +33,12 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
         fix = "see trainer.data.TokenTable: (path, options) -> TokenTable"
         raise damaged(where, f"returned a {type(table).__name__}", fix)
     tokens, starts, lengths = (np.asarray(each) for each in (table.tokens, table.starts, table.lengths))
-    if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or tokens.ndim != 1:
+    if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or not (
+        tokens.ndim == starts.ndim == 1 and starts.shape == lengths.shape
+    ):
         raise damaged(where, "tokens, starts and lengths must be integers", "return arrays [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
+    tokens = tokens.astype(tokens.dtype.newbyteorder("="), copy=False)
     if ((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens))).any():
         problem = f"a document does not lie within its {len(tokens):,} tokens"
         raise damaged(where, problem, "return where each begins, and its length")

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import as_list, is_known, keyed_generator
-from trainer.data.blend import BlendDataset, BlendSource
+from trainer.arrays import as_list, keyed_generator
+from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.collate import Batch, Lane, Place, make_collator
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import is_read_whole
@@ -88,7 +88,7 @@ def count_documents(streams: Sequence[Stream], cut: CutOptions, read: ReadOption
     order = keyed_generator("count", cut.namespace).permutation(len(streams))
     drawn, others = order[:COUNTED_FILES], order[COUNTED_FILES:]
     opened: Iterable[OpenStream] = (open_stream(streams[at], read, cut) for at in drawn)
-    if read.loss_mask is not None:
+    if read.loss_mask is not None and not len(others):
         opened = read.loss_mask.refuse_untrained(opened, cut.namespace)
     counts = [len(np.unique(each.groups.documents)) for each in opened]
     by_byte = sum(counts) / max(int(sizes[drawn].sum()), 1)
@@ -137,9 +137,8 @@ class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from B = `rows` lanes; see `collate.Collator` for their keys.
 
     `lane_sets`: of so many lanes, by the micro-batches of a step; absent: 1. `documents`: those to
-    draw from, which are reported (0: unknown). A source that is no `ShardSource` gives whole
-    micro-batches of its own, by the same claims. `how`, and errors, are those of `BlendDataset`; or
-    a file is unreadable or damaged.
+    draw from, which are reported (0: unknown). Sources are `ShardSource`s, or off. `how`, and
+    errors, are those of `BlendDataset`; or a file is unreadable or damaged.
     """
 
     def __init__(
@@ -178,14 +177,10 @@ class LaneBlend(BlendDataset):
         self._is_alone = False  # only one was ever to give tokens: its claim stays 0
         self._is_constant = all(len(source.weight.points) == 1 for source in sources)
         self._by_name = {source.name: index for index, source in enumerate(sources)}
-        # A target's batches are its own; lanes read the others.
-        self._laned: dict[int, ShardSource] = {}
-        self._batched: list[int] = []
-        for index, source in enumerate(sources):
-            if isinstance(source.dataset, ShardSource):
-                self._laned[index] = source.dataset
-            elif source.weight.zero_from() != 0:
-                self._batched.append(index)
+        read = [(index, source.dataset) for index, source in enumerate(sources)]
+        self._laned = {index: each for index, each in read if isinstance(each, ShardSource)}
+        if not all(isinstance(each, ShardSource | UnreadSource) for _, each in read):
+            raise TypeError("rows are filled from documents: every source must be a ShardSource")
         self._shard = (0, 1)
         for part in self._laned.values():
             self._shard = (part.fixed_state["rank"], part.fixed_state["world_size"])
@@ -216,22 +211,17 @@ class LaneBlend(BlendDataset):
         if not self._shares or not self._is_constant:
             self._shares = self.shares_at(self._batch_index)
             self._note_open()
-        batch = None
-        while batch is None:
-            if self._batched:
-                batch = self._whole_batch()
-            if batch is None:
-                batch = self._next_rows()
-                self._note_times(time.perf_counter() - began)
+        batch = self._next_rows()
+        self._note_times(time.perf_counter() - began)
         self._batch_index += 1
         return batch
 
-    def _next_rows(self) -> Batch | None:
-        """The next row of each lane whose turn it is; None: only sources with batches of their own are left."""
+    def _next_rows(self) -> Batch:
+        """The next row of each lane whose turn it is."""
         while True:
             # Another number of sets if the step has another size, or less is left to read.
             wanted = self._fixed_sets or self._wanted_sets()
-            if not self._waiting and self._largest(self._laned) < 0:  # nothing begins any more
+            if not self._waiting and self._largest() < 0:  # nothing begins any more
                 being_read = sum(place is not None for place in self._lane_places)
                 wanted = max(1, min(wanted, -(-being_read // self._rows)))
             first = self._turn * self._rows
@@ -246,8 +236,6 @@ class LaneBlend(BlendDataset):
             if batch["dataset_labels"]:
                 break
             if not any(self._lane_places):
-                if self._batched and self._largest(self._batched) >= 0:
-                    return None
                 self._stop_or_refuse()
             # Nothing begins any more: read the sets that still have documents.
         self._lane_places[first : first + self._rows] = map(attrgetter("place"), lanes)
@@ -288,10 +276,10 @@ class LaneBlend(BlendDataset):
         is_owed = any(self._claims) or self._counts != self._due
         self._is_alone = self._shares.count(0.0) == len(self._shares) - 1 and not is_owed
 
-    def _largest(self, among: Collection[int]) -> int:
+    def _largest(self) -> int:
         """The source with the largest claim that can be read; -1: none can."""
         best, claims = -1, self._claims
-        for index in among:
+        for index in self._laned:
             share, is_open = self._open[index]
             if not is_open:
                 continue
@@ -312,24 +300,6 @@ class LaneBlend(BlendDataset):
         self._counts[index] += num_tokens
         self._total += num_tokens
 
-    def _whole_batch(self) -> Batch | None:
-        """A batch of a source that makes its own, if one has the largest claim."""
-        while True:
-            index = self._largest(self._batched)
-            if index < 0 or index != self._largest([*self._laned, *self._batched]):
-                return None
-            began = time.perf_counter()
-            batch = self._read(index)
-            if batch is not None:
-                break
-            self._note_open()
-        if self._time_names:
-            self._seconds[f"time/own_code/{self._time_names[index]}"] += time.perf_counter() - began
-        num_targets = int(is_known(np.asarray(batch["targets"])).sum())
-        # At least 1, or batches without targets would come again and again.
-        self._charge(index, max(num_targets, 1))
-        return batch
-
     def _refill(self, lane: Lane, at: int, room: int) -> bool:
         """Give a lane its next groups, of `room` tokens or more; False if there is none now."""
         if self._waiting:
@@ -340,7 +310,7 @@ class LaneBlend(BlendDataset):
         groups: list[Handed] = []
         left = max(room, self._row_tokens - at)  # of the row
         while room > 0:
-            index = self._largest(self._laned)
+            index = self._largest()
             if index < 0:
                 break
             self._now = index
@@ -418,10 +388,14 @@ class LaneBlend(BlendDataset):
             sums = np.sum([each[key] for each in states], axis=0) * part
             found = dict(zip(states[0]["names"], sums.tolist(), strict=True))
             numbers[:] = [found.get(name, 0) for name in self._names]
-        self._total, self._shares = sum(each["total"] for each in states) * part, []
+        self._total = sum(each["total"] for each in states) * part
         self._longest = max(each["longest"] for each in states)
         own, num_sets = states[0], self._wanted_sets()
-        if all(map(self._ended.__getitem__, self._laned)):  # what is left is in fewer sets
+        self._shares = self.shares_at(self._batch_index)
+        for index, source in self._laned.items():  # which may repeat now
+            self._ended[index] &= source.is_ended
+        self._note_open()
+        if self._largest() < 0:  # what is left is in fewer sets
             num_sets = min(num_sets, own["groups"])
         here = [[shard, num_shards], self._rows, num_sets]
         is_same = [own["shard"], own["rows"], own["groups"]] == here

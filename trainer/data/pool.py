@@ -27,10 +27,8 @@ EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 ABSENCE_PREFIX = "stream_mixing/refill/absence/"
 PICKS = "stream_mixing/active/picks"
 
-# Rows of the pool's statistics. Quantities whose minimum is wanted are negated, so that one maximum
-# over the readers answers all; so is the pick at which a reader was last picked, since the longest
-# wait belongs to the smallest of those.
-_NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(6)
+# Rows of the pool's statistics. The last pick is negated, so that the longest wait has the largest.
+_REMAINING, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(4)
 Floats = npt.NDArray[np.float64]
 
 
@@ -73,7 +71,7 @@ class ActivePool(Generic[ReaderT]):
         self._seen: dict[str, float] | None = {}  # None: not computed yet from the last pick
         self._last_pick: tuple[Floats, int, dict[str, float]]  # statistics, picks and counts
         self._pick_mode = pick_mode
-        self._stats = np.zeros((6, 0))
+        self._stats = np.zeros((4, 0))
         self._counts = {MODALITY_PREFIX + modality: 0.0 for modality in sorted(modalities)}
         # By modality: -ln of the chance that, of the streams opened since, none is of it.
         self.absences = dict.fromkeys(modalities, 0.0)
@@ -82,7 +80,7 @@ class ActivePool(Generic[ReaderT]):
 
     def add(self, reader: ReaderT) -> None:
         self.readers.append(reader)
-        self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
+        self._stats = np.concatenate([self._stats, np.zeros((4, 1))], axis=1)
         self._begin(len(self.readers) - 1)
 
     def replace(self, slot: int, reader: ReaderT | None) -> None:
@@ -108,8 +106,7 @@ class ActivePool(Generic[ReaderT]):
         """Move a reader on by so many picks."""
         reader = self.readers[slot]
         reader.taken += picks
-        remaining, fraction = reader.remaining_picks, reader.remaining_fraction
-        self._stats[:_NEG_LAST_PICK, slot] = (-remaining, remaining, -fraction, fraction)
+        self._stats[:_NEG_LAST_PICK, slot] = (reader.remaining_picks, reader.remaining_fraction)
 
     def choose(self, uniforms: Iterable[float]) -> list[int]:
         """The slots of the next picks, up to one that exhausts a reader. Numbers in [0, 1) decide,
@@ -183,14 +180,14 @@ class ActivePool(Generic[ReaderT]):
         if self._seen is not None:
             return self._seen
         stats, num_picks, counts = self._last_pick
-        peaks: list[float] = np.maximum.reduce(stats, axis=1).tolist()
+        least, most = (how.reduce(stats, axis=1).tolist() for how in (np.minimum, np.maximum))
         self._seen = {
-            REMAINING_MIN: -peaks[_NEG_REMAINING],
-            REMAINING_MAX: peaks[_REMAINING],
-            FRACTION_MIN: 0.0 - peaks[_NEG_FRACTION],  # not a negative zero
-            FRACTION_MAX: peaks[_FRACTION],
-            STEPS_SINCE_PICK_MAX: num_picks + peaks[_NEG_LAST_PICK],
-            PICK_SURPRISE_MAX: peaks[_SURPRISE],
+            REMAINING_MIN: least[_REMAINING],
+            REMAINING_MAX: most[_REMAINING],
+            FRACTION_MIN: least[_FRACTION],
+            FRACTION_MAX: most[_FRACTION],
+            STEPS_SINCE_PICK_MAX: num_picks + most[_NEG_LAST_PICK],
+            PICK_SURPRISE_MAX: most[_SURPRISE],
             **counts,
         }
         return self._seen

@@ -261,6 +261,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         for stream, size in zip(self.streams, self._sizes, strict=True):
             format = format_name(Path(stream.path), read.format)
             is_document = read.text_split == "file" and takes_option(format, "text_split")
+            is_document |= read.eod is None and takes_option(format, "eod")
             if not is_document or documents_of(cut.split, stream.relative_path, 1, cut.holdout_fraction)[0]:
                 found += size
         return found or 1
@@ -298,7 +299,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self._note()
         if not self._pool.readers and self._points:  # others may have read what this epoch has left
             self._is_ready()
-        if self.is_ended and self._mix.repeat:
+        if self.is_ended and (self._mix.repeat or not self._queue):
             return None
         return self.epoch + self._has_begun_all(), self._most_begun
 
@@ -381,7 +382,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         return False
 
     def _is_ready(self) -> bool:
-        """Keep `_to_open` readers open, from epoch to epoch. False once `is_ended`: none is left."""
+        """Keep `_to_open` readers open, from epoch to epoch; False once `is_ended`."""
         pool = self._pool
         while not self.is_ended:
             while len(pool.readers) < self._to_open and (reader := self._next_reader()) is not None:

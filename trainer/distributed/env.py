@@ -145,7 +145,8 @@ def process_group(
     try:
         wait_until(lambda: _answers(info))
         store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
-        store.add("started", 1)
+        if store.add("started", 1) > info.world_size:
+            raise GroupError("the store is that of an earlier attempt: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
         wait_until(lambda: store.add("started", 0) == info.world_size)
         how: dict[str, Any] = {"backend": "gloo"}
         if device.type == "cuda":

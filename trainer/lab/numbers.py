@@ -84,7 +84,7 @@ class Series:
         for row, column in np.argwhere(is_bad)[:1].tolist():
             where = f"{path}: document {document}, row {start + row}, column {column}"
             fix = "fill it in; NaN may stand in data.targets alone"
-            raise damaged(where, f"is {rows[row, column]}, and a model takes finite numbers of float32", fix)
+            raise damaged(where, f"is {rows[row, column]}, and a model takes finite float32", fix)
 
     @property
     def collator(self) -> type[Collator]:
@@ -167,9 +167,10 @@ class SeriesCollator(CountingCollator):
                     of, offset, _ = next(reads)
                     if of.first or offset:
                         features[at] = of.source.documents.tokens[of.begin + offset - 1]
+        is_fit = np.isfinite(rows).all() if not self._targets else not np.isinf(targets).any()
         for gap in found.gaps:
             features[gap], targets[gap] = 0.0, np.nan
-        if not np.isfinite(features).all() or np.isinf(targets).any():
+        if not (is_fit and np.isfinite(features).all()):
             self._refuse(found)
         return {"features": features, "targets": targets}
 

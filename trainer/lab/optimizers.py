@@ -6,6 +6,7 @@ It could go if torch's Muon skipped a step on the device, and took shards.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import partial
 from typing import Any
@@ -165,4 +166,6 @@ def build_custom(model: nn.Module, groups: list[ParameterGroup], table: Optimize
         parameters = counted(len(left), "parameter")
         problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
+    built: Any = optimizer  # see `group_counters`
+    built.built_groups = [copy.deepcopy({**each, "params": None}) for each in optimizer.param_groups]
     return optimizer

@@ -169,6 +169,9 @@ class OwnBatches:
         self._due.update(zip(end_ids.tolist(), (end_cells + 1).tolist(), strict=True))
 
 
+ENDS = ("end_ids", "end_cell_index")
+
+
 def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[str, str]]:
     """The problems of a batch, each with its fix. Reads from no device."""
     if not isinstance(batch, Mapping):
@@ -193,12 +196,14 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
                 problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {num_ids - 1}"
                 fix = f"mark targets that are not to be predicted with {IGNORED}"
                 yield problem, f"{fix}, or set data.vocab_size to the number of ids"
-    for key in CARRY_KEYS:
+    for key in (*CARRY_KEYS, *ENDS):
         if key in batch and np.shape(batch[key]) != shape[:1]:
             found = list(np.shape(batch[key]))
             yield f"of {shape[0]} rows has {key} {found}", "give one for each row"
-    ids = _on_host(batch.get("group_ids"))
-    yield from () if ids is None else _wrong_groups(ids)
+    if len(batch.keys() & {*ENDS}) == 1:
+        yield f"has only one of {' and '.join(ENDS)}", "give both, or none"
+    for ids in map(_on_host, map(batch.get, ("group_ids", "end_ids"))):
+        yield from () if ids is None else _wrong_groups(ids)
 
 
 def _wrong_groups(ids: np.ndarray) -> Iterator[tuple[str, str]]:

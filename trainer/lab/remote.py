@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -278,18 +278,23 @@ class Uploads:
             logger.warning("%s does not have the last checkpoint: copy %s there", self._store.url, self._newest)
 
     def _run(self) -> None:
+        with suppress(Exception):  # the first upload tries again
+            self._tidy()
         for path in iter(self._queue.get, None):
             self._busy = path  # first: it may not be pruned from here on
             if path == self._newest:
                 self._upload(path)
             self._busy = Path()
 
+    def _tidy(self) -> None:
+        if not self._is_tidy:
+            self._store.tidy(self._step)
+            self._is_tidy = True
+
     def _upload(self, path: Path) -> None:
         started, step = time.monotonic(), step_of(path)
         try:
-            if not self._is_tidy:
-                self._store.tidy(self._step)
-                self._is_tidy = True
+            self._tidy()
             self._store.put(path)
             self._uploaded, seconds = path, time.monotonic() - started
             self._event("remote_uploaded", global_step=step, seconds=round(seconds, 3))

@@ -36,9 +36,7 @@ Evicted = tuple[EvictionMode, int]
 MOST_EVICTED = 10**6
 """Evicted groups that are remembered, at about 100 bytes each: false evictions of others are not counted."""
 PINNED = -2  # the last step of slots that must not be evicted; -1 is a free slot
-QUEUED = 4096  # slots ordered at a time: sorting all for each store would take longer than the store
 FALSE_EVICTION_KEYS = {mode: f"ledger/false_evictions/{mode}" for mode in EVICTION_MODES}
-_EMPTY: Ints = np.empty(0, np.int64)
 
 
 class GroupIndex:
@@ -60,8 +58,6 @@ class GroupIndex:
         # A stack: the first `capacity - num_live` entries are free, the last of them is used next.
         self._free: Ints = np.arange(capacity - 1, -1, -1)
         self._is_lru = options.wipe_mode == "lru"
-        # The next slots to evict, as `_keys` when they were found: a later store changes the key.
-        self._queue = _EMPTY
         self._counts, self._has_forgotten = counts, False
 
     def find(self, group_ids: Ints) -> Ints:
@@ -97,7 +93,7 @@ class GroupIndex:
         if excess > 0:
             # The groups of this micro-batch are in use, however long ago they were stored.
             self.last_step[slots[is_kept & is_held]] = PINNED
-            self._evict(self._oldest(excess, step), "lru", step)
+            self._evict(self._oldest(excess), "lru", step)
         if new.size:
             slots[new] = self._occupy(group_ids[new])
         self.last_step[slots[is_kept]] = step
@@ -134,24 +130,13 @@ class GroupIndex:
         self._free[: free_slots.size] = free_slots
         self.evicted.clear()
         self._remember(evicted)
-        self._queue = _EMPTY
 
-    def _oldest(self, count: int, step: int) -> Ints:
+    def _oldest(self, count: int) -> Ints:
         """The `count` slots that were stored least recently, in order of (last step, slot)."""
-        queue = self._queue[self._keys(self._queue % self.capacity) == self._queue]
-        if queue.size < count:
-            keys = self._keys(self.held_slots())
-            size = min(max(count, QUEUED), keys.size)
-            queue = np.sort(np.partition(keys, size - 1)[:size])
-        # Without those of this step: a slot that comes before them may still be stored.
-        self._queue = queue[count:][queue[count:] < step * self.capacity]
-        oldest: Ints = queue[:count] % self.capacity
+        slots = self.held_slots()
+        keys = self.last_step[slots] * self.capacity + slots
+        oldest: Ints = np.sort(np.partition(keys, count - 1)[:count]) % self.capacity
         return oldest
-
-    def _keys(self, slots: Ints) -> Ints:
-        """Numbers in the order of (last step, slot); negative for a free or pinned slot."""
-        keys: Ints = self.last_step[slots] * self.capacity + slots
-        return keys
 
     def _check_room(self, is_kept: Flags, excess: int) -> None:
         """Refuse a store that lacks `excess` slots, unless that many can be evicted."""

@@ -217,17 +217,14 @@ class Ledger:
         _restore_rows(self._slab, slots, shard, np.arange(slots.size))
         self._restored([shard])
 
-    def load_shards(
-        self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None, room: int = 0
-    ) -> None:
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None) -> None:
         """Replace the contents by those that other ranks saved; counters start at zero.
 
         Taken are the groups for which `owned` (group ids -> bool) says so, without it all; of a
-        group that several shards hold, the state that was stored last. A capacity that does not
-        also hold `room` groups in flight is warned about. After a UserError, nothing is changed.
+        group that several shards hold, the state that was stored last. After a UserError, nothing is changed.
         """
         check_shards(shards, self._slab)
-        load_anew(self._index, self._slab, shards, keeps=owned, room=room)
+        load_anew(self._index, self._slab, shards, keeps=owned)
         self._restored(shards)
 
     def _restored(self, shards: Sequence[Mapping[str, Any]]) -> None:
@@ -251,10 +248,6 @@ Keeps = Callable[[Ints], Flags] | None
 """Which groups a rank takes; None: all."""
 
 ARRAYS = ("groups", "slots", "last_step", "free_slots")
-TOO_SMALL = (
-    "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: "
-    "states that are still needed may be evicted; set it to at least %d"
-)
 
 
 def save_shard(index: GroupIndex, slab: Slab, *, step: int) -> dict[str, Any]:
@@ -283,11 +276,11 @@ def check_shards(saved: Sequence[Shard], slab: Slab) -> None:
     for shard in saved:
         if shard["width"] != slab.width:
             problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
-            fix = "resume with the model that was saved, or begin anew with its weights (model.weights)"
+            fix = "resume with the model that was saved, or begin with its weights (model.weights)"
             raise UserError("ledger", problem, fix)
 
 
-def load_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, keeps: Keeps, room: int) -> None:
+def load_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, keeps: Keeps) -> None:
     """Fill index and slab from any shards, see `Ledger.load_shards`."""
     groups = torch.cat([shard["groups"] for shard in saved]).numpy()
     last_step = torch.cat([shard["last_step"] for shard in saved]).numpy()
@@ -297,12 +290,9 @@ def load_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, keeps: K
     order = order[np.sort(order.size - 1 - from_end)]
     if keeps is not None:
         order = order[keeps(groups[order])]
-    needed, held = order.size + room, f"the checkpoint's {order.size} groups"
     if order.size > slab.capacity:
-        problem = f"must hold {held}, got {slab.capacity}"
-        raise UserError("ledger.capacity", problem, f"set it to at least {needed}")
-    if needed > slab.capacity:
-        logger.warning(TOO_SMALL, slab.capacity, held, room, needed)
+        problem = f"must hold the checkpoint's {order.size} groups, got {slab.capacity}"
+        raise UserError("ledger.capacity", problem, f"set it to at least {order.size}")
     groups, slots = groups[order], np.arange(order.size)
     free = np.arange(slab.capacity - 1, order.size - 1, -1)
     evicted = _joined_evicted(saved, set(groups.tolist()), keeps)

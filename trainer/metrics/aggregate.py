@@ -45,7 +45,7 @@ Input = Scalar | tuple[Scalar, Scalar]
 
 
 def as_scalar(value: Any) -> Scalar:
-    """A number, or a tensor of one element without its graph; waits for no device.
+    """A number, or a float64 copy of a tensor of one element; waits for no device.
 
     Raises:
         TypeError: it is neither.
@@ -53,7 +53,7 @@ def as_scalar(value: Any) -> Scalar:
     if type(value) is float or (type(value) is int and abs(value) < MOST_EXACT):
         return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach()
+        return value.detach().to(torch.float64, copy=True)  # sums of 16 bits stop growing
     return as_number(value)
 
 

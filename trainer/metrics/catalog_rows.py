@@ -179,7 +179,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "tokens_per_sec over the number of ranks.", "Constant.", "Falls with more: communication."
     ),
     _SpeedRow("mfu", "Model FLOPs utilization", unit="fraction", window="last", band=(0.3, 0.6))(
-        "Model FLOPs/s over the peak.", "0.3 to 0.6.", "Above 1: wrong peak. Below 0.1: idle."
+        "Model FLOPs/s of trained targets over the peak.", "0.3 to 0.6.", "Above 1: wrong peak. Below 0.1: idle."
     ),
     _SpeedRow("step_time_sec", "Step time", unit="s")(
         "Mean step time, without evaluations and saves.", "Flat.", "Grows: see time/*."

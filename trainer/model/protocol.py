@@ -82,14 +82,15 @@ class SequenceModel(Protocol):
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode for a while, uncompiled: other shapes would be compiled anew."""
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]  # a part may be in eval()
     is_compiled = any(each._compiled_call_impl is not None for each in model.modules())
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def output_layer(model: nn.Module) -> nn.Linear:

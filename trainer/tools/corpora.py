@@ -223,12 +223,11 @@ def _written(out: Path) -> dict[str, Any]:
     """The manifest of a corpus. Raises UserError: files would be lost with it."""
     try:
         manifest = read_json(out / MANIFEST_NAME)
-        modalities = [*manifest["modalities"]]
+        own = {MANIFEST_NAME, *manifest["streams"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus") from None
     files = [path.relative_to(out) for path in sorted(out.rglob("*")) if not path.is_dir()]
-    own = [path for path in files if path.parts[0] in modalities and path.suffix == ".jsonl"]
-    others = {path.as_posix() for path in files} - {MANIFEST_NAME, *(path.as_posix() for path in own)}
+    others = {path.as_posix() for path in files} - own
     if others:
         problem = f"holds {few(sorted(others))}, no part of the corpus"
         raise UserError(str(out), problem, "move it away, or name another directory")

@@ -52,7 +52,7 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
     share, steps = 1 - config.train.ema, config.train.steps
     if 0 < share * steps < 2 and share < 1:  # most of the average would be the first weights
-        yield "train.ema", f"averages about {1 / share:,.0f} steps, and the run has {steps:,}", "lower it"
+        yield "train.ema", f"averages about {1 / share:,.0f} steps of {steps:,}", "lower it"
     for unit in ("steps", "tokens"):
         warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(config.train, unit)
         if length and warmup > limits.LONG_WARMUP * length:
@@ -140,7 +140,8 @@ def model_bytes(plan: Plan, num_parameters: int) -> dict[str, int]:
         held = -(-num_parameters // plan.layout.shards)
     found = {"weights": 4 * held, "gradients": 4 * held}
     if plan.config.optimizer.target is None:
-        found["optimizer"] = 4 * held * MOMENTS[plan.config.optimizer.name]
+        moments = MOMENTS[plan.config.optimizer.name] or int(plan.config.optimizer.momentum > 0)
+        found["optimizer"] = 4 * held * moments
     if plan.config.train.ema:
         found["averages"] = 4 * held
     return found

@@ -192,8 +192,13 @@ def draw_sample(
     size = sum(file_bytes(stream) for _, stream in files)
     # Counting opens the files, which takes long for a large set: only the first of a keyed order.
     num_files = min(max(LEAST, len(files) * COUNTED_BYTES // max(size, 1)), len(files))
-    files = [files[at] for at in np.sort(generator.permutation(len(files))[:num_files])]
-    owners, documents, tokens = _count(files)
+    order = generator.permutation(len(files))
+    while True:
+        looked_at = [files[at] for at in np.sort(order[:num_files])]
+        owners, documents, tokens = _count(looked_at)
+        if len(tokens) or num_files == len(files):
+            break
+        num_files = min(2 * num_files, len(files))  # none of those is held out
     is_counted = num_files == sum(len(dataset.streams) for dataset in read)
     cells = -(-tokens // seq_len)
     if not len(tokens) or (is_counted and (1 + runs * (cells - 1)).sum() <= budget):
@@ -213,7 +218,7 @@ def draw_sample(
     if not is_counted:
         words += f", in {num_files:,} files"
         units, share = np.unique(owners[chosen], return_inverse=True)[1], 0.0
-    drawn = [(*files[owners[at]], int(documents[at])) for at in chosen]
+    drawn = [(*looked_at[owners[at]], int(documents[at])) for at in chosen]
     copied, groups = _copied(plan, read, info, drawn, depth)
     weight = objective.token_ce if "token_ce" in objective.components else 1.0
     of_group = dict(zip(groups, units.tolist(), strict=True))

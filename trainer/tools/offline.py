@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer.cli.parts import PARTS
 from trainer.config.data_tables import EvalSourceTable, MixingTable
-from trainer.config.schema import RunConfig, SchedulerTable
+from trainer.config.schema import DistributedTable, RunConfig, SchedulerTable
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
+from trainer.files import read_json
 from trainer.lab.loss_mask import LossMask
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import trained_on
-from trainer.tools.saved_model import Step, load_model, refuse_code
+from trainer.tools.saved_model import Step, config_path_of, load_model, refuse_code
 from trainer.training.build import model_and_loss, reading
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
 from trainer.training.plan import Plan, Source, leaf_tables, make_auxiliary, make_plan, resolve_sources
+from trainer.training.run_dir import ENVIRONMENT
 
 logger = get_logger(__name__)
 
@@ -72,7 +75,10 @@ def evaluate_checkpoint(
         what = "no" if held_out else "neither [[eval.source]] nor"
         problem = f"has {what} held-out documents to evaluate on"
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
-    plan = _plan(config, sets, directory / "config.resolved.toml", batches, takes_mask=bool(sources))
+    environment: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError):  # an export has none
+        environment = read_json(Path(directory) / ENVIRONMENT)
+    plan = _plan(config, sets, config_path_of(environment, Path(directory)), batches, takes_mask=bool(sources))
     info, diagnostics = RankInfo(), Diagnostics()
     row_model, loss = model_and_loss(saved.model, plan, device)
     read = eval_sets(plan, info, device)
@@ -92,7 +98,8 @@ def _plan(
     changed = {
         "train": config.train.model_copy(update={"steps": 1, "tokens": 0, "micro_batches": 1}),
         "scheduler": SchedulerTable(name="constant", warmup_steps=0),
-        "ledger": config.ledger.model_copy(update={"capacity": ALL}),
+        "ledger": config.ledger.model_copy(update={"capacity": ALL, "wipe_mode": "none"}),
+        "distributed": DistributedTable(),
         "metrics": config.metrics.model_copy(update={"profile": 0}),
     }
     # An evaluation needs neither the steps nor the schedule nor the ledger of a run.

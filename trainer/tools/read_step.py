@@ -23,6 +23,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import parse_json
 from trainer.lab.loss_mask import MaskedTable
+from trainer.lab.tokenized import tokenize_once
 from trainer.metrics.run_status import usable
 from trainer.tools.runs.load import load_run
 from trainer.tools.saved_model import config_of, config_path_of, refuse_code
@@ -59,14 +60,16 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         saved = checkpoint.state_of(str(kept[later]), checkpoint.read_state, resume=False)
         config, environment = config_of(saved, kept[later]), saved.get("environment", {})
     refuse_code(config, run_dir, trusted=trust_code)
-    if step > config.train.steps and not config.train.tokens:
-        raise UserError(str(run_dir), f"has {config.train.steps} steps, not {step}", "name one of them")
     path = kept.get(max((at for at in kept if at < step), default=0))
     if path is None and config.checkpoint.resume not in ("off", "auto"):  # a branch of another run
         path = Path(config.checkpoint.resume)
     state: Mapping[str, Any] = {}
     if path is not None:
         state = checkpoint.state_of(str(path), checkpoint.read_state, resume=False)
+    begun = 0 if path in kept.values() else state.get("step", 0)  # of the run that it branched from
+    if step <= begun or (step > config.train.steps and not config.train.tokens):
+        problem = f"has the steps {begun + 1} to {config.train.steps}, not {step}"
+        raise UserError(str(run_dir), problem, "name one of them, or the run that it branched from")
     environment = usable(environment)
     size = environment.get("world_size") or 1
     plan = make_plan(config, config_path_of(environment, run_dir), size, parts=replace(PARTS, messages=None))
@@ -77,6 +80,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     except UserError as error:
         error.key, error.fix = str(run_dir), "put the data back"
         raise
+    plan = tokenize_once(plan, RankInfo(), bool) or plan  # whose sizes deal the documents
     plan = replace(plan, recorded_sets=recorded_sets(plan, witness))
     lanes = plan_lanes(plan, width_of(plan.weightless_model()), torch.device("cpu"))
     own = RankInfo().data_shards(data_shards(config, size))

@@ -160,7 +160,7 @@ def load_model(
     place = Path(directory).absolute()  # building the model may change the working directory
     found: int | None = None
     tokenizer = ""
-    if (place / WEIGHTS_FILE).is_file() and not ema:  # an export has one kind of weights
+    if (place / WEIGHTS_FILE).is_file() and not ema and step is None:  # an export has one kind
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
         found = parse_count(metadata.get("step", ""))
@@ -194,7 +194,8 @@ def is_export(directory: Path) -> bool:
     files = [path for path in directory.rglob("*") if path.is_file()]
     own = {".safetensors", ".json", ".jinja", ".toml", ".model"}
     others = [path for path in files if path.suffix not in own and path.name not in ("merges.txt", "vocab.txt")]
-    return (directory / CONFIG_FILE).is_file() and not others
+    has_weights = any(path.suffix == ".safetensors" for path in files)
+    return (directory / CONFIG_FILE).is_file() and has_weights and not others
 
 
 def export_model(

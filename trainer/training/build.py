@@ -42,7 +42,6 @@ from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import parameter_roles
 from trainer.objective import Loss, Objective
 from trainer.on_device import memory_of
-from trainer.options import DEFAULT_CAPACITY
 from trainer.training import need
 from trainer.training.optimizer import build_optimizer
 from trainer.training.plan import Plan, Source, build_model, own_loss, width_of
@@ -102,9 +101,7 @@ def make_shards(
     rows = plan.config.data.mixing.batch_size
     if lanes.sets:
         logger.info("full rows: %s", lanes.words(rows))
-        others = any(source.table.target is not None for source in plan.sources)
-        capacity = options.capacity or lanes.num(rows) + others * DEFAULT_CAPACITY
-        options = options.model_copy(update={"capacity": capacity})
+        options = options.model_copy(update={"capacity": options.capacity or lanes.num(rows)})
     ledgers: list[Ledger | None] = [None] * len(shards)
     if width:
         ledgers = [Ledger(options, state_width=width, device=device) for _ in shards]
@@ -175,15 +172,13 @@ class Lanes(NamedTuple):
         """For people."""
         texts = []
         for m, number in sorted(self.sets.items()):
-            text = f"{counted(number, 'set')} of {rows} lanes per data shard"
-            if number >= m:
-                text += f": the next row of a document comes {counted(number // m, 'step')} later"
-            else:
-                text += f": the {m} micro-batches of a step continue each other's documents, "
-                text += "which biases its gradient; the noise scale can compare ranks alone"
-            texts.append(f"with m = {m} {text}" if len(self.sets) > 1 else text)
-        text = "; ".join(texts)
-        return f"{text} ({self.reason})" if self.reason else text
+            how = f"the next row of a document comes {counted(number // m, 'step')} later"
+            if number < m:
+                how = f"the {m} micro-batches of a step continue each other's documents, "
+                how += "which biases its gradient; the noise scale can compare ranks alone"
+            when = f"with m = {m} " * (len(self.sets) > 1)
+            texts.append(f"{when}{counted(number, 'set')} of {rows} lanes per data shard: {how}")
+        return "; ".join(texts) + f" ({self.reason})" * bool(self.reason)
 
     def num(self, rows: int) -> int:
         """Lanes of a data shard at most."""
@@ -309,7 +304,7 @@ def make_blend(
         "times": True,
         "guards": guards,
     }
-    if not reads_lanes(config):
+    if not reads_lanes(config) or not any(source.streams for source in plan.sources):
         return BlendDataset(blended, **options)
     return LaneBlend(
         blended,

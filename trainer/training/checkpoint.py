@@ -67,12 +67,13 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
     staging, target = staging_dir(checkpoints, step), checkpoints / checkpoint_name(step)
     write_json(staging / STATE_FILE, {"format_version": FORMAT_VERSION, **state})
     files = {path.name: _fingerprint(path) for path in sorted(staging.iterdir())}
-    if target.exists():  # the same step again, after a resume from an older checkpoint
-        remove_tree(target)
+    # Last of the files: a directory with the marker has all, wherever the process is killed.
+    write_json(staging / MARKER, {"format_version": FORMAT_VERSION, "step": step, "files": files})
+    if target.exists():  # the same step again, such as with its evaluation
+        target.rename(staging.with_suffix(".old"))
     staging.rename(target)
-    # After the rename: a directory with the marker has all files, wherever the process is killed.
-    write_json(target / MARKER, {"format_version": FORMAT_VERSION, "step": step, "files": files})
     sync_directory(checkpoints)
+    discard(staging.with_suffix(".old"))
     # Last, so that the link never points to an incomplete checkpoint.
     replace_link(checkpoints / LATEST, target.name)
     return target
@@ -227,12 +228,14 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def refuse_absent(path: str) -> None:
-    """Refuse a `--resume` that names nothing, a run, or its directory of checkpoints."""
+def refuse_absent(path: str, *, is_of_run: bool = False) -> None:
+    """Refuse a `--resume` that names nothing, a run, or its directory of checkpoints;
+    if it `is_of_run`, also one that lies elsewhere."""
     given = Path(path)
-    if not given.is_dir() or (given / CHECKPOINTS).is_dir() or complete_checkpoints(given):
+    is_elsewhere = is_of_run and given.absolute().parent.name != CHECKPOINTS
+    if is_elsewhere or not given.is_dir() or (given / CHECKPOINTS).is_dir() or complete_checkpoints(given):
         fix = "name one, such as RUN_DIR/checkpoints/latest, or continue a run with --resume auto --run-dir RUN_DIR"
-        raise UserError("--resume", f"{path} is no checkpoint", fix)
+        raise UserError("--resume", f"{path} is no checkpoint" + " of a run" * is_elsewhere, fix)
 
 
 def state_of(path: str, read: Callable[[Path], dict[str, Any]], *, resume: bool = True) -> dict[str, Any]:

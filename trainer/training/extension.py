@@ -16,6 +16,7 @@ The return value of `updated` is summed over ranks for `settled`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag, auto
@@ -41,6 +42,7 @@ from trainer.training import Found
 from trainer.training.plan import Plan
 from trainer.training.run_dir import RunDir
 from trainer.training.train_state import Position, TrainState
+from trainer.wording import short_repr
 
 if TYPE_CHECKING:
     from trainer.training.evaluator import Evaluator
@@ -331,6 +333,9 @@ class Extensions:
         found: dict[str, Reported] = {}
         for each in self._by_moment["drain_metrics"]:
             drained = each.call("drain_metrics")
+            if not isinstance(drained, Mapping | None):
+                each.guard.fail(TypeError(f"drain_metrics() gave {short_repr(drained)}, no mapping"))
+                drained = None
             found |= dict.fromkeys(each.extension.metric_keys) if drained is None else drained
         return found
 
@@ -343,8 +348,12 @@ class Extensions:
 
     def state_dict(self) -> dict[str, Any]:
         """The states by name; of an extension that is off, its last."""
-        found = {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}
-        self._states |= {name: state for name, state in found.items() if state is not None}
+        for each in self._by_moment["state_dict"]:
+            state = each.call("state_dict")
+            if isinstance(state, dict) and each.guard.run(json.dumps, state) is not None:
+                self._states[each.name] = state
+            elif state is not None:
+                each.guard.fail(TypeError(f"state_dict() gave {short_repr(state)}, no dict"))
         return dict(self._states)
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:

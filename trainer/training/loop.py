@@ -9,7 +9,7 @@ a timed save became due.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -97,6 +97,8 @@ def run_loop(run: Run) -> str:
     if run.saver.last_saved != position.step and position.step > 0:
         watchdog.at("checkpoint", position.step, may_wait=True)
         run.saver.save()
+    if run.view.failure:
+        raise CorruptedError(run.view.failure)
     return reason or "all steps are done"
 
 
@@ -153,8 +155,6 @@ def settle(run: Run, taken: InFlight) -> str | None:
         return end_of_data(run, taken)
     step = Step(number, taken.window, order.is_logged, outcome)
     data_states = list(map(attrgetter("state"), taken.window[-len(run.reading.loaders) :]))
-    for before, after in zip(position.data_states, data_states, strict=True):
-        record_ended(run, number, before, after)
     position.step, position.reached, position.data_states = number, order.reached, data_states
     position.tokens_before = position.tokens
     position.tokens += outcome.tokens_trained
@@ -268,6 +268,8 @@ def at_boundary(run: Run, order: Order, *, is_last: bool) -> bool:
     if order.is_read_at_once:
         run.watchdog.at("extensions", position.step)
         run.extensions.call("at_boundary", position.step, is_last=is_last)
+        if run.view.failure and not is_last:  # before anything more is saved
+            raise CorruptedError(run.view.failure)
     is_due = position.must_save or (every and position.step % every == 0)
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
@@ -312,19 +314,6 @@ def end_of_data(run: Run, taken: InFlight) -> str:
     if not (was_logged or is_boundary(run, step)):
         run.extensions.call("at_boundary", step, is_last=True)
     return NO_DATA
-
-
-def record_ended(run: Run, step: int, before: Any, after: Any) -> None:
-    """Record the sources that gave this rank their last batch between two states of the blend."""
-    if not isinstance(before, Mapping) or not isinstance(after, Mapping) or before.get("names") != after["names"]:
-        return
-    if before["ended"] == after["ended"]:
-        return
-    sources = zip(after["names"], before["ended"], after["ended"], strict=True)
-    ended = [name for name, was_ended, is_ended in sources if is_ended and not was_ended]
-    if ended:
-        logger.info("step %d: no further document in source %s", step, ", ".join(ended))
-        run.view.event({"event": "source_ended", "global_step": step, "sources": ended})
 
 
 def stopped_by(run: Run) -> str:

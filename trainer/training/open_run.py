@@ -275,8 +275,7 @@ def agreed_operations(own_keys: Iterable[str], *, world_size: int) -> Operations
     for rank, own in enumerate(by_rank):
         other = sorted(key for key in agreed if own.get(key) != agreed[key])
         if other:
-            text = "the ranks do not report the same metrics: "
-            text += "rank %d has no %s, or another row of the catalog for it"
+            text = "the ranks report unlike metrics: rank %d has no %s, or another catalog row"
             logger.warning(text, rank, few(other))
     return dict(sorted(agreed.items()))
 
@@ -346,7 +345,6 @@ def _make_train_step(
         extensions=extensions,
         diagnostics=view.diagnostics,
         lane_sets=state.shards[0].dataset.lane_sets,
-        has_targets=any(source.table.target is not None for source in plan.sources),
         graphs=_make_graphs(view, auxiliary),
     )
 
@@ -411,7 +409,7 @@ def _end_if_over(view: RunView) -> bool:
         return False
     text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
     logger.info(text, run_dir.path, position.step, unit, length.total)
-    if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
+    if run_dir.status().get("state") in ("running", "stopped"):  # after the last checkpoint
         run_dir.leave_status(view.info, FINISHED, reason="all steps are done", step=position.step)
     return True
 

@@ -179,6 +179,15 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     return found
 
 
+def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group of a custom optimizer holds that it was not built with, such as counts."""
+    found = []
+    for group, built in zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False):
+        plain = {key: own for key, own in group.items() if isinstance(own, bool | int | float | str | torch.Tensor)}
+        found.append({key: own for key, own in plain.items() if key != "lr" and repr(own) != repr(built.get(key))})
+    return found
+
+
 def load_named_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
 ) -> None:

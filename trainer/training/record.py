@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
-from trainer.data.fingerprint import (
-    EVAL,
-    FINGERPRINT_KEY,
-    Fingerprint,
-    blocks_per_file,
-    compare,
-    mark_files,
-)
+from trainer.data.fingerprint import EVAL, FINGERPRINT_KEY, Fingerprint, blocks_per_file, compare, mark_files
 from trainer.data.formats import files_of
 from trainer.data.layout import refuse_empty_files
 from trainer.distributed.env import RankInfo, from_main_rank, gather_from_ranks, raise_on_all_ranks
@@ -38,6 +31,7 @@ from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.wording import printable
 
 logger = get_logger(__name__)
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MARK_SEC = 60.0  # network file systems may remember for so long what a directory had
 Chosen = tuple[RunDir, Found | None, Uploads | None]
 
@@ -63,7 +57,12 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
 def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
     config, uploads = plan.config, None
     resume = effective_resume(config.checkpoint.resume)
-    run_dir = choose_run_dir(config, given, resume)
+    is_restarted = resume != config.checkpoint.resume
+    run_dir = choose_run_dir(config, given, resume, is_restarted=is_restarted)
+    if os.environ.get(RESTARTS, "0") != "0" and resume not in ("off", "auto"):
+        saved = checkpoint.complete_checkpoints(run_dir.checkpoints)
+        if saved and checkpoint.step_of(saved[0]) > checkpoint.step_of(Path(resume).resolve()):
+            resume = "auto"
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
         stack.enter_context(run_dir.lock(config.distributed.timeout_sec))
@@ -94,7 +93,7 @@ def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
 
 def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
     """`auto` if torchrun has restarted the ranks (--max-restarts), which then always resume."""
-    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restarts = environ.get(RESTARTS, "0")
     if configured != "off" or restarts == "0":
         return configured
     logger.warning("torchrun restarted the ranks (restart %s): resuming from the newest checkpoint", restarts)

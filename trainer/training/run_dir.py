@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import secrets
 import shlex
 import socket
@@ -200,12 +201,14 @@ def refuse_unlike(config: RunConfig, info: RankInfo) -> None:
                 raise unlike_here(key, problem, "give all ranks one config and one installation")
 
 
-def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:
+def choose_run_dir(
+    config: RunConfig, given: str | None, resume: str, *, is_restarted: bool = False, now: float | None = None
+) -> RunDir:
     """The run's directory; rank 0 decides, and tells the others.
 
     `given` (--run-dir) wins. Otherwise `resume = auto` takes the newest run of this name that has a
     checkpoint and is not done, and a checkpoint's path the run that it belongs to. Otherwise it is
-    a new one, named by the time.
+    a new one, named by the time; if torchrun `is_restarted`, no run but the newest is continued.
 
     A UserError if there is no such checkpoint, or if the directory is refused, see `refuse_taken`.
     """
@@ -215,12 +218,13 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     parent = Path(config.run.dir)
     if resume == "auto":
         name = config.run.name
-        earlier = [RunDir(path) for path in parent.glob(f"{name}-*") if _is_run_of(path, name)]
+        paths = sorted(path for path in parent.glob(f"{name}-*") if _is_run_of(path, name))
+        earlier = map(RunDir, paths[-is_restarted:])  # of all: [-0:]
         open_runs = [run for run in earlier if run.has_saved() and run.status().get("state") != FINISHED]
         if open_runs:
-            return max(open_runs, key=lambda run: run.path.name)
+            return open_runs[-1]
     elif resume != "off":
-        refuse_absent(resume)  # RUN_DIR/checkpoints/step_...
+        refuse_absent(resume, is_of_run=True)
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RunDir(parent / f"{config.run.name}-{stamp}", is_new=True)
@@ -245,8 +249,7 @@ def refuse_taken(given: str, resume: str) -> None:
 
 def _is_run_of(path: Path, name: str) -> bool:
     # date, time, and a number if two runs began in the same second
-    stamp = path.name.removeprefix(f"{name}-").split("-")
-    return len(stamp) in (2, 3) and all(part.isdigit() for part in stamp)
+    return re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?", path.name) is not None
 
 
 def environment(info: RankInfo) -> dict[str, Any]:

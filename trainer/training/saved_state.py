@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.rules import reads_lanes
 from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import saving_ranks
@@ -66,8 +67,9 @@ class Saver:
         self, view: RunView, extensions: Extensions, fingerprint: Fingerprint, uploads: Uploads | None
     ) -> None:
         self._view, self._extensions, self._fingerprint, self._uploads = view, extensions, fingerprint, uploads
-        self.last_saved = -1 if view.found is None else view.first_step
-        """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
+        is_own = view.found is not None and view.found[0].resolve().parent == view.run_dir.checkpoints.resolve()
+        self.last_saved = view.first_step if is_own else -1
+        """Step of the last checkpoint here, at first the one that is continued; -1: none."""
         self._set_clock()
 
     def _set_clock(self) -> None:
@@ -181,7 +183,13 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
     """
     # In an order in which a wrong checkpoint is refused before anything large is read.
     num_saved, num_shards = saved["data_shards"], plan.facts.data_shards
-    is_same = num_saved == num_shards
+    with loading(path, "config"):  # of one stream: dealt anew where other groups are open
+        sizes = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
+        both = [each["data"] for each in (saved["config"], plan.config.model_dump(mode="json"))]
+        tables = ([each["mixing"], *(own["mixing"] for own in each["source"])] for each in both)
+        before, now = ([table.get(key) for table in each for key in sizes] for each in tables)
+    is_kept = before == now or reads_lanes(plan.config) or not any(source.streams for source in plan.sources)
+    is_same = num_saved == num_shards and is_kept
     with loading(path, "files"):
         tensors = open_model(path, saved, rank=info.rank)
         # The usual resume: each rank reads its own files alone.
@@ -198,7 +206,7 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         state.tracker.load_state_dict(saved["tracker"])
         if state.gns is not None and saved["gns"] is not None:
             state.gns.load_state_dict(saved["gns"])
-    if not is_same:
+    if num_saved != num_shards:
         text = "saved with %s, resumed with %d: with as many rows and micro-batches, a step has other tokens "
         text += "(distributed.shards = %d keeps the batch, on any number of ranks that divides it)"
         logger.warning(text, counted(num_saved, "data shard"), num_shards, num_saved)
@@ -210,9 +218,9 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         position = Position.of(state, saved["step"])
     # After the data cursors, which know the documents that are in flight.
     with loading(path, "ledger"):
-        may_grow, in_flight = not plan.config.ledger.capacity, plan.facts.groups_in_flight
-        _restore_ledgers(state, saved, parts, is_same=is_same, in_flight=in_flight, may_grow=may_grow)
-    position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
+        _restore_ledgers(state, saved, parts, is_same=is_same, may_grow=not plan.config.ledger.capacity)
+    position.reached = saved["reached"]
+    position.evaluation_is_due = saved["evaluation_is_due"] and plan.config.eval.every > 0
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
         if is_same:
@@ -235,7 +243,6 @@ def _restore_ledgers(
     parts: Mapping[int, Mapping[str, Any]],
     *,
     is_same: bool,
-    in_flight: int,
     may_grow: bool,
 ) -> None:
     layout = saved.get("state_layout")
@@ -255,6 +262,6 @@ def _restore_ledgers(
         shards = [part["ledger"] for part in parts.values() if "ledger" in part]
         groups = shard.dataset.groups_in_flight
         if groups is None:  # the states of other ranks are kept, too, and need room
-            shard.ledger.load_shards(shards, room=in_flight)
+            shard.ledger.load_shards(shards)
         else:  # no other group will be looked up
             shard.ledger.load_shards(shards, owned=partial(np.isin, test_elements=groups))

@@ -95,7 +95,6 @@ class TrainStep:
     """Guards the noise scale, whose failure never costs the step."""
     lane_sets: Mapping[int, int] = field(default_factory=dict)
     """Micro-batches of a shard in a step -> sets of lanes that take turns; empty: rows are not full."""
-    has_targets: bool = False  # batches of a target take turns with those of lanes
     graphs: Graphs | None = None  # CUDA graphs that replace `run_micro`
 
     def __post_init__(self) -> None:
@@ -126,10 +125,8 @@ class TrainStep:
         if self.gns is not None:
             m = len(window) // len(self.shards)
             num_sets = self.lane_sets.get(m, 0)
-            spread, rows_apart = max(num_sets // m, 1), 1  # what `data.mixing.spread` has come to
-            if self.has_targets:  # a document's next row comes after any number of steps, so many on average
-                spread, rows_apart = 1, spread
-            about: dict[str, Any] = {"spread": spread, "by_rank": 0 < num_sets < m}
+            # What `data.mixing.spread` has come to.
+            about: dict[str, Any] = {"spread": max(num_sets // m, 1), "by_rank": 0 < num_sets < m}
             self._gns_guard.run(self.gns.begin_window, len(window), **about)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
@@ -146,7 +143,7 @@ class TrainStep:
             # Gradients are reduced over ranks in the last backward only.
             with nullcontext() if is_last else self.strategy.no_sync():
                 if self.gns is not None:
-                    rows = 0.0 if carry is None else float(carry.cell_index.mean()) * rows_apart
+                    rows = 0.0 if carry is None else float(carry.cell_index.mean())
                     self._gns_guard.run(self.gns.begin_micro, is_last, groups=micro.documents, rows_before=rows)
                 self.ready_at = time.perf_counter()
                 if self.graphs is None:

@@ -19,7 +19,7 @@ from trainer.metrics.aggregate import Recorder, Reporter
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import tied_names
-from trainer.training.optimizer import load_named_state, named_state
+from trainer.training.optimizer import group_counters, load_named_state, named_state
 from trainer.training.tensor_files import (
     Rows,
     TensorFiles,
@@ -118,7 +118,7 @@ def model_part(state: TrainState, *, rank: int) -> TensorPart | None:
     shared = tied_names(model)
     kept = {name: value for name, value in model.state_dict().items() if name not in shared}
     states = {"optimizer": named_state(state.optimizer, model), "scaler": state.scaler.state_dict()}
-    values, tensors = pack({"model": kept, **states})
+    values, tensors = pack({"model": kept, "groups": group_counters(state.optimizer), **states})
     tensors |= state.tensors
     rows, is_sharded = {}, layout_of(model.parameters()) is not None
     for name, tensor in tensors.items():
@@ -189,6 +189,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
     for name, state in by_name.items():
         states[name] = unpack(state, partial(read_like, saved, like=parameters[name]))
     load_named_state(optimizer, model, states)
+    for group, counters in zip(
+        optimizer.param_groups, unpack(saved.values.get("groups", []), saved.read), strict=False
+    ):
+        group.update(counters)
 
 
 def read_like(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:

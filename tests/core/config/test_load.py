@@ -61,6 +61,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source={name='a'}", "data.source: must be a list, got a table; write [[data.source]]"),
         ("train.steps.more=5", "train.steps has no 'more': it is 6"),
         ("train.steps", "is not of the form table.key=value"),
+        ("data.targets=[0]", "data: targets and columns are those of series: set features"),
         ("data.source.0.modalities=[]", "data.source.0.modalities: must have at least 1 item"),
         ('data.source.0.root=""', "data.source.0.root: must have at least 1 character"),
         ("optimizer.eps=1e308", "optimizer.eps: must be less than or equal to 1, got 1e+308"),

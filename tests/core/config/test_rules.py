@@ -40,6 +40,7 @@ def test_the_capacity_must_hold_the_groups_in_flight(tmp_path):
 FULL_ROWS = ('data.mixing={batching_mode="per_row", batch_size=4}',)
 STALE = (*FULL_ROWS, "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=99")
 BY_BATCH = "data.source.first.weight=1"
+BY_STREAM = ["data.mixing={}", *(f"data.source.{at}.mixing.batching_mode=per_stream" for at in (0, 1))]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,8 @@ BY_BATCH = "data.source.first.weight=1"
             [*STALE, 'train.micro_batches={schedule="step",points={0=1,9=2}}'],
             "documents that wait where the plan lowers m; use",
         ),
-        ([*STALE, "data.source.second={name='own', target='my:build'}"], "a source with a target are read; use"),
+        ([*STALE, "data.source.second={name='own', target='my:build'}"], "a source with a target gives whole batches"),
+        (BY_STREAM, 'is "per_row" for some sources'),
         (["train.micro_batches=0"], "train.micro_batches: must be greater than or equal to 1, got 0"),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be greater"),
         (

@@ -166,7 +166,8 @@ def drawn(blend, name, count):
     return list(itertools.islice(batches, count))
 
 
-def test_a_source_of_weight_0_keeps_its_place_over_worlds_of_any_size(write_streams, mixing):
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_source_of_weight_0_keeps_its_place_over_worlds_of_any_size(write_streams, mixing, first):
     streams = write_streams(LAYOUT)
 
     def world(size, *, is_off=False):
@@ -185,7 +186,7 @@ def test_a_source_of_weight_0_keeps_its_place_over_worlds_of_any_size(write_stre
             blend.load_state_dict(states[rank] if len(states) == len(ranks) else states)
         return ranks
 
-    begun = list(world(2))
+    begun = list(world(first))
     for blend in begun:
         list(itertools.islice(blend, 12))
     states = [each.state_dict() for each in begun]

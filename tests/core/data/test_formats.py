@@ -274,8 +274,8 @@ import numpy as np
 from trainer.data import TokenTable, table_from_pieces
 
 def reversed_lines(path, options):
-    lines = path.read_text().splitlines()
-    return table_from_pieces([options.tokenizer.encode(line[::-1]) for line in lines], options.tokenizer.vocab_size)
+    pieces = [options.tokenizer.encode(line[::-1]) for line in path.read_text().splitlines()]
+    return table_from_pieces([*pieces, np.array([])], options.tokenizer.vocab_size)
 
 def of(tokens, starts, lengths):
     return lambda path, options: TokenTable(np.asarray(tokens), np.asarray(starts), np.asarray(lengths))
@@ -283,6 +283,9 @@ def of(tokens, starts, lengths):
 alien_id = of([1, 2, 999], [0], [3])
 too_long = of([1, 2, 3], [0, 2], [2, 2])
 floats = of([1.0, 2.0], [0], [2])
+uneven = of([1, 2, 3], [0, 2], [1])
+square = of([1, 2, 3], [[0]], [[2]])
+big_endian = of(np.array([1, 2], ">u2"), [0], [2])
 
 def no_table(path, options):
     return [1, 2]
@@ -305,7 +308,9 @@ def file(tmp_path, monkeypatch):
 
 
 def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(file):
-    assert texts(file, format="formats_of_mine:reversed_lines") == ["cba", "ed"]
+    assert texts(file, format="formats_of_mine:reversed_lines") == ["cba", "ed", ""]
+    table = load_documents(file, ReadOptions(BYTES, format="formats_of_mine:big_endian"))
+    assert (table.tokens.tolist(), table.tokens.dtype) == ([1, 2], np.uint16)
     (stream,) = discover_nested(file.parents[1], format="formats_of_mine:reversed_lines")
     assert stream.relative_path == "a/one.odd"
 
@@ -315,7 +320,7 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
     [
         ("alien_id", "token id 999 at token 2 is outside the vocabulary"),
         ("too_long", "a document does not lie within its 3 tokens"),
-        ("floats", "must be integers"),
+        *((name, "must be integers") for name in ("floats", "uneven", "square")),
         ("no_table", "returned a list"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
         ("nothing", "has no function nothing"),

@@ -99,15 +99,7 @@ def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path):
 
 @pytest.mark.parametrize("layout", ["nested", "direct"])
 def test_files_that_are_not_read_do_not_vanish_silently(root, caplog, layout):
-    no_data = (
-        "_part.jsonl.gz",
-        "_part0.txt",
-        ".x.csv",
-        "LICENSE",
-        "tokenizer.json",
-        "manifest.json",
-        "y.idx",
-    )
+    no_data = ("_part.jsonl.gz", "_part0.txt", ".x.csv", "LICENSE", "tokenizer.json", "manifest.json", "y.idx")
     for name in ("w.rs", "v.R"):
         (root / "b" / name).write_text("text")
     for name in ("x.csv", "y.txt.zst", "z.TXT", "noname", *no_data):

@@ -17,6 +17,8 @@ from tests.support.runs import train
 from tests.support.streams import options_of, spaced
 from trainer.data import BlendSource, ConstantWeight, LaneBlend, ReadOptions, ShardSource, load_documents
 from trainer.data.documents import TokenTable
+from trainer.data.fingerprint import fingerprint
+from trainer.data.groups import CutOptions
 from trainer.data.layout import discover_direct
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
@@ -65,8 +67,10 @@ def test_a_token_is_trained_if_its_first_character_lies_in_a_span(tmp_path, suff
         trained = trained_by_hand(sizes, text, spans)
         assert (TokenTable.read(found, number, 0, len(ids)) & 1 == 0).tolist() == [*trained, trained[-1]]
     WRITERS[suffix](path, {"tokens": [[5, 6, 0], [7]], "mask": [[0, 1, 0], [1]]})
-    found = load_documents(path, ReadOptions(IdsTokenizer(8), loss_mask=LossMask("mask")))
-    assert found.tokens.tolist() == [11, 12, 1, 14]
+    options, cut = ReadOptions(IdsTokenizer(8), loss_mask=LossMask("mask")), CutOptions("one", 4)
+    before = fingerprint([], options, cut)
+    assert load_documents(path, options).tokens.tolist() == [11, 12, 1, 14]
+    assert fingerprint([], options, cut) == before
 
 
 @pytest.mark.parametrize(

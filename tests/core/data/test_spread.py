@@ -115,18 +115,16 @@ def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_pat
     assert recorded_sets(planned("data.mixing.spread=3"), saved) == recorded_sets(plan, None) == {}
 
 
-@pytest.mark.parametrize("has_targets", [False, True])
-def test_steps_beside_a_target_have_no_phases(has_targets):
-    """A document's next row then comes after two steps on average, and after any number of them."""
+def test_steps_of_lanes_have_phases():
     model = build(8, dim=8, num_layers=1)
-    how = {"gns": GradientNoiseScale(model), "lane_sets": {2: 4}, "has_targets": has_targets}
+    how = {"gns": GradientNoiseScale(model), "lane_sets": {2: 4}}
     step, zeros = make_step(model, Strategy(), **how), np.zeros((1, 3), np.int64)
     carry = {"group_ids": np.array([5]), "cell_index": np.array([3]), "is_last": np.array([False])}
     rows = {"tokens": torch.as_tensor(zeros), "targets": torch.as_tensor(zeros), **carry}
     step.accumulate(1, [take_apart(rows, None)] * 2)
     assert step.gns is not None
     before = step.gns.local_sums()[ROWS_BEFORE]
-    assert (step.gns.stretches.spread, before) == ((1, 6.0) if has_targets else (2, 3.0))
+    assert (step.gns.stretches.spread, before) == (2, 3.0)
 
 
 def test_where_a_plan_changes_m_documents_go_on_and_those_beyond_the_lanes_wait():

@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.ranks import status
 from tests.support.runs import losses, read_rows, run, train, write_tiny_config
-from trainer.tools.runs.load import load_run
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +59,7 @@ def test_a_run_that_had_read_everything_ends_as_it_did_or_continues_with_another
     assert sorted(losses(tmp_path / "more" / "metrics.jsonl")) == list(range(last + 1, last + 5))
 
 
-def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path):
+def test_a_source_that_ends_is_a_finding(tmp_path):
     config = write_tiny_config(tmp_path)
     for number in (1, 2, 3):
         (tmp_path / "corpus" / "b" / f"stream{number}.jsonl").unlink()
@@ -69,11 +68,5 @@ def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path):
     assert once != text
     config.write_text(once)
     train(config, tmp_path / "run", "train.steps=120")
-    (event,) = [each for each in load_run(tmp_path / "run").events if each["event"] == "source_ended"]
-    assert event["sources"] == ["second"]
-    counts = {
-        step: row["blend/ended_sources"] for (_, step), row in read_rows(tmp_path / "run" / "metrics.jsonl").items()
-    }
-    assert event["global_step"] == min(step for step, count in counts.items() if count)
     said = run("diagnose", tmp_path / "run", "--json")
     assert "1 source without further documents, the first by step" in said.stdout

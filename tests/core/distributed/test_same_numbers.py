@@ -10,14 +10,7 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
-from tests.support.runs import (
-    evaluating,
-    held_out_documents,
-    losses_of_documents,
-    read_rows,
-    train,
-    write_tiny_config,
-)
+from tests.support.runs import evaluating, held_out_documents, losses_of_documents, read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 EXTRA = evaluating(12, batches=1000, saves=6)

@@ -58,20 +58,9 @@ def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
 def test_checkpoint_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match=r"ledger\.capacity: must hold the checkpoint's 3 groups, got 2"):
         new_ledger("lru", capacity=2).load_shards([saved([1, 2], 1.0), saved([3], 2.0)])
-    with pytest.raises(UserError, match="got 2; set it to at least 7"):
-        new_ledger("lru", capacity=2).load_shards([saved([1, 2], 1.0), saved([3], 2.0)], room=4)
     wide = Ledger(LedgerOptions(capacity=4), state_width=WIDTH + 1)
     with pytest.raises(UserError, match="states are 2 wide, the model's 3"):
         wide.load_state_dict(saved([1], 1.0))
-
-
-@pytest.mark.parametrize(("capacity", "is_warned"), [(4, True), (5, False)])
-def test_a_capacity_without_room_for_groups_in_flight_is_warned_about(
-    capacity: int, is_warned: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger = new_ledger("lru", capacity=capacity)
-    ledger.load_shards([saved([1, 2], 1.0), saved([3], 2.0)], room=2)
-    assert ("set it to at least 5" in capsys.readouterr().err) == is_warned
 
 
 MOST, NAN, INF = 3e38, float("nan"), float("inf")  # also in bfloat16

@@ -13,13 +13,7 @@ import torch.distributed as dist
 from tests.support.gloo import run_on_ranks
 from trainer.lab.moments import Moments
 from trainer.lab.own_loop import reduce_loss_metrics
-from trainer.metrics.aggregate import (
-    Recorder,
-    SumCount,
-    Value,
-    rank_operations,
-    reduce_over_ranks,
-)
+from trainer.metrics.aggregate import Recorder, SumCount, Value, rank_operations, reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort
 
 PLAN = rank_operations(
@@ -199,6 +193,12 @@ def test_tensors_stay_tensors_and_carry_no_graph() -> None:
     assert not total.requires_grad
     assert (float(total), float(count)) == (12.0, 4.0)
     assert float(result["grad_norm"]) == 2.0  # type: ignore[arg-type]
+    half, yes, buffer = torch.tensor(0.5).bfloat16(), torch.tensor(True), torch.tensor(0.5).double()
+    for _ in range(320):  # a sum of 16 bits would end at 128, and one of bools at 1
+        window.add({"grad_norm": half, "my/own": yes, "lr": buffer})
+    buffer.zero_()  # the caller uses it again
+    means: Any = window.drain_metrics()
+    assert [float(means[key]) for key in ("grad_norm", "my/own", "lr")] == [0.5, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("tensor", [False, True])

@@ -149,7 +149,8 @@ def test_each_document_is_read_once_and_in_order(layout, rows, row_tokens, runs_
         expected = [document[at : at + size] for document in expected for at in range(0, len(document), size)]
     found: list[list[int]] = []
     options = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "max_group_cells": cut, "groups": groups}
-    with corpus({"one": layout}) as streams:
+    options["weights"] = {"zero": ConstantWeight(0.0)}
+    with corpus({"one": layout, "zero": [[5]]}) as streams:
         for shard in range(num_shards):
             reader = blend(streams, shard=shard, num_shards=num_shards, **options)
             follower = Follower((rows, row_tokens), runs_on)
@@ -275,11 +276,13 @@ def test_the_next_row_of_a_document_comes_a_spread_of_steps_later():
         assert len(continued) >= m  # documents last ten rows, so that most continue
 
 
-def test_files_that_are_held_out_are_no_part_of_an_epoch(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ending", ["txt", "npy"])
+def test_files_that_are_held_out_are_no_part_of_an_epoch(tmp_path, monkeypatch, ending):
     monkeypatch.chdir(tmp_path)  # what is held out goes by the names of files
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text("x" * 40)
-    reader = blend({"one": discover_direct(["*.txt"])}, rows=1, row_tokens=10, holdout_fraction=0.4)
+        np.save(tmp_path / f"{number}.npy", np.full(40, 7))
+    reader = blend({"one": discover_direct([f"*.{ending}"])}, rows=1, row_tokens=10, holdout_fraction=0.4)
     drained = [reader.drain_step_metrics()["data/epochs/one"] for _ in reader]
     assert 4 * 5 < len(drained) < 4 * 18
     assert np.cumsum(drained).tolist() == pytest.approx(np.linspace(0, 1, len(drained) + 1)[1:].tolist())
@@ -289,6 +292,9 @@ def test_what_is_left_moves_into_fewer_groups_and_no_micro_batch_is_empty():
     with corpus({"one": [[60, 2, 2, 3, 3, 4, 40]]}) as streams:
         reader = blend(streams, rows=2, groups=4)
         fills = [(batch["targets"] != -100).sum() for batch in reader]
+        again = blend(streams, rows=2, groups=4, repeat=True)
+        again.load_state_dict(reader.state_dict())
+        assert (next(again)["targets"] != -100).all()
     with corpus({"one": [[60, 2, 2, 3, 3, 4, 40]]}) as streams:
         before = [(batch["targets"] != -100).sum() for batch in blend(streams, rows=2)]
     assert min(fills) > 0
@@ -309,6 +315,9 @@ def test_few_documents_are_begun_equally_often_on_any_number_of_shards():
                         begun[segment.document] += segment.start == 0
         assert max(begun.values()) - min(begun.values()) <= 2, begun
         assert sum(begun.values()) > 100
+    with corpus({"one": [[5, 9]]}) as streams:
+        parts = [blend(streams, shard=shard, num_shards=3).sources[0].dataset for shard in range(3)]
+        assert [(len([*part]), part.times_begun) for part in parts] == [(1, (1, 1)), (1, (1, 1)), (0, None)]
 
 
 @settings(max_examples=25)
@@ -411,63 +420,6 @@ def test_documents_that_wait_for_a_row_are_not_swept(tmp_path):
     assert found["ledger/cold_starts"] == found["ledger/evictions/stale"] == found["ledger/live_groups"] == 0
 
 
-def test_a_source_of_whole_batches_shares_by_the_same_claims():
-    class Own:
-        count = 0
-
-        def __iter__(self):
-            while True:
-                self.count += 1
-                yield {"tokens": np.zeros((2, 5), int), "targets": np.full((2, 5), 7)}
-
-        def state_dict(self):
-            return {"count": self.count}
-
-        def load_state_dict(self, state):
-            self.count = state["count"]
-
-    def make(streams: Any) -> LaneBlend:
-        lanes = blend(streams, rows=2, repeat=True)
-        own = BlendSource("own", Own(), ConstantWeight(3.0))
-        return LaneBlend([*lanes.sources, own], seed=0, rows=2, row_tokens=4, runs_on=True, tokenizer=WideTokens())
-
-    with corpus({"one": [[9, 3, 12, 5], [7, 7]]}) as streams:
-        reader, kinds = make(streams), Counter()
-        for number, batch in zip(range(200), reader, strict=False):
-            kinds[batch["targets"].shape] += 1
-            given, expected = np.array(reader._counts), np.array(reader._due)
-            assert np.abs(given - expected).max() <= 2 * 12
-            if number == 100:
-                state = json.loads(json.dumps(reader.state_dict()))
-        assert kinds[2, 5] * 10 == pytest.approx(3 * kinds[2, 4] * 8, rel=0.1)
-        again = make(streams)
-        again.load_state_dict(state)
-        rest = [same(batch) for _, batch in zip(range(99), again, strict=False)]
-        reader.load_state_dict(state)
-        assert rest == [same(batch) for _, batch in zip(range(99), reader, strict=False)]
-
-
-def test_an_ended_source_of_full_rows_has_no_readers_and_no_gauges():
-    class Own:
-        metric_keys = ("own/level",)
-
-        def __iter__(self):
-            return iter([{"tokens": np.zeros((2, 5), int), "targets": np.full((2, 5), 7)}] * 3)
-
-        def drain_step_metrics(self):
-            return {"own/level": 1.0}
-
-    with corpus({"one": [[9] * 40], "two": [[3]]}) as streams:
-        lanes = blend(streams, rows=2, repeat=False)
-        sources = [*lanes.sources, BlendSource("own", Own(), ConstantWeight(3.0))]
-        reader = LaneBlend(sources, seed=0, rows=2, row_tokens=4, runs_on=True, tokenizer=WideTokens())
-        drained = [reader.drain_step_metrics() for _ in zip(reader, range(20), strict=False)]
-    assert "own/level" in drained[0]
-    assert drained[-1]["blend/ended_sources"] == 2.0
-    assert "own/level" not in drained[-1]
-    assert [value for key, value in drained[-1].items() if "/modalities/" in key] == [1.0]
-
-
 def test_a_file_that_was_cut_is_refused_before_a_group_that_begins_is_read(tmp_path):
     np.save(tmp_path / "a.npy", np.tile([1, 2, 0], 40).astype(np.uint16))
     reader = blend({"one": discover_direct([tmp_path / "a.npy"])}, rows=1, row_tokens=8, runs_on=False, eod=0)
@@ -495,6 +447,9 @@ def test_states_of_other_rows_are_refused_by_name():
         reader = blend(streams)
         with pytest.raises(UserError, match="not one of full rows"):
             reader.load_state_dict({key: value for key, value in reader.state_dict().items() if key != "lanes"})
+        foreign = BlendSource("own", [], ConstantWeight(1.0))
+        with pytest.raises(TypeError, match="every source must be a ShardSource"):
+            LaneBlend([foreign], seed=0, rows=1, row_tokens=4, runs_on=True, tokenizer=WideTokens())
 
 
 @pytest.mark.parametrize("num_documents", [60, 9])

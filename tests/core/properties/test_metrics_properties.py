@@ -100,10 +100,7 @@ def test_the_json_schema_and_the_validator_agree(obj: dict[str, Any]) -> None:
 
 
 @profile
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=25),
-    st.integers(0, 30),
-)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=25), st.integers(0, 30))
 def test_a_stream_is_refused_exactly_where_a_step_falls(rows: list[tuple[bool, int]], start: int) -> None:
     lines, expected, last = [], [], 0
     for number, (is_restart, step) in enumerate(rows, start=1):

@@ -134,7 +134,9 @@ def test_loss_and_error_are_those_of_the_drawn_documents_own_losses(tmp_path, ba
     model, seen, original = make_model(plan), [], Sample.error
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sample, "error", lambda self, *sums: seen.append((self, *sums)) or original(self, *sums))
+        model.embedding.eval()  # as its user keeps it
         found, read = evaluated(plan, model)
+    assert (model.training, model.embedding.training) == (True, False)
     ((_, losses, sizes),) = seen
     texts, num = held_out_texts(tmp_path, FRACTION), len(losses)
     assert 8 <= num < len(texts)

@@ -88,7 +88,14 @@ class Breaks(Extension):
 
     def drain_metrics(self):
         self.breaks("drain_metrics")
-        return {"own/broken": 1.0}
+        return 3 if self.at == "a number" else {"own/broken": 1.0}
+
+    def state_dict(self):
+        return {"no mapping": 3, "no JSON": {"steps": {1}}}.get(self.at, {})
+
+    def at_boundary(self, step, *, is_last):
+        if step == self.at:
+            self.run.failure = "on purpose"
 '''
 
 
@@ -110,7 +117,7 @@ MOMENTS = ("micro_done", "updated", "sums", "settled", "drain_metrics")
 
 
 @pytest.mark.distributed
-def test_they_report_sum_and_resume_beside_others_that_fail_on_one_rank(own, tmp_path):
+def test_they_report_sum_and_resume_beside_others_that_fail_on_one_rank(own, tmp_path, capsys):
     place = tmp_path / "run"
     tables = [table("Counts", scale=2.5), *(table("Breaks", at=at, rank=1) for at in MOMENTS)]
     words = [f"extension=[{', '.join(tables)}]", "train.steps=6", "checkpoint.every=4"]
@@ -128,8 +135,18 @@ def test_they_report_sum_and_resume_beside_others_that_fail_on_one_rank(own, tmp
         return [each for each in state["extensions"].values() if "steps" in (each or {})]
 
     assert kept(6) == [{"steps": 6}]
-    train_here(own, place, f"extension=[{table('Counts')}]", "train.steps=8", "checkpoint.resume=auto")
+    tables = [table("Counts"), *(table("Breaks", at=at) for at in ("a number", "no mapping", "no JSON"))]
+    capsys.readouterr()
+    train_here(own, place, f"extension=[{', '.join(tables)}]", "train.steps=8", "checkpoint.resume=auto")
     assert kept(8) == [{"steps": 8}]
+    assert capsys.readouterr().err.count("failed and is off from now on: TypeError: ") == 3
+
+
+@pytest.mark.parametrize(("at", "saved"), [(4, 2), (6, 6)])
+def test_one_that_finds_a_failure_at_a_boundary_ends_the_run_before_it_is_saved(own, tmp_path, at, saved):
+    sets = ("checkpoint.every=2", f"extension=[{table('Breaks', at=at)}]")
+    train_here(own, tmp_path / "run", *sets, code=1)
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step_{saved:08d}"
 
 
 @pytest.mark.parametrize(

@@ -172,10 +172,13 @@ def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path)
         ("tiny-20260102-000000", "stopped"),
         ("tiny-20260103-000000", "done"),
         ("tiny-other-20260104-000000", "running"),
+        ("tiny-9-20261120-000000", "running"),
     ]:
         run = RunDir(runs / name)
         make_checkpoint(run.checkpoints, 5)
         run.write_status(state, reason="", step=5)
+    (runs / "tiny-20260105-000000").mkdir()  # it has not saved yet, and torchrun restarts it alone
+    assert choose_run_dir(config, None, "auto", is_restarted=True).is_new
     assert choose_run_dir(config, None, "auto").path.name == "tiny-20260102-000000"
     by_path = runs / "tiny-20260101-000000" / "checkpoints" / "step_00000005"
     assert choose_run_dir(config, None, str(by_path)).path.name == "tiny-20260101-000000"
@@ -269,7 +272,9 @@ def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for wrong in (tmp_path / "run", newest.parent, tmp_path / "ran"):
-        with pytest.raises(UserError, match="is no checkpoint; "):
+        with pytest.raises(UserError, match="is no checkpoint of a run; "):
             choose_run_dir(config, None, str(wrong))
         with pytest.raises(UserError, match="is no checkpoint; "):
             files.find(tmp_path, str(wrong))
+    with pytest.raises(UserError, match="kept/step_00000005 is no checkpoint of a run; "):
+        choose_run_dir(config, None, str(make_checkpoint(tmp_path / "kept", 5)))

@@ -24,7 +24,8 @@ from trainer.training import checkpoint as files
 from trainer.training.build import make_state
 from trainer.training.record import check_data
 from trainer.training.saved_state import restore
-from trainer.training.tensor_files import CheckpointError, model_file, rank_file
+from trainer.training.tensor_files import CheckpointError, TensorFiles, model_file, rank_file, write_part
+from trainer.training.train_state import load_optimizer, model_part
 
 ALONE, CPU = RankInfo(), torch.device("cpu")
 ODD = [None, True, -1, 0, 3, 10**12, 2**70, -0.5, 1e308, math.nan, math.inf, "", "x", [], [1], {}, {"x": 1}]
@@ -38,7 +39,7 @@ def saved(tmp_path_factory):
     train_here(config_path, directory / "run", "train.steps=2")
     path = directory / "run" / "checkpoints" / "step_00000002"
     parts = {name: file_content(path / name) for name in (model_file(0), rank_file(0))}
-    return config_path, path, json.loads((path / files.STATE_FILE).read_text()), parts
+    return config_path, path, json.loads((path / files.STATE_FILE).read_text()) | {"evaluation_is_due": True}, parts
 
 
 def write(path: Path, state: dict[str, Any], parts: dict[str, Any]) -> None:
@@ -67,7 +68,8 @@ def resume(config_path: Path, path: Path) -> str:
         _, state_json = files.find(path.parent, str(path)) or (None, {})
         plan = plan_of(config_path, "gns.enabled=true")
         check_data(plan, state_json, ALONE)
-        restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE)
+        position = restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE)
+        assert not position.evaluation_is_due, "there is none in the config"
     except UserError as error:
         return error.message
     return "restored"
@@ -119,6 +121,21 @@ def test_and_what_is_no_plain_file(copied, name, plant):
     with pytest.raises(CheckpointError, match="not a plain file"):
         files.verify(path)
     assert "not a plain file" in resume(config_path, path)
+
+
+def counting(groups, lr):
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    optimizer.register_step_post_hook(lambda own, *_: [g.update(k=1 + g.get("k", 0)) for g in own.param_groups])
+    return optimizer
+
+
+def test_what_a_custom_optimizer_counts_in_its_groups_goes_on_and_its_settings_are_the_config_s(saved, tmp_path):
+    own = f"optimizer={{target='{__name__}:counting', weight_decay="
+    one, other = (make_state(plan_of(saved[0], f"{own}{decay}}}"), ALONE, CPU) for decay in (0.1, 0.7))
+    one.optimizer.step()
+    write_part(tmp_path / "model", model_part(one, rank=0))
+    load_optimizer(other.optimizer, other.model, TensorFiles([tmp_path / "model"]))
+    assert {(each["k"], each["weight_decay"]) for each in other.optimizer.param_groups} == {(1, 0.7), (1, 0.0)}
 
 
 def test_a_checkpoint_under_another_name_is_one(copied, tmp_path):

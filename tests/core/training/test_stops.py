@@ -42,7 +42,7 @@ def go(tmp_path, monkeypatch):
         ({"mode": "eval", "step": 3, "micro": 0}, STEPS, [4]),
     ],
 )
-def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, fault, last, logged):
+def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, monkeypatch, fault, last, logged):
     whole = go("whole", {})
     assert whole["state"] == "done"
     stopped = go("run", {"what": "signal", **fault})
@@ -58,6 +58,8 @@ def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, fault, last, logged):
     assert checkpoint_differences(tmp_path / "whole" / name, tmp_path / "run" / name) == []
     rows = record.read_text()
     go("run", {})  # nothing is left, nor to be evaluated again
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # nor after torchrun's restart of a resume from before
+    go("run", {}, f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000006")
     assert record.read_text() == rows
 
 
@@ -72,6 +74,9 @@ def test_a_stop_in_the_evaluation_at_the_end_of_the_data_is_made_up_for(go, tmp_
         ended = go("run", {}, *sets)
         assert (ended["state"], ended["last_step"]) == ("done", stopped["last_step"])
         assert record.read_text().count('"mode":"eval"') == 1
+    name = f"checkpoints/step_{stopped['last_step']:08d}"
+    go("elsewhere", {}, *sets, f"checkpoint.resume={tmp_path}/run/{name}")
+    assert (tmp_path / "elsewhere" / name).exists()
 
 
 def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
@@ -116,6 +121,16 @@ def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
         for step in later:
             same = {k: v for k, v in rows["train", step].items() if not k.startswith(MEASURED)}
             assert {key: again["train", step].get(key) for key in same} == same
+
+
+@pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
+def test_batches_of_another_size_are_dealt_anew_and_find_the_states_of_their_documents(tmp_path, mode):
+    path, sets = write_tiny_config(tmp_path), ("distributed.shards=2", f"data.mixing.batching_mode={mode}")
+    for size in (4, 3):
+        more = (f"data.mixing.batch_size={size}", f"train.steps={48 // size}", "checkpoint.resume=auto")
+        train_here(path, tmp_path / "run", *sets, *more)
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert sum(row["ledger/cold_starts"] for row in rows.values()) == 0
 
 
 @pytest.mark.parametrize("own", ["{name='muon', lr=0.01}", "{target='torch.optim:RMSprop', lr=0.01}"])

@@ -200,10 +200,10 @@ def test_what_no_state_dict_holds_is_refused_and_drawn_again_by_the_verbs(tmp_pa
 
 
 def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(verb):
-    ended = verb(DROPS, "doctor", "--model", "broken_model:build")
+    ended = verb(f"{DROPS}sized = lambda **sizes: build(**sizes)\n", "doctor", "--model", "broken_model:sized")
     assert ended.returncode == 3, ended.stderr
     assert "carry" in ended.stdout
-    assert "broken_model:build breaks carry" in ended.stdout
+    assert "broken_model:sized breaks carry" in ended.stdout
     family = ("gated_delta", "--args", "{ heads = 2 }", "--dim", "32")
     ended = verb(DROPS, "doctor", "--model", *family, "--json")
     assert ended.returncode == 0, ended.stdout

@@ -345,9 +345,9 @@ def test_a_file_that_is_no_series_is_refused_in_a_line(tmp_path, array, problem)
 def test_numbers_that_no_model_can_take_are_refused_with_their_place(series, tmp_path, verb):
     ended = verb("init", "series")
     assert (ended.returncode, "write data.features, model.target and objective.target (" in ended.stderr) == (2, True)
-    series[4][10, 2] = np.nan
+    series[4][15, 2] = np.nan  # of the last row, which is no input
     np.save(tmp_path / "series" / "4.npy", series[4])
-    problem = r"series/4.npy: document 0, row 10, column 2: is nan, and .*; fill it in"
+    problem = r"series/4.npy: document 0, row 15, column 2: is nan, and .*; fill it in"
     with pytest.raises(UserError, match=problem):
         train_here(tmp_path / "series.toml", tmp_path / "run", "model.contract=false")
     ended = verb("check", "--config", "series.toml")

@@ -88,6 +88,9 @@ def good(**changed):
         (good(group_ids=np.array([5, -2])), "group_ids of type int64, such as -2"),
         (good(group_ids=np.array([5, 2**63], np.uint64)), "such as 9223372036854775808"),
         (good(group_ids=torch.tensor([5, 5])), "the group 5 twice"),
+        (good(end_ids=[7, 8]), "has only one of end_ids and end_cell_index"),
+        (good(end_ids=[7, 8], end_cell_index=[0]), r"2 rows has end_cell_index \[1\]"),
+        (good(end_ids=np.array([7, 7]), end_cell_index=[0, 0]), "the group 7 twice"),
     ],
 )
 def test_a_batch_that_cannot_be_meant_is_refused(batch, message):
@@ -123,12 +126,7 @@ def test_what_a_model_takes_arrives_as_tensors_and_what_it_needs_must_be_there()
     how = {"vocab_size": 256, "key": "own"}
     given = next(iter(OwnBatches([numbers], **how)))
     types = {key: value.dtype for key, value in given.items() if isinstance(value, torch.Tensor)}
-    assert types == {
-        "targets": torch.float32,
-        "features": torch.float32,
-        "scale": torch.int64,
-        "resets": torch.bool,
-    }
+    assert types == {"targets": torch.float32, "features": torch.float32, "scale": torch.int64, "resets": torch.bool}
     assert given["note"] == ["a", "b"]
     del numbers["note"], numbers["resets"]
     assert len(list(OwnBatches([numbers], model=OfFeatures(), **how))) == 1

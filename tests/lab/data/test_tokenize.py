@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.ranks import children, wait_for_end
-from tests.support.runs import ROOT, command, fresh, losses, train, write_tiny_config
+from tests.support.runs import ROOT, command, fresh, losses, overrides, train, write_tiny_config
 from tests.support.streams import write_arrow
 from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data import ReadOptions, load_documents
@@ -32,6 +32,7 @@ from trainer.lab import tokenized
 from trainer.lab.loss_mask import LossMask
 from trainer.lab.tokenized import How, tokenize_files, tokenize_source
 from trainer.lab.tokenizer_json import load_tokenizer
+from trainer.tools.read_step import find_origin
 from trainer.training.plan import Source
 
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
@@ -254,7 +255,7 @@ def test_the_verb_makes_what_a_run_reads_and_counts_what_spells_special_tokens(s
             file.write("\n".join(spelling))
     small = f'eval.source=[{{name="small", paths=["{source}/small.jsonl"]}}]'
     values = (f"data.tokenizer={source}/tokenizer.json", f"data.cache_dir={cache}", small)
-    given = ["--config", config, *(word for each in values for word in ("--set", each))]
+    given = ["--config", config, *overrides(*values, "distributed={strategy='hsdp', replicas=2}")]
     ended = program(["data", "tokenize", *given], capsys)
     assert (ended.returncode, "source first: tokens of " in ended.stderr) == (0, True), ended.stderr
     assert "source first: 2 of 52 documents spell special tokens (<s>, <|end|>), which are read as text" in ended.stderr
@@ -267,6 +268,13 @@ def test_the_verb_makes_what_a_run_reads_and_counts_what_spells_special_tokens(s
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")} == made
     parsed = program(["data", "tokenize", *given, "--set", "data.parse_special=true"], capsys)
     assert "source first: 2 of 52 documents spell special tokens (<s>, <|end|>), which become those" in parsed.stderr
+    of_run = ["check", "--no-contract", "--config", config, *overrides(*values, "distributed.shards=2")]
+    (source / "config.resolved.toml").write_text(program(of_run, capsys).stdout)
+    (source / "metrics.jsonl").touch()
+    shards = find_origin(source, 1, trust_code=False).blends
+    assert len(shards) == 2
+    for each in shards:  # documents are dealt by the sizes of the files that are read
+        assert {stream.tokens for stream in each.sources[0].dataset.streams} <= {*map(str, made)}
     ended = program(["data", "tokenize", "--config", config], capsys)
     assert (ended.returncode, "name a tokenizer.json" in ended.stderr) == (2, True)
 

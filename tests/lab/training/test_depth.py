@@ -165,6 +165,9 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
     wide = by_depth(evaluated(plan, model_of(plan), sets=[drawn]))
     assert "beyond_cell/carry_gain_se" not in wide
     assert wide["beyond_cell/carry_gain"] == pytest.approx(one["beyond_cell/carry_gain"], abs=1e-9)
+    for limit in ("COUNTED_BYTES", "LEAST"):  # the first file has no held-out document
+        monkeypatch.setattr(evaluation_sample, limit, 1)
+    assert "in 2 files" in eval_sets(plan_of(tmp_path, "eval.holdout_fraction=0.07"), RankInfo(), CPU)[0].read
 
 
 def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.in_process import program
+from tests.support.in_process import plan_of, program
 from tests.support.runs import losses, read_rows, train, write_tiny_config
+from trainer.tools.offline import _plan
 from trainer.tools.saved_model import load_model
 
 SETS = """
@@ -54,9 +55,11 @@ def trained(config: Path, *sets: str, **options: object) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A run with held-out documents and two sets, which tests only read."""
+    """A run on an included file, with held-out documents and two sets, which tests only read."""
     config = make_config(tmp_path_factory.mktemp("finished"))
-    return trained(config, "eval.holdout_fraction=0.3", "eval.batches=1000")[0]
+    (config.parent / "more.toml").write_text(f"[[source]]\nname = 'b'\nroot = '{config.parent}/corpus'\n")
+    included = "data.source=[{name='a', include='more.toml'}]"
+    return trained(config, included, "eval.holdout_fraction=0.3", "eval.batches=1000")[0]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def bare(tmp_path_factory) -> Path:
 
 
 def evaluated(run_dir: Path, capsys, *arguments: object) -> dict[str, float]:
-    ended = program(["eval", run_dir, "--json", *arguments], capsys)
+    ended = program(["eval", run_dir, "--trust-code", "--json", *arguments], capsys)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)["metrics"]
 
@@ -104,7 +107,7 @@ def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(finished, 
     assert rows[6]["eval/far/loss"] != pytest.approx(rows[6]["eval/near/loss"], rel=1e-4)  # a part of it
     for step in (3, 6):
         assert evaluated(finished, capsys, "--step", step) == pytest.approx(rows[step], rel=1e-6)
-    said = program(["eval", finished], capsys).stdout.partition("near: ")[2].partition("far: ")[0]
+    said = program(["eval", finished, "--trust-code"], capsys).stdout.partition("near: ")[2].partition("far: ")[0]
     table = {line.split()[0]: line.split()[1] for line in said.splitlines()[2:]}
     by_depth = [key.split("/") for key in rows[6] if re.fullmatch(r"eval/near/depth/\d+/loss", key)]
     assert all(table[key[3]] == f"{rows[6]['/'.join(key)]:.4f}" for key in by_depth)
@@ -142,7 +145,7 @@ def test_a_checkpoint_is_evaluated_where_its_training_data_are_not(bare, tmp_pat
     ended = program(["eval", bare, "--source", f"seen={file}", "--batches", 1], capsys)
     assert "eval source seen: 1 file trained on too, by source first: " in ended.stderr
     (bare.parent / "corpus").rename(bare.parent / "elsewhere")
-    near = config.parent / "near"
+    near = (config.parent / "near").rename(config.parent / "data[1]")
     found = evaluated(run_dir, capsys, "--source", f"a={near}", "--source", f"b={near}/1.jsonl")
     assert found["eval/a/loss"] == pytest.approx(loss_of(run_dir, sorted(near.iterdir()))[0], rel=1e-5)
     assert found["eval/b/loss"] == pytest.approx(loss_of(run_dir, [near / "1.jsonl"])[0], rel=1e-5)
@@ -150,6 +153,13 @@ def test_a_checkpoint_is_evaluated_where_its_training_data_are_not(bare, tmp_pat
     assert f"eval/a/loss {found['eval/a/loss']:.4f}\n" in ended.stdout, ended.stderr
     assert "WARNING" not in ended.stderr
     (bare.parent / "elsewhere").rename(bare.parent / "corpus")
+
+
+def test_what_a_run_needs_refuses_no_evaluation(config):
+    stale, held_out = "ledger={wipe_mode='periodic_stale', stale_threshold=2}", "eval.holdout_fraction=0.3"
+    for ranks in ("strategy='hsdp', replicas=2", "shards=20000"):
+        given = plan_of(config, f"distributed={{{ranks}}}", stale, held_out, ranks=4).config
+        assert all(_plan(given, sets, config, None, takes_mask=False) for sets in ([], given.eval.source))
 
 
 def test_evaluations_change_nothing_of_the_training(config, bare, tmp_path):
@@ -195,6 +205,7 @@ def test_a_task_that_fails_on_one_rank_is_switched_off_and_the_run_goes_on(confi
     [
         ([], "has neither [[eval.source]] nor held-out documents to evaluate on; name a set with --source NAME=PATH"),
         (["--source", "books"], "--source: 'books' is not NAME=PATH"),
+        (["--source", "bücher=x.txt"], "--source: 'bücher=x.txt' is not NAME=PATH"),
         (["--source", "a=.", "--source", "a=."], "--source: names one set twice"),
         (["--held-out", "--source", "a=."], "--held-out: cannot be combined with --source"),
         (["--held-out"], "has no held-out documents to evaluate on; name a set with --source NAME=PATH"),

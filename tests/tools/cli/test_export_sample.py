@@ -13,7 +13,7 @@ from tests.support.in_process import program
 from tests.support.runs import losses, run, train, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
-from trainer.tools.saved_model import load_model
+from trainer.tools.saved_model import is_export, load_model
 from trainer.tools.verbs.models import sample
 
 CPU = torch.device("cpu")
@@ -69,6 +69,8 @@ def test_absent_checkpoints_are_refused(folder):
         generate(folder / "run", step=4)
     with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
         generate(folder / "nowhere")
+    with pytest.raises(UserError, match="exported: has no complete checkpoint"):
+        generate(folder / "exported", step=3)
     (folder / "no_config").mkdir()
     shutil.copy(folder / "exported" / "model.safetensors", folder / "no_config")
     with pytest.raises(UserError, match=r"no_config/config.toml: cannot be read"):
@@ -125,6 +127,7 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
 )
 def test_an_export_with_hostile_metadata_is_refused_in_one_line(folder, tmp_path, capsys, metadata, said):
     shutil.copy(folder / "exported" / "config.toml", tmp_path)
+    assert not is_export(tmp_path), "which is without weights"
     save_file(load_file(folder / "exported" / "model.safetensors"), tmp_path / "model.safetensors", metadata)
     assert said in program(["sample", tmp_path], capsys).mistake
 

@@ -132,6 +132,7 @@ def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_besi
     assert printed.returncode == 0, printed.stderr
     assert "#:schema" not in printed.stdout
     assert not (tmp_path / "config.schema.json").exists()
+    (tmp_path / "config.schema.json").write_text('{"$defs": {"BatchScheduleTable": "as it was"}}')
     written = program(["init", "data", "--out", "x.toml"], capsys)
     text = (tmp_path / "x.toml").read_text()
     assert text == "#:schema config.schema.json\n" + printed.stdout
@@ -139,6 +140,8 @@ def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_besi
     assert "next: train check --config x.toml" in written.stderr
     again = program(["init", "data", "--out", "x.toml"], capsys)
     assert again.mistake == "x.toml: exists already; name another file, or add --force\n"
+    (tmp_path / "config.schema.json").write_text("{}")  # not ours
+    assert "config.schema.json: exists already" in program(["init", "data", "--out", "y.toml"], capsys).mistake
 
 
 def test_what_cannot_be_one_run_is_refused(data, capsys):

@@ -56,10 +56,11 @@ def test_the_step_is_the_later_of_the_last_row_and_the_status(tmp_path):
 def test_runs_are_found_in_directories_and_by_name(tmp_path):
     make_run(tmp_path / "runs" / "a", "done", [1.0])
     make_run(tmp_path / "runs" / "b", "done", [1.0])
-    (tmp_path / "runs" / "notes").mkdir()
+    (tmp_path / "runs" / "c").mkdir()
     both = [tmp_path / "runs" / "a", tmp_path / "runs" / "b"]
     assert find_runs([str(tmp_path / "runs")]) == both
     assert find_runs([str(both[1]), str(tmp_path / "runs")]) == [both[1], both[0]]
+    assert find_runs([f"{tmp_path}/runs" + "/../runs" * (510 - len(str(tmp_path)) // 8)]) == []  # too long for files
     with pytest.raises(UserError, match="is not a directory"):
         find_runs([str(tmp_path / "nowhere")])
 

@@ -97,10 +97,11 @@ def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_
     with pytest.raises(UserError, match="holds another corpus"):
         build_text(out, {"other": [f"{files}/a/*.txt"]})
     (out / "run").mkdir()
-    (out / "run" / "model.pt").write_text("weeks of work")
-    with pytest.raises(UserError, match=r"holds run/model\.pt, no part of the corpus"):
-        build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
-    (out / "run" / "model.pt").unlink()
+    for name in ("run/model.pt", "notes/mine.jsonl"):
+        (out / name).write_text("weeks of work")
+        with pytest.raises(UserError, match=f"holds {name}, no part of the corpus"):
+            build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
+        (out / name).unlink()
     assert tree(out) == before
     (out / "run").rmdir()
     build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
@@ -108,7 +109,7 @@ def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-@pytest.mark.parametrize("content", [None, "not json", '{"streams": {}}', '{"modalities": 1}'])
+@pytest.mark.parametrize("content", [None, "not json", '{"streams": 1}', '{"modalities": {}}'])
 def test_a_directory_that_is_no_corpus_is_never_replaced(content, files, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, verb):
     config = write_tiny_config(tmp_path, EXTRA)
     train(config, tmp_path / "run", *SETS)
     assert "--trust-code" in verb("data", "at", tmp_path / "run", 3).mistake
-    assert "has 8 steps, not 9" in verb("data", "at", tmp_path / "run", 9, "--trust-code").mistake
+    assert "has the steps 1 to 8, not 9" in verb("data", "at", tmp_path / "run", 9, "--trust-code").mistake
     file = next((tmp_path / "corpus" / "a").glob("*.jsonl"))
     file.write_text(file.read_text().replace("the", "The"))
     said = verb("data", "at", tmp_path / "run", 6, "--trust-code").mistake

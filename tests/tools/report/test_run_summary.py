@@ -49,9 +49,9 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
 TOKENS = [10, 7, 20, 25, 6, 3, 9]
 
 
-def evaluated(directory, nats, tokens=TOKENS, logged=None):
+def evaluated(directory, nats, tokens=TOKENS, logged=None, part="token_ce"):
     """A run with these losses of documents."""
-    row = {"eval_loss": logged or sum(nats) / sum(tokens[: len(nats)])}
+    row = {"eval_loss": logged or sum(nats) / sum(tokens[: len(nats)]), f"eval_objective/{part}": 0.1}
     path = write_record(directory, {"loss": [2.0]}, {4: row}) / "evaluations" / "step_00000004.jsonl"
     path.parent.mkdir()
     of = {"key": "eval_loss", "source": "s", "stream": "f"}
@@ -64,14 +64,11 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     first, second = [21.0, 17.5, 39.0, 61.0, 13.0, 8.0, 20.0], [20.0, 15.0, 38.5, 55.0, 12.5, 8.5, 99.0]
     before, after = evaluated(tmp_path / "a", first), evaluated(tmp_path / "b", second, [*TOKENS[:6], 80])
     few, wrong = evaluated(tmp_path / "few", second[:4]), evaluated(tmp_path / "wrong", second, logged=2.5)
-    cut = evaluated(tmp_path / "cut", second)
+    cut, parts = evaluated(tmp_path / "cut", second), evaluated(tmp_path / "parts", second, logged=2.5, part="mine")
+    assert losses_of_documents(parts) == losses_of_documents(load_run(tmp_path / "cut" / "metrics.jsonl"))
     kept = tmp_path / "cut" / "evaluations" / "step_00000004.jsonl"
-    for content in (
-        "3",
-        kept.read_text().replace("7, ", "-7, "),
-        kept.read_text().replace("20.0", "1e200"),
-        '{"key": 1',
-    ):
+    whole = kept.read_text()
+    for content in ("3", whole.replace("7, ", "-7, "), whole.replace("20.0", "1e200"), '{"key": 1'):
         kept.write_text(content)
         assert losses_of_documents(cut)[1].startswith("evaluations/step_00000004.jsonl is damaged: ")
     _, row, *others = summaries([before, after, few, wrong, cut])[-1]

@@ -31,7 +31,7 @@ DOUBTS = [
         ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"],
         "scheduler.warmup_tokens: 2,000 of 500 tokens: most of the run",
     ),
-    (["train.ema=0.99"], "train.ema: averages about 100 steps, and the run has "),
+    (["train.ema=0.99"], "train.ema: averages about 100 steps of "),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight"),
 ]
 
@@ -95,6 +95,8 @@ def test_check_says_the_memory_of_a_rank_by_strategy(config, capsys):
     hsdp = facts("--world-size", "4", "--strategy", "hsdp", "--replicas", "2")
     assert ddp["sharding"] == "none: each rank holds the whole model"
     assert (fsdp["sharding"], hsdp["sharding"]) == ("4 shards", "2 replicas of 2 shards")
+    sgd = [facts("--set", f"optimizer={{name='sgd', momentum={each}}}")["memory_megabytes"] for each in (0.9, 0)]
+    assert [each["optimizer"] for each in sgd] == [sgd[0]["weights"], 0]
     for found, shards in ((ddp, 1), (hsdp, 2), (fsdp, 4)):
         megabytes, weights = found["memory_megabytes"], 4 * found["parameters"] / shards / 1e6
         assert megabytes["weights"] == megabytes["gradients"] == pytest.approx(weights, abs=0.06)

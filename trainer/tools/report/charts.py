@@ -105,16 +105,17 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
     data: list[Json] = []
     bad: set[int] = set()
-    is_reduced, folder = False, commonpath(keys)
+    is_reduced, folder, shown = False, commonpath(keys), set[str]()
     for place, key in enumerate(keys):
         for number, run in enumerate(runs):
-            # The legend is that of the first run; the others have its dashes in their own colors.
-            line: Json = {"name": key.removeprefix(f"{folder}/"), "legendgroup": key, "showlegend": not number}
+            # The legend is of the first run with the key; others have its dashes, in their colors.
+            line: Json = {"name": key.removeprefix(f"{folder}/"), "legendgroup": key, "showlegend": key not in shown}
             line["meta"], color, dash = [""], place, DASHES[0]
             if len(runs) > 1:
                 line["meta"], color, dash = [run.name], number, DASHES[place % len(DASHES)]
             curve = make_curve(*run.column(key))
             if len(curve.steps):
+                shown.add(key)
                 data += [{**line, **trace} for trace in _traces(curve, f"c{color % NUM_COLORS}", dash)]
             bad.update(curve.bad_steps)
             is_reduced = is_reduced or curve.is_reduced

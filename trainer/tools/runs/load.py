@@ -36,8 +36,8 @@ Column = tuple["array[int]", "array[float]"]
 class RowTable:
     """The rows of one mode (`train` or `eval`), by step.
 
-    A row replaces that of the same step before a restart. Without a restart between them they are
-    merged: a loop may log several evaluations of a step.
+    A row replaces that of the same step before a restart, which drops later ones. Without a restart
+    between them they are merged: a loop may log several evaluations of a step.
     """
 
     def __init__(self) -> None:
@@ -57,6 +57,12 @@ class RowTable:
         if keys not in self._shapes:
             self._shapes[keys] = {key: place for place, key in enumerate(keys)}
         self._rows[step] = attempt, self._shapes[keys], array("d", row.values())
+        self._steps = None
+        self._columns.clear()
+
+    def drop_after(self, step: int) -> None:
+        """Forget the rows of later steps: a run was continued from here."""
+        self._rows = {at: row for at, row in self._rows.items() if at <= step}
         self._steps = None
         self._columns.clear()
 
@@ -174,7 +180,8 @@ class _Reader:
         if found.restart is not None:
             self.restarts.append(found.restart)
             self.steps_redone += max(self._last_step - found.restart.global_step, 0)
-            self._last_step = found.restart.global_step
+            for rows in (self.train, self.evals):
+                rows.drop_after(found.restart.global_step)
         self._last_step = found.global_step
         table = {"train": self.train, "eval": self.evals}[found.mode]
         table.add(found.global_step, len(self.restarts), found.values())

@@ -107,7 +107,8 @@ def losses_of_documents(run: RunRecord) -> tuple[dict[str, Losses], str]:
     """Those of the last evaluation, by the key of their mean; and in words why there are none."""
     found: dict[str, Losses] = {}
     step = max(run.evals.steps, default=0)
-    path = run.path / "evaluations" / f"step_{step:08d}.jsonl"
+    directory = run.path if run.path.is_dir() else run.path.parent  # of a metrics.jsonl
+    path = directory / "evaluations" / f"step_{step:08d}.jsonl"
     try:
         for each in map(parse_json, read_lines(path)):
             where, nats = (str(each["source"]), str(each["stream"]), int(each["document"])), float(each["nats"])
@@ -120,6 +121,8 @@ def losses_of_documents(run: RunRecord) -> tuple[dict[str, Losses], str]:
         return {}, f"evaluations/{path.name} is damaged: {error_text(error)}"
     # With further parts of the objective, a logged loss is not the mean of these.
     parts = [run.setting(f"objective.{part}") for part in ("z_loss", "coord", "losses")]
+    further = {key for key in run.evals.keys if key.startswith("eval_objective/")}
+    parts.append(further - {"eval_objective/token_ce", "eval_objective/own"})
     for key, losses in found.items():
         logged = dict(zip(*run.evals.column(key), strict=True)).get(step, math.nan)
         mean = sum(nats for nats, _ in losses.values()) / max(sum(tokens for _, tokens in losses.values()), 1)

@@ -68,6 +68,7 @@ def check(
             words, num_lanes = {"lanes": lanes.words(rows)}, lanes.num(rows)
             table = plan.config.ledger.model_copy(update={"capacity": plan.config.ledger.capacity or num_lanes})
             derived = replace(plan.facts, groups_in_flight=num_lanes, ledger_capacity=table.capacity)
+            derived = replace(derived, capacity_to_change_ranks=num_lanes * (plan.facts.data_shards + 1))
             plan = replace(plan, config=plan.config.model_copy(update={"ledger": table}), facts=derived)
         facts = {**_derived(plan, model, device), **words}
         report = "--no-contract" if no_contract else check_here(plan)
@@ -103,7 +104,10 @@ def _source(source: Source) -> dict[str, Any]:
 
 def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[str, dict[str, Any]]:
     """The sources: shares at the beginning, and steps of an epoch in full or padded rows."""
+    from trainer.config.rules import largest_batch, mixing_of, reads_lanes
+
     facts, total = {}, sum(source.weight.evaluate(0) for source in plan.sources)
+    most = max(largest_batch(mixing_of(plan.config, each.table)) for each in plan.sources)
     for source in plan.sources:
         share = source.weight.evaluate(0) / max(total, 1e-100)
         own = facts[source.name] = {**_source(source), "share": share}
@@ -112,7 +116,10 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
             own["positions"] = own["tokens"] if is_full else own["padded"]  # 0: not known
             if share:
                 positions = own["positions"] or own["tokens"]
-                own["steps_per_epoch"] = positions / (share * plan.facts.tokens_per_step)
+                per_step = float(plan.facts.tokens_per_step)
+                if not reads_lanes(plan.config):  # shares are of micro-batches
+                    per_step *= largest_batch(mixing_of(plan.config, source.table)) / most
+                own["steps_per_epoch"] = positions / (share * per_step)
     return facts
 
 
@@ -257,12 +264,15 @@ def init(
 
     if out is not None:
         shared.refuse_existing(out, force=force)
+        schema_path = Path(out).with_name(SCHEMA_NAME)
+        if schema_path.exists() and "BatchScheduleTable" not in schema_path.read_text("utf-8", "replace"):
+            shared.refuse_existing(str(schema_path), force=force)
     text, notes = starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
     if out is None:
         echo(text, nl=False)
         return
     put_text(f"#:schema {SCHEMA_NAME}\n{text}", out)
-    put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
+    put_text(render_config_schema(), str(schema_path))
     for note in notes:
         echo(f"note: {note}", err=True)
     echo(f"next: train check --config {out}, then: train --config {out}", err=True)

@@ -76,13 +76,15 @@ def _summarise(out: str, manifest: Mapping[str, Any]) -> None:
 def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
     """Tokenize the text of a config ahead of its runs, into data.cache_dir. Run it again after an interruption."""
     from trainer.config.load import load_config, located
+    from trainer.config.schema import DistributedTable
     from trainer.distributed.env import RankInfo
     from trainer.lab.tokenized import tokenize_source
     from trainer.training.plan import make_plan
 
     path = require_config(config, "train data tokenize")
     with located(path, settings or []):
-        plan = make_plan(load_config(path, settings or []), Path(path), 1, parts=PARTS)
+        whole = load_config(path, settings or []).model_copy(update={"distributed": DistributedTable()})
+        plan = make_plan(whole, Path(path), 1, parts=PARTS)
     is_slow = plan.tokenizer.is_slow
     for source in (*plan.sources, *plan.eval_sources):
         found = tokenize_source(plan, source, RankInfo())

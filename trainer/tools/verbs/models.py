@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -146,15 +148,15 @@ def evaluate(
 def _parse_source(text: str) -> EvalSourceTable:
     """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises
     UserError: it is not of this form."""
-    from trainer.config.data_tables import EvalSourceTable
+    from trainer.config.data_tables import SOURCE_NAME, EvalSourceTable
 
     name, separator, path = text.partition("=")
-    is_plain = all(letter.isalnum() or letter in "_.-" for letter in name)
-    if not (separator and path and name and is_plain):
+    is_plain = re.fullmatch(SOURCE_NAME, name) is not None and len(name) <= 100
+    if not (separator and path and is_plain):
         fix = "write for example --source books=data/books"
         raise UserError("--source", f"{text!r} is not NAME=PATH", fix)
     if os.path.isdir(path):
-        path = os.path.join(path, "**", "*")
+        path = os.path.join(glob.escape(path), "**", "*")
     return EvalSourceTable(name=name, paths=[path])
 
 
@@ -186,8 +188,7 @@ def doctor(
         str | None, Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
     ] = None,
     hf: Annotated[
-        str | None,
-        Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH"),
+        str | None, Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH")
     ] = None,
     args: Annotated[str, Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
     vocab_size: Annotated[int, Option(min=2, max=10**6, help="Number of token ids.")] = 257,
@@ -248,7 +249,9 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
     target = resolve_target(name, "--model")
     with users_code("--model", f"{name} fails"):
         taken = inspect.signature(target).parameters
-        made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
+        if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            sizes = {key: size for key, size in sizes.items() if key in taken}
+        made = target(**sizes, **args)
     if not isinstance(made, nn.Module):
         raise UserError("--model", f"{name} gave a {type(made).__name__}", "return a torch.nn.Module")
     return made

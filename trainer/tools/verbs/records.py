@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 import time
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
             raise UserError(str(given), "is not a directory", "name a directory of runs, such as runs/")
         for path in (given, *sorted(given.iterdir())):
             files = (path / "status.json", path / "metrics.jsonl")
-            if path.is_dir() and any(file.is_file() for file in files):
+            if path.is_dir() and any(map(os.path.isfile, files)):
                 found[path] = None
     return list(found)
 
@@ -145,10 +146,7 @@ def _steps(entry: RunEntry) -> str:
     return f"{entry.step:,}/{entry.steps:,}"
 
 
-def diagnose(
-    run_dir: shared.RunArgument,
-    as_json: shared.JsonOption = False,
-) -> None:
+def diagnose(run_dir: shared.RunArgument, as_json: shared.JsonOption = False) -> None:
     """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
     from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
     from trainer.tools.runs.load import load_run
