@@ -29,7 +29,7 @@ AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (17_700, 16_500),
+    "core: lines": (17_625, 16_500),
     "core: files": (78, 75),
     "trainer: lines": (29_955, 29_500),
     "trainer: files": (142, 140),
