@@ -80,6 +80,7 @@ def run(name: str, seed: int, size: Size, device: str, text: Path, work: Path) -
         "data.max_group_cells": int(spread == "0"),
         "data.mixing.batch_size": size.tokens // int(window),
         "data.mixing.spread": max(int(spread), 1),
+        "data.mixing.num_streams_mixed": 256,  # all files: by default few rows would read few files at a time
         "eval.every": steps * (task != "speed"),
         "eval.depth": str(not trial).lower(),
         "model.family": f'"{family}"',
@@ -165,8 +166,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     args = parser.parse_args()
-    is_rehearsal = (args.size, args.device) == ("device", "cpu")
-    size, results = SIZES["tiny" if is_rehearsal else args.size], Results(args.out)
+    size, results = SIZES["tiny" if (args.size, args.device) == ("device", "cpu") else args.size], Results(args.out)
     if not (args.work / "recall").exists():
         write_recall(args.work / "recall")
     job = partial(run, size=size, device=args.device, text=args.text.resolve(), work=args.work)
