@@ -173,7 +173,7 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
         if config.data.mixing.spread != MixingTable.model_fields["spread"].default:
             yield "data.mixing.spread", 'needs batching_mode "per_row"', "remove it"
         return
-    if len({source.target is None for source in sources}) > 1:
+    if len({source.target is None for source in sources if source.weight != 0}) > 1:
         problem = '"per_row" reads documents, and a source with a target gives whole batches'
         yield "data.mixing.batching_mode", problem, 'set it to "per_stream", or keep one kind'
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.

@@ -61,7 +61,7 @@ def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
     parts = [state["sources"][index] for state in states]
     if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
         return list(parts[0][ALL_RANKS])
-    if isinstance(parts[0], Mapping) and parts[0].get("world_size") == 1:  # kept by each rank
+    if isinstance(parts[0], Mapping) and parts[0].get("world_size") == 1 and "fingerprint" in parts[0]:
         return parts[:1]
     return parts
 

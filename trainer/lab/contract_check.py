@@ -98,7 +98,9 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             given = {"vocab_size": judged.num, "build": lambda: OnPositions(build().to(device), micro)}
             given["seq_len"] = micro.targets.shape[1]
         autocast = AUTOCAST[plan.config.train.precision]
-        given["resets"] = runs_on(plan, model) or (micro is not None and "resets" in micro.inputs)
+        given["resets"] = "resets" in (accepted or ())
+        if is_read_here:
+            given["resets"] = runs_on(plan, model)
         report = check_model(judged, autocast=autocast, rows=evaluated_rows(plan), **given)
         if micro is not None or (plan.config.objective.target and report["forward"].status == "held"):
             _check_loss(plan, model, micro, device)

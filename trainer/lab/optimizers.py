@@ -6,7 +6,6 @@ It could go if torch's Muon skipped a step on the device, and took shards.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from trainer.distributed.strategy import gathered, layout_of, own_part
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.lab.weights import own_rows
-from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, keep_buffers
+from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, keep_buffers, plain_values
 from trainer.wording import counted, few
 
 
@@ -167,5 +166,5 @@ def build_custom(model: nn.Module, groups: list[ParameterGroup], table: Optimize
         problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
     built: Any = optimizer  # see `group_counters`
-    built.built_groups = [copy.deepcopy({**each, "params": None}) for each in optimizer.param_groups]
+    built.built_groups = [plain_values(group) for group in optimizer.param_groups]
     return optimizer

@@ -197,10 +197,10 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
                 fix = f"mark targets that are not to be predicted with {IGNORED}"
                 yield problem, f"{fix}, or set data.vocab_size to the number of ids"
     for key in (*CARRY_KEYS, *ENDS):
-        if key in batch and np.shape(batch[key]) != shape[:1]:
+        if batch.get(key) is not None and np.shape(batch[key]) != shape[:1]:
             found = list(np.shape(batch[key]))
             yield f"of {shape[0]} rows has {key} {found}", "give one for each row"
-    if len(batch.keys() & {*ENDS}) == 1:
+    if len({batch.get(key) is None for key in ENDS}) > 1:
         yield f"has only one of {' and '.join(ENDS)}", "give both, or none"
     for ids in map(_on_host, map(batch.get, ("group_ids", "end_ids"))):
         yield from () if ids is None else _wrong_groups(ids)

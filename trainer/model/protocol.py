@@ -89,6 +89,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             yield
     finally:
+        model.train(modes[0][1])  # some layers do more than to note it
         for module, was_training in modes:
             module.training = was_training
 

@@ -110,7 +110,8 @@ def _plan(
     if batches is not None:
         sets = [each.model_copy(update={"batches": batches}) for each in sets]
     # The training data may be elsewhere: the sets, of any modalities, take its place.
-    taken = {"source": [each.as_source() for each in sets], "mixing": MixingTable()}
+    mode: Any = "per_row" if len({each.target is None for each in sets}) == 1 else "per_stream"
+    taken = {"source": [each.as_source() for each in sets], "mixing": MixingTable(batching_mode=mode)}
     data = config.data.model_copy(update=taken)
     without = _with_eval(config, source=[], target=None, every=0, holdout_fraction=0.0)
     plan = make_plan(without.model_copy(update={"data": data}), path, 1, parts=PARTS)

@@ -11,11 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.config.rules import (
-    largest_batch,
-    mixing_of,
-    reads_lanes,
-)
+from trainer.config.rules import largest_batch, mixing_of, reads_lanes
 from trainer.config.schema import LedgerTable, ModelTable, RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions
@@ -304,7 +300,7 @@ def make_blend(
         "times": True,
         "guards": guards,
     }
-    if not reads_lanes(config) or not any(source.streams for source in plan.sources):
+    if not reads_lanes(config) or not any(each.streams and not each.is_off for each in plan.sources):
         return BlendDataset(blended, **options)
     return LaneBlend(
         blended,

@@ -8,8 +8,8 @@ A checkpoint is a directory `checkpoints/step_00000100/`:
     state.json              step, noise-scale averages, sink state, config, versions
     COMPLETE                JSON: bytes and SHA-256 of every other file; written last
 
-A checkpoint is written to `.tmp_step_...`, synced to disk, renamed, and only then marked: without
-the marker it does not exist. Nothing in it is a pickle, so it cannot run code.
+A checkpoint is written to `.tmp_step_...`, synced to disk, marked, and then renamed: without the
+marker it does not exist. Nothing in it is a pickle, so it cannot run code.
 """
 
 from __future__ import annotations

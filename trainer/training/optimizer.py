@@ -179,13 +179,15 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     return found
 
 
+def plain_values(group: ParameterGroup) -> dict[str, Any]:
+    """The numbers and words of a group, but for the rate, which the schedule sets."""
+    return {key: own for key, own in group.items() if type(own) in (bool, int, float, str) and key != "lr"}
+
+
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What each group of a custom optimizer holds that it was not built with, such as counts."""
-    found = []
-    for group, built in zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False):
-        plain = {key: own for key, own in group.items() if isinstance(own, bool | int | float | str | torch.Tensor)}
-        found.append({key: own for key, own in plain.items() if key != "lr" and repr(own) != repr(built.get(key))})
-    return found
+    pairs = zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False)
+    return [dict(plain_values(group).items() - built.items()) for group, built in pairs]
 
 
 def load_named_state(

@@ -61,7 +61,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
     run_dir = choose_run_dir(config, given, resume, is_restarted=is_restarted)
     if os.environ.get(RESTARTS, "0") != "0" and resume not in ("off", "auto"):
         saved = checkpoint.complete_checkpoints(run_dir.checkpoints)
-        if saved and checkpoint.step_of(saved[0]) > checkpoint.step_of(Path(resume).resolve()):
+        if saved and checkpoint.read_state(saved[0])["config"]["checkpoint"]["resume"] == resume:
             resume = "auto"
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:

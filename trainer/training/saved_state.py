@@ -38,14 +38,7 @@ from trainer.training.tensor_files import (
     rows_file,
     write_part,
 )
-from trainer.training.train_state import (
-    Position,
-    TrainState,
-    load_optimizer,
-    load_weights_of,
-    model_part,
-    open_model,
-)
+from trainer.training.train_state import Position, TrainState, load_optimizer, load_weights_of, model_part, open_model
 from trainer.wording import counted
 
 logger = get_logger(__name__)
@@ -186,9 +179,15 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
     with loading(path, "config"):  # of one stream: dealt anew where other groups are open
         sizes = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
         both = [each["data"] for each in (saved["config"], plan.config.model_dump(mode="json"))]
-        tables = ([each["mixing"], *(own["mixing"] for own in each["source"])] for each in both)
-        before, now = ([table.get(key) for table in each for key in sizes] for each in tables)
-    is_kept = before == now or reads_lanes(plan.config) or not any(source.streams for source in plan.sources)
+        before, now = (
+            {
+                own["name"]: [own["mixing"].get(key) or each["mixing"].get(key) for key in sizes]
+                for own in each["source"]
+            }
+            for each in both
+        )
+    is_kept = all(before[name] == now[name] for name in before.keys() & now.keys()) or reads_lanes(plan.config)
+    is_kept |= any(source.table.target is not None for source in plan.sources)
     is_same = num_saved == num_shards and is_kept
     with loading(path, "files"):
         tensors = open_model(path, saved, rank=info.rank)

@@ -20,14 +20,7 @@ from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import tied_names
 from trainer.training.optimizer import group_counters, load_named_state, named_state
-from trainer.training.tensor_files import (
-    Rows,
-    TensorFiles,
-    TensorPart,
-    model_file,
-    pack,
-    unpack,
-)
+from trainer.training.tensor_files import Rows, TensorFiles, TensorPart, model_file, pack, unpack
 from trainer.wording import few
 
 

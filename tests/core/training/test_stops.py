@@ -56,10 +56,13 @@ def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, monkeypatch, fault, l
     assert row_differences(tmp_path / "whole", tmp_path / "run") == []
     name = f"checkpoints/step_{STEPS:08d}"
     assert checkpoint_differences(tmp_path / "whole" / name, tmp_path / "run" / name) == []
-    rows = record.read_text()
+    rows, again = record.read_text(), f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000006"
     go("run", {})  # nothing is left, nor to be evaluated again
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # nor after torchrun's restart of a resume from before
-    go("run", {}, f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000006")
+    assert record.read_text() == rows
+    go("run", {}, again)
+    rows = record.read_text()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # by torchrun: what was saved since is continued
+    go("run", {}, again)
     assert record.read_text() == rows
 
 

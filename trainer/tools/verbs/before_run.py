@@ -107,7 +107,8 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
     from trainer.config.rules import largest_batch, mixing_of, reads_lanes
 
     facts, total = {}, sum(source.weight.evaluate(0) for source in plan.sources)
-    most = max(largest_batch(mixing_of(plan.config, each.table)) for each in plan.sources)
+    tables = [each.table for each in plan.sources if each.table.target is None]
+    most = max((largest_batch(mixing_of(plan.config, table)) for table in tables), default=1)
     for source in plan.sources:
         share = source.weight.evaluate(0) / max(total, 1e-100)
         own = facts[source.name] = {**_source(source), "share": share}
