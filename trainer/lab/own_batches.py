@@ -169,7 +169,7 @@ class OwnBatches:
         self._due.update(zip(end_ids.tolist(), (end_cells + 1).tolist(), strict=True))
 
 
-ENDS = ("end_ids", "end_cell_index")
+ENDS = OPTIONAL_CARRY_KEYS[:2]
 
 
 def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[str, str]]:

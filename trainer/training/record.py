@@ -59,13 +59,13 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
     resume = effective_resume(config.checkpoint.resume)
     is_restarted = resume != config.checkpoint.resume
     run_dir = choose_run_dir(config, given, resume, is_restarted=is_restarted)
+    # Locked before its checkpoints are read: what another run is writing there looks like damage.
+    if run_dir.path.exists() and not run_dir.is_new:
+        stack.enter_context(run_dir.lock(config.distributed.timeout_sec))
     if os.environ.get(RESTARTS, "0") != "0" and resume not in ("off", "auto"):
         saved = checkpoint.complete_checkpoints(run_dir.checkpoints)
         if saved and checkpoint.read_state(saved[0])["config"]["checkpoint"]["resume"] == resume:
             resume = "auto"
-    # Locked before its checkpoints are read: what another run is writing there looks like damage.
-    if run_dir.path.exists() and not run_dir.is_new:
-        stack.enter_context(run_dir.lock(config.distributed.timeout_sec))
     if config.checkpoint.remote is not None:
         store = need(plan.parts.store, "checkpoint.remote")
         found, uploads = store.find_checkpoint(config, run_dir, resume, partial(_make_ready, run_dir, plan, stack))

@@ -219,7 +219,7 @@ def choose_run_dir(
     if resume == "auto":
         name = config.run.name
         paths = sorted(path for path in parent.glob(f"{name}-*") if _is_run_of(path, name))
-        earlier = map(RunDir, paths[-is_restarted:])  # of all: [-0:]
+        earlier = map(RunDir, paths[-1:] if is_restarted else paths)
         open_runs = [run for run in earlier if run.has_saved() and run.status().get("state") != FINISHED]
         if open_runs:
             return open_runs[-1]
