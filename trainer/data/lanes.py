@@ -137,8 +137,9 @@ class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from B = `rows` lanes; see `collate.Collator` for their keys.
 
     `lane_sets`: of so many lanes, by the micro-batches of a step; absent: 1. `documents`: those to
-    draw from, which are reported (0: unknown). Sources are `ShardSource`s, or off. `how`, and
-    errors, are those of `BlendDataset`; or a file is unreadable or damaged.
+    draw from, which are reported (0: unknown). `shrinks`: have half the rows while these hold all
+    that is left. Sources are `ShardSource`s, or off. `how`, and errors, are those of
+    `BlendDataset`; or a file is unreadable or damaged.
     """
 
     def __init__(
@@ -151,10 +152,12 @@ class LaneBlend(BlendDataset):
         tokenizer: Tokenizer,
         lane_sets: Mapping[int, int] = MappingProxyType({}),
         documents: float = 0.0,
+        shrinks: bool = False,
         **how: Any,
     ) -> None:
         super().__init__(sources, **how)
         self._rows, self._row_tokens, self.lane_sets = rows, row_tokens, lane_sets
+        self._most_rows, self._shrinks = rows, shrinks
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
@@ -223,6 +226,8 @@ class LaneBlend(BlendDataset):
             wanted = self._fixed_sets or self._wanted_sets()
             if not self._waiting and self._largest() < 0:  # nothing begins any more
                 being_read = sum(place is not None for place in self._lane_places)
+                while self._shrinks and 0 < being_read <= self._rows // 2:
+                    self._rows //= 2
                 wanted = max(1, min(wanted, -(-being_read // self._rows)))
             first = self._turn * self._rows
             if wanted * self._rows != len(self._lanes):
@@ -390,7 +395,7 @@ class LaneBlend(BlendDataset):
             numbers[:] = [found.get(name, 0) for name in self._names]
         self._total = sum(each["total"] for each in states) * part
         self._longest = max(each["longest"] for each in states)
-        own, num_sets = states[0], self._wanted_sets()
+        self._rows, own, num_sets = self._most_rows, states[0], self._wanted_sets()
         self._shares = self.shares_at(self._batch_index)
         for index, source in self._laned.items():  # which may repeat now
             self._ended[index] &= source.is_ended

@@ -287,6 +287,7 @@ def _eval_set(
         row_tokens=plan.config.data.seq_len,
         runs_on=not is_aligned,
         tokenizer=plan.tokenizer,
+        shrinks=True,
     )
     beginning = blend.state_dict()  # every evaluation reads the same batches
 
