@@ -92,7 +92,9 @@ def text_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequ
     base, tokens = documents(found[kinds[0]])
     rows = []
     for kind in kinds:
-        nats = documents(found[kind])[0]
+        nats, own_tokens = documents(found[kind])
+        if own_tokens.tolist() != tokens.tolist():
+            raise SystemExit(f"{kinds[0]} and {kind} were run on other corpora: take one's runs out of --out")
         reset = of_seeds([after_resets(run, kind.window) for run in found[kind]])
         gained = "" if kind == kinds[0] else said(interval(base - nats, tokens))
         beside = found[kind._replace(task="speed")][0]

@@ -51,7 +51,7 @@ def few(names: Sequence[str]) -> str:
     """Some examples of many names: `a, b, c and 12 more`."""
     text = printable(", ".join(names[:EXAMPLES]))
     more = len(names) - EXAMPLES
-    return f"{text} and {more:,} more" if more > 0 else text
+    return text + f" and {more:,} more" * (more > 0)
 
 
 def listed(names: Sequence[str]) -> str:

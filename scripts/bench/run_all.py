@@ -25,11 +25,7 @@ TITLES = {
     "head": "Loss and output layer at large vocabularies",
 }
 # Fewer rounds than each takes alone, so that all of them fit into a quarter of an hour on two cores.
-SHORTER = {
-    "gns": ["--rounds", "2"],
-    "loop": ["--steps", "40"],
-    "ledger": ["--steps", "1000"],
-}
+SHORTER = {"gns": ["--rounds", "2"], "loop": ["--steps", "40"], "ledger": ["--steps", "1000"]}
 INTRODUCTION = """\
 # Benchmarks
 

@@ -93,12 +93,16 @@ def warn_unread(where: object, unread: Collection[str]) -> None:
         logger.warning(text, printable(str(where)), *files)
 
 
-def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> UserError:
+class NothingFound(UserError):
+    """There are no streams."""
+
+
+def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> NothingFound:
     """The error for a root, modality or glob without streams."""
     problem = "has no stream files"
     if unread:
         problem += f" (it does not read {counted(len(unread), 'file')}: {few(sorted(unread))})"
-    return UserError(str(where), problem, fix or f"known extensions: {known_suffixes()}")
+    return NothingFound(str(where), problem, fix or f"known extensions: {known_suffixes()}")
 
 
 def modalities_of(root: Path) -> dict[str, Path]:

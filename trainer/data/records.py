@@ -121,6 +121,8 @@ def document_of(line: bytes, where: str, options: ReadOptions) -> tuple[str | li
         case [(name, list() as ids)] if name in (column, "tokens") and all(type(id) is int for id in ids):
             return ids, mask
     problem = f"is not an object with {column or 'either text or tokens'}, a string or a list of integers"
+    if isinstance(record, dict):
+        problem += f" (it has {few(list(record)) or 'nothing'})"
     raise damaged(where, problem, "name the field of the documents: column")
 
 

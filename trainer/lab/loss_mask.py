@@ -135,8 +135,10 @@ class LossMask(NamedTuple):
         except UnicodeEncodeError as error:
             raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
         flags, eod = is_trained[begins], options.text_eod
-        if eod is not None and len(ids) and ids[-1] != eod:  # it is trained as the last token is
-            ids, flags = np.append(ids, eod), np.append(flags, flags[-1])
+        if eod is not None and len(ids):
+            if ids[-1] != eod:
+                ids, flags = np.append(ids, eod), np.append(flags, False)
+            flags[-1] |= flags[-2:][0]  # trained if the token before it is
         return np.asarray(2 * ids + ~flags)
 
 

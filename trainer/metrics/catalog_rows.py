@@ -54,7 +54,7 @@ class MetricSpec:
 
     @cached_property
     def is_ratio(self) -> bool:
-        """Whether values are pairs, a numerator and a denominator that are reduced each by itself."""
+        """Whether values are a numerator and a denominator, each reduced by itself."""
         is_last = self.window == "last" and self.ranks in ("weighted_mean", "max_over_sum")
         return self.window == "weighted_mean" or is_last
 

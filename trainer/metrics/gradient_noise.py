@@ -125,7 +125,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.metric_keys = tuple(spec.name for spec in GNS_ROWS)
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
-        self.group = self._leaves.group  # the ranks that average gradients; None on a single process
+        self.group = self._leaves.group  # ranks that average gradients; None on a single process
         self._world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self._weights_are_tokens = weights_are_tokens
         self._window_fires: set[int] = set()  # of parameters, up to the last micro-batch

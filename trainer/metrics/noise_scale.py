@@ -429,7 +429,7 @@ class NoiseScaleAverage:
         self.history = History(self.stretches)  # of the same pairs
         self._consistency = PairAverage(ema, self.stretches)  # x = between, y = within
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
-        self.shards_per_rank = 1  # data shards, each of which has a micro-batch of its own at a time
+        self.shards_per_rank = 1  # data shards, each with a micro-batch of its own at a time
         # Averages of tokens per effective example, and of rows before a row; the sum of weights.
         self.token_sum = self.rows_sum = self.weight = 0.0
         self.seen = 0.0  # windows, also those without an estimate

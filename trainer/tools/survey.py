@@ -22,7 +22,15 @@ from trainer.data.documents import Kind, ReadOptions
 from trainer.data.formats import FORMATS, format_name, load_documents, takes_option
 from trainer.data.groups import held_out
 from trainer.data.lanes import DOCUMENTS_PER_LANE
-from trainer.data.layout import Stream, discover_direct, discover_nested, is_data, refuse_empty_files, refuse_unheeded
+from trainer.data.layout import (
+    NothingFound,
+    Stream,
+    discover_direct,
+    discover_nested,
+    is_data,
+    refuse_empty_files,
+    refuse_unheeded,
+)
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.lab.tokenized import UNBOUNDED
@@ -107,7 +115,7 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
         return Discovery(discover_direct(paths, format=format), paths=tuple(paths))
     try:
         return Discovery(discover_nested(directory, format=format), root=paths[0])
-    except UserError:
+    except NothingFound:
         files = [Path(path.name) for path in directory.iterdir() if path.is_file()]
         if not any(is_data(name, format) for name in files):
             raise

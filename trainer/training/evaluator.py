@@ -91,7 +91,7 @@ class Evaluator:
         self.info, self.device, self.is_off = info, device, False  # off: the same on all ranks
         self._token_ce = config.objective.token_ce
         width, rows = width_of(model), evaluated_rows(plan)
-        if any(each.target is not None for each in table.source):  # whose groups wait as in training
+        if any(each.target is not None for each in table.source):  # whose groups wait
             rows += DEFAULT_CAPACITY
         self.make_ledger = None
         if width:  # the empty ledger of a set: a slot for each row, never swept
@@ -189,6 +189,8 @@ class Evaluator:
         if "loss" in reduced:
             for index, rider in enumerate(each.riders):
                 found |= rider.metrics([of_rank[index] for _, _, of_rank in by_rank])
+        else:
+            logger.warning("%s: no target is known in it (loss_mask, NaN)", each.name or "held-out documents")
         return _named(each.name, reduced, found)
 
     def _evaluate(self, step: int, micro: MicroBatch, ledger: Ledger | None, each: EvalSet) -> None:
@@ -278,7 +280,7 @@ def _eval_set(
         if sample is not None:
             shown = name or "held-out documents"
             logger.info("%s: each evaluation reads %s, the same in every run", shown, read)
-    # Each document begins a row where documents are told apart, and where depth counts from its cell.
+    # Each document begins a row where documents are told apart, or depth counts from its cell.
     is_aligned = sample is not None or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],

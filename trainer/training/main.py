@@ -14,13 +14,7 @@ import torch
 from trainer.config.rules import needs_of_cuda
 from trainer.config.schema import RunConfig
 from trainer.data.formats import is_copied
-from trainer.distributed.env import (
-    GroupError,
-    RankInfo,
-    pick_device,
-    process_group,
-    rank_info,
-)
+from trainer.distributed.env import GroupError, RankInfo, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
 from trainer.import_path import place_of

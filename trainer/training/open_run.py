@@ -1,4 +1,4 @@
-"""A run, and how it is opened from its plan: what it continues, its state, its record, its parts."""
+"""A run, and how it is opened from its plan: what it continues, state, record and parts."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo) -> F
     by_file = dict(zip(names, marks, strict=True))
     with raise_on_all_ranks(world_size=world_size):
         # Refused now: a run would find them when it comes to read them, perhaps hours later.
-        empty = [path for (_, path), mark in by_file.items() if mark.startswith("0:")]
+        empty = [": ".join(name) for name, mark in by_file.items() if mark.startswith("0:")]
         refuse_empty_files(empty, len(names))
     now = Fingerprint(blocks, tokenizer, _by_source(by_file, sources, before))
     if before is not None:
@@ -291,6 +291,9 @@ def _by_source(
     for (name, path), mark in by_file.items():
         marked[name][path] = mark
     for name, source in sources.items():
+        for key in ("column", "loss_mask"):  # those of a training source are compared by its state
+            if name.startswith(EVAL) and getattr(source.table, key):
+                marked[name][key] = getattr(source.table, key)
         if source.is_off:
             logger.info("source %s has weight 0: nothing of it is read", name)
             if before is not None:

@@ -73,6 +73,15 @@ def test_a_token_is_trained_if_its_first_character_lies_in_a_span(tmp_path, suff
     assert fingerprint([], options, cut) == before
 
 
+@pytest.mark.parametrize(("text", "trained"), [("ab\n", 3), ("ab", 3), ("a\n", 2), ("\n", 0), ("", 0)])
+def test_an_eod_is_trained_as_the_token_before_it_whether_the_text_has_it_or_not(tmp_path, text, trained):
+    spans = [[0, 2]] if "b" in text else [[0, 1]] if "a" in text else []
+    write_jsonl(tmp_path / "a.jsonl", {"text": [text, "ab"], "mask": [spans, [[0, 2]]]})
+    options = ReadOptions(load_tokenizer("bytes"), text_eod=10, loss_mask=LossMask("mask"))
+    found = load_documents(tmp_path / "a.jsonl", options)
+    assert np.count_nonzero(found.tokens & 1 == 0) == trained + 3
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -195,6 +204,14 @@ def test_a_set_of_an_evaluation_is_masked_as_training_or_said_not_to_be(tmp_path
     (tmp_path / "x.toml").write_text(CONFIG)
     train_here(tmp_path / "x.toml", tmp_path / "run", *sets)
     assert "eval source own: all tokens count, and training has loss_mask = mask" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"data changed since .* source eval/own: 1 new \(loss_mask\)"):
+        train_here(
+            tmp_path / "x.toml", tmp_path / "run", *sets, "eval.source.own.loss_mask=mask", "checkpoint.resume=auto"
+        )
+    write_jsonl(tmp_path / "none.jsonl", {"text": TEXTS, "mask": [[] for _ in TEXTS]})
+    own = "eval.source=[{name='own', paths=['none.jsonl'], loss_mask='mask'}]"
+    train_here(tmp_path / "x.toml", tmp_path / "nothing", sets[0], own)
+    assert "own: no target is known in it" in capsys.readouterr().err
     ended = verb("eval", "run", "--json", "--source", "as=a.jsonl", "--source", "other=b.jsonl")
     found = json.loads(ended.stdout)["metrics"]
     assert "--source as: loss_mask = mask, as in training" in ended.stderr

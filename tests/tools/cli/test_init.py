@@ -153,6 +153,15 @@ def test_what_cannot_be_one_run_is_refused(data, capsys):
     assert "is text, and data/ids.npy holds token ids" in program(["init", "data"], capsys).mistake
 
 
+def test_files_below_a_folder_that_cannot_be_read_are_not_passed_over_for_those_in_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("top.txt", "splits/dataset_dict.json", "splits/train/a.arrow", "splits/test/a.arrow"):
+        path = Path("d", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TEXT[:4000])
+    assert "is a data set of splits" in program(["init", "d"], capsys).stderr
+
+
 def test_text_files_that_are_not_text_are_noted(data, capsys):
     (data / "latin.txt").write_bytes(TEXT[:4000].encode() + b"caf\xe9")
     ended = program(["init", "data", "--force"], capsys)

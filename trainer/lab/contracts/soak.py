@@ -18,16 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject, one_line
-from trainer.lab.contracts.trial import (
-    CELL_LENGTHS,
-    CHAOS,
-    CHECKS,
-    Rounding,
-    Trial,
-    Verdict,
-    relative,
-    untestable,
-)
+from trainer.lab.contracts.trial import CELL_LENGTHS, CHAOS, CHECKS, Rounding, Trial, Verdict, relative, untestable
 
 LEAST_ROWS, MOST_ROWS = 9, 64  # a fault may begin beyond 2, 4 or 8 rows
 MOST_LOGITS = 20_000_000  # of a cell of more rows than the least: a backward keeps all
@@ -39,12 +30,7 @@ SECONDS, MOST_SECONDS = 4.0, 60.0  # a smaller size is taken above the first; no
 READS = 60  # forwards of one cell that all passes take, about
 SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 FLIPPED = 16  # tokens of which rounding above `EXACT` may send the half to other experts
-PHASES = (
-    "reads one document",
-    "ended and began again",
-    "began a document late",
-    "changes documents",
-)
+PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
 EXACT = 1e-10  # relative rounding of float64, not of float32
 ALLOWED = 8.0  # errors of a batch at low precision, over those of the documents run alone at it
 HARMLESS = "which matters in a loop that trains through it"
@@ -318,12 +304,7 @@ class _Soak:
         rounding = Rounding(self.trial.rounding.unit)
         if self._eps > EXACT:
             rounding = replace(rounding, chunk=FLIPPED)
-        rounding = rounding.measured(
-            way,
-            lambda: self._read(way, batch, longest),
-            alone[longest],
-            self._eps,
-        )
+        rounding = rounding.measured(way, lambda: self._read(way, batch, longest), alone[longest], self._eps)
         if rounding.noise > CHAOS:
             raise NotTestable(f"one rounding moves the logits by {rounding.noise:.1e} of their spread")
         return rounding

@@ -16,17 +16,7 @@ from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject
 Status = Literal["held", "broken", "warning", "not testable here"]
 
 # In the order in which they are reported; docs/contracts.md says what each asserts.
-CHECKS: Final = (
-    "forward",
-    "purity",
-    "soak",
-    "carry",
-    "causality",
-    "isolation",
-    "resets",
-    "gradient",
-    "autocast",
-)
+CHECKS: Final = ("forward", "purity", "soak", "carry", "causality", "isolation", "resets", "gradient", "autocast")
 
 NO_STATE: Final = "the model has no state (state_width = 0)"  # so nothing about one is tested
 ROWS, CELLS = 2, 3  # of a short row
