@@ -21,7 +21,7 @@ CHUNK_KEY = "objective.chunk_tokens"
 Role = Literal["embedding", "output", "matrix", "kernel", "vector"]
 """Of a parameter: a table of embeddings; the layer that gives the logits; another matrix; one with
 more dimensions; norms, biases, decay rates and what else is a number for each of some features."""
-_TABLES = {"embed", "embedding", "embeddings", "embed_tokens", "tok_emb", "pos_emb", "pos_embed", "wte", "wpe"}
+_TABLES = {"tok_emb", "pos_emb", "wte", "wpe"}
 _OUTPUTS = {"head", "lm_head", "output", "unembed", "unembedding", "embed_out"}
 _VECTORS = {"A_log", "D", "dt_bias", "bias", "gain", "scale"}
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.modules.conv._ConvNd)
@@ -32,7 +32,7 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor
     """Scores over the vocabulary, [B, T, V]; row t predicts `targets[:, t]`."""
-    state: Tensor | None
+    state: Tensor | None = None
     """The state after each row's last position, [B, state_width]; None from a model without state.
     A model without `state_width` may return any nest of tensors [B, ...] (docs/models.md)."""
     losses: Mapping[str, Tensor] | None = None
@@ -132,12 +132,12 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         for getter, found in (("get_input_embeddings", tables), ("get_output_embeddings", outputs)):
             with suppress(NotImplementedError):  # as transformers answers for parts without
                 layer = getattr(module, getter, lambda: None)()
-                found.add(id(getattr(layer, "weight", None)))
+                found.add(id(getattr(layer, "weight", layer)))  # which may be the parameter
     for path, parameter in model.named_parameters():
         owner, _, name = path.rpartition(".")
         layer = model.get_submodule(owner)
         dims = parameter.ndim if isinstance(layer, _LAYERS) else sum(size > 1 for size in parameter.shape)
-        if id(parameter) in tables or (name in _TABLES and 2 in (parameter.ndim, dims)):
+        if id(parameter) in tables or ((name in _TABLES or "embed" in name) and 2 in (parameter.ndim, dims)):
             roles[path] = "embedding"
         elif id(parameter) in outputs:
             roles[path] = "output"

@@ -96,7 +96,7 @@ def _plan(
 ) -> Plan:
     """The plan of an evaluation, whose sets get the `loss_mask` of training if it `takes_mask`."""
     changed = {
-        "train": config.train.model_copy(update={"steps": 1, "tokens": 0, "micro_batches": 1}),
+        "train": config.train.model_copy(update={"steps": 1, "tokens": 0, "micro_batches": 1, "ema": 0.0}),
         "scheduler": SchedulerTable(name="constant", warmup_steps=0),
         "ledger": config.ledger.model_copy(update={"capacity": ALL, "wipe_mode": "none"}),
         "distributed": DistributedTable(),

@@ -148,7 +148,7 @@ class Various(torch.nn.Module):
         self.wpe = torch.nn.Embedding(dim, dim)
         self.table = torch.nn.Parameter(torch.randn(vocab_size, dim))
         self.wte = torch.nn.Parameter(torch.randn(vocab_size, dim))
-        self.pos_emb = torch.nn.Parameter(torch.zeros(1, 16, dim))
+        self.pos_embedding = torch.nn.Parameter(torch.zeros(1, 16, dim))
         self.block = torch.nn.Module()
         self.block.gru = torch.nn.GRU(dim, dim)  # 3 * 67 = 201 rows
         self.block.layers = torch.nn.ModuleList([torch.nn.Module()])
@@ -165,7 +165,7 @@ class Saying(Various):
     """Says itself which layers embed and which give the logits."""
 
     def get_input_embeddings(self):
-        return type("Table", (), {"weight": self.table})()
+        return self.table
 
     def get_output_embeddings(self):
         return self.block.layers[0].output
@@ -179,7 +179,7 @@ VECTORS = {
     "block.one.bias",
 }
 VECTORS |= {"block.A_log", "block.gains", "lm_head.bias"}
-TABLES = {"wpe.weight", "wte", "pos_emb"}
+TABLES = {"wpe.weight", "wte", "pos_embedding"}
 MATRICES = {"block.gru.weight_ih_l0", "block.gru.weight_hh_l0", "block.one.weight"}
 
 

@@ -33,18 +33,8 @@ def config(tmp_path):
     return load_config(path)
 
 
-STATE = {
-    "world_size": 1,
-    "data_shards": 1,
-    "model_files": [0],
-    "reached": 1,
-    "tokens": [1, 1],
-    "evaluation_is_due": False,
-    "tracker": {"tokens_seen": 1, "smoothed": {}},
-    "gns": None,
-    "extensions": {},
-    "config": {},
-}
+STATE = {"world_size": 1, "data_shards": 1, "model_files": [0], "reached": 1, "tokens": [1, 1], "gns": None}
+STATE |= {"evaluation_is_due": False, "tracker": {"tokens_seen": 1, "smoothed": {}}, "extensions": {}, "config": {}}
 
 
 def make_checkpoint(directory, step: int, value: float = 1.0):

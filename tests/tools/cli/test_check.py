@@ -61,7 +61,7 @@ def test_validation_sets_are_listed_and_an_empty_file_is_refused_as_a_run_refuse
 def test_each_parameter_is_shown_with_what_trains_it(config, capsys):
     own = "model={target='tests.lab.training.test_averages_and_best:build', args={dtype='float32'}}"
     said = checked(config, capsys, own, "optimizer.name=muon").stdout
-    assert re.search(r"#   [\d,]+ matrix parameters: muon, decay 0\.\d+, learning rate x 1: blocks\.0\.", said)
+    assert re.search(r"#   [\d,]+ matrix parameters: muon, decay 0\.\d+, learning rate x 1: blocks\.\*\.", said)
     assert all(f"{role} parameters: adamw, decay 0" in said for role in ("embedding", "output", "vector"))
     assert "#   not trained: blocks.0.mlp_norm.weight\n" in said
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,19 @@ def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):
     # Of -0.9 and -0.5: the mean -0.7, and Student's t with 1 degree of freedom, 12.706, times 0.2.
     assert (pair["runs"], pair["minus"]) == (["r1.7", "r1.5"], ["r2.6", "r2.0"])
     assert (pair["mean"], 2 * pair["error"]) == pytest.approx((-0.7, 2.5412))
+    *_, failed = over_seeds([run(2.0, 1), run(3.0, 2, lr=0.2, state="failed")])
+    assert failed["text"] == "r3.0: left out, failed or without a held-out loss"
+
+
+def test_seeds_are_compared_over_the_same_documents_alone(tmp_path):
+    def run(number, sizes):
+        found = evaluated(tmp_path / f"{number} {sizes[-1]}", [21.0, 17.5, 39.0, 61.0, 13.0, 8.0, 20.0], sizes)
+        return replace(found, config={"run": {"seed": number % 2}, "optimizer": {"lr": number // 2}})
+
+    runs = [run(number, TOKENS) for number in range(4)]
+    assert "seed by seed: 0, " in over_seeds(runs)[-1]["text"]
+    _, group = over_seeds([*runs[:3], run(3, [*TOKENS[:6], 80])])
+    assert group["text"].endswith("not compared: it has read other documents, or other parts of them")
 
 
 def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps():

@@ -140,15 +140,14 @@ REJECTED = "non_finite_steps"  # steps since the row before
 
 @rule("error", needs=[LOSS])
 def non_finite(run: RunRecord) -> Outcome:
-    """Steps whose loss or gradient was not finite."""
+    """Steps whose loss or gradient, and evaluations whose loss, was not finite."""
     loss, rejected = series(run, LOSS), series(run, REJECTED)
     count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
     if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
         return healthy(f"{count} skipped, as fp16 loss scaling does")
+    keys = [LOSS, GRAD_NORM, *(key for key in run.evals.keys if key.endswith("loss"))]
     bad = [rejected.evidence(rejected.positive)]
-    bad += [
-        each.evidence(each.where(lambda value: not math.isfinite(value))) for each in (loss, series(run, GRAD_NORM))
-    ]
+    bad += [each.evidence(each.where(lambda x: not math.isfinite(x))) for each in (series(run, key) for key in keys)]
     shown = [evidence for evidence in bad if evidence.steps]
     if not shown:
         return healthy("every logged loss and gradient norm was finite")

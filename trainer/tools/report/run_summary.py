@@ -158,6 +158,9 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
             found: dict[str, Any] = {"value": None, "note": problem}
             if key in own and number != first:
                 found = difference(losses, own[key])
+                ours, theirs = (max(runs[at].evals.steps) for at in (number, first))
+                if ours != theirs:
+                    found["note"] += f", step {ours:,} against {theirs:,}"
             row.append(SummaryRow(f"{key} {label}", unit=loss_unit(*runs), **found))
         yield tuple(row)
 
@@ -183,6 +186,9 @@ def difference(before: Losses, after: Losses) -> dict[str, Any]:
     return {"value": moments.mean(), "error": error, "note": note}
 
 
+LEFT_OUT = "left out, failed or without a held-out loss"
+
+
 def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Means of the last held-out loss over runs that share all but `run.seed`: settings, also those that
     a resume changed, ranks, machine, versions and step. Of runs with one seed the first counts.
@@ -190,7 +196,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     A group is also compared with the first one of its step, by the seeds that both have: `minus`.
     `error`: of the mean, by Student's t; `ERRORS_SHOWN` are 95 %. None for one seed.
     """
-    groups: dict[tuple[str, int], dict[str, tuple[str, float]]] = {}
+    groups: dict[tuple[str, int], dict[str, tuple[str, float, object]]] = {}
     left_out: dict[str, list[str]] = {}
     for run in runs:
         settings, (steps, losses) = recorded_settings(run.config, run.environment), run.evals.column("eval_loss")
@@ -201,19 +207,23 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         if has_failed or not (steps and math.isfinite(losses[-1])):
             left_out.setdefault(same, []).append(run.name)
         elif run.config:
-            groups.setdefault((same, steps[-1]), {}).setdefault(seed, (run.name, losses[-1]))
+            documents = losses_of_documents(run)[0].get("eval_loss", {})
+            read = {where: tokens for where, (_, tokens) in documents.items()}
+            groups.setdefault((same, steps[-1]), {}).setdefault(seed, (run.name, losses[-1], read))
     found: list[dict[str, Any]] = []
     pairs: list[dict[str, Any]] = []
-    first: dict[int, dict[str, tuple[str, float]]] = {}
+    first: dict[int, dict[str, tuple[str, float, object]]] = {}
     for (same, step), group in groups.items():
-        names, values = zip(*group.values(), strict=True)
+        names, values, _ = zip(*group.values(), strict=True)
         mean, error, shown = _mean_of_seeds(values)
         text = f"{', '.join(names)}: held-out loss {number_text(mean, 5)}, {shown}"
         if same in left_out:
-            text += f"; left out, failed or without a held-out loss: {', '.join(left_out[same])}"
-        found.append({"runs": names, "mean": mean, "error": error, "text": text})
+            text += f"; {LEFT_OUT}: {', '.join(left_out.pop(same))}"
         before = first.setdefault(step, group)
         common = [seed for seed in group if seed in before]
+        if any(group[seed][2] != before[seed][2] for seed in common):
+            common, text = [], f"{text}; not compared: it has read other documents, or other parts of them"
+        found.append({"runs": names, "mean": mean, "error": error, "text": text})
         if before is not group and len(common) > 1:
             ours, minus = ([each[seed][0] for seed in common] for each in (group, before))
             gains = [group[seed][1] - before[seed][1] for seed in common]
@@ -221,7 +231,8 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             text = f"{', '.join(ours)} minus {', '.join(minus)}, "
             text += f"seed by seed: {number_text(mean, 5)}, {shown}"
             pairs.append({"runs": ours, "minus": minus, "mean": mean, "error": error, "text": text})
-    return found + pairs
+    alone = {"mean": None, "error": None}
+    return found + pairs + [{"runs": of, **alone, "text": f"{', '.join(of)}: {LEFT_OUT}"} for of in left_out.values()]
 
 
 def _mean_of_seeds(values: Sequence[float]) -> tuple[float, float | None, str]:

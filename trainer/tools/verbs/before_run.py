@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import JsonOption, print_json, put_text
-from trainer.wording import counted, few
+from trainer.wording import counted, few, printable
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +149,9 @@ def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[
         yield f"{name} = {value}"
     for group in sources["parameter_groups"]:
         settings = f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
-        yield f"{group['numbers']:,} {group['role']} parameters: {group['optimizer']}, {settings}: {few(group['names'])}"
+        names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in group["names"])
+        shown = f"{group['numbers']:,} {group['role']} parameters: {group['optimizer']}, {settings}"
+        yield f"{shown}: {printable(', '.join(names))}"
     if sources["frozen"]:
         yield f"not trained: {few(sources['frozen'])}"
     for kind, named in (("source", sources["sources"]), ("eval source", sources["eval_sources"])):
