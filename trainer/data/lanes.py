@@ -137,9 +137,8 @@ class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from B = `rows` lanes; see `collate.Collator` for their keys.
 
     `lane_sets`: of so many lanes, by the micro-batches of a step; absent: 1. `documents`: those to
-    draw from, which are reported (0: unknown). `shrinks`: have half the rows while these hold all
-    that is left. Sources are `ShardSource`s, or off. `how`, and errors, are those of
-    `BlendDataset`; or a file is unreadable or damaged.
+    draw from, which are reported (0: unknown). `shrinks`: halve the rows once half hold what is left.
+    Sources are `ShardSource`s, or off. `how`, and errors: of `BlendDataset`; or a file is damaged.
     """
 
     def __init__(

@@ -166,8 +166,7 @@ TENSOR_KEYS = ("tokens", "features", "targets", "resets", "token_types")
 
 
 class Loader:
-    """Iterates a dataset of dicts as micro-batches, with the dataset's state and metrics after
-    each.
+    """Iterates a dataset of dicts as micro-batches, each with the dataset's state and metrics.
 
     An exception in the thread is raised from `next()`, after the batches made before it. While the
     thread runs, nobody else may touch the dataset, whose `state_dict` and `drain_step_metrics` are

@@ -261,16 +261,10 @@ def _save_as_qwen3_next(model: Any, directory: Path) -> None:
 
 
 def _common(model: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "intermediate_size": model.hidden,
-        "num_hidden_layers": model.num_layers,
-        "rms_norm_eps": NORM_EPS,
-        "tie_word_embeddings": model.head.weight is model.embedding.weight,
-        "bos_token_id": model.vocab_size - 1,
-        "eos_token_id": model.vocab_size - 1,
-    }
+    bos, is_tied = model.vocab_size - 1, model.head.weight is model.embedding.weight
+    sizes = {"hidden_size": model.dim, "intermediate_size": model.hidden, "num_hidden_layers": model.num_layers}
+    ids = {"vocab_size": model.vocab_size, "bos_token_id": bos, "eos_token_id": bos}
+    return {**sizes, **ids, "rms_norm_eps": NORM_EPS, "tie_word_embeddings": is_tied}
 
 
 def _outer(model: Any) -> Weights:

@@ -152,9 +152,12 @@ def some_rows(micro: MicroBatch, rows: int) -> dict[str, Any]:
 
 
 def shapes_of(micro: MicroBatch) -> str:
-    """The first batch in words, with the shape of each tensor."""
-    given = {**micro.inputs, "targets": micro.targets}
-    shapes = [f"{key} {list(each.shape)}" for key, each in given.items() if isinstance(each, Tensor)]
+    """The first batch in words, with the type and shape of each tensor."""
+    shapes = []
+    for key, each in {**micro.inputs, "targets": micro.targets}.items():
+        shapes.append(f"{key} {type(each).__name__}")
+        if isinstance(each, Tensor):
+            shapes[-1] = f"{key} {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
     return f"the first batch ({', '.join(shapes)})"
 
 

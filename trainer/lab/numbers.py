@@ -110,8 +110,10 @@ class Series:
             rows = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
         except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
             raise damaged(path, f"is not a readable .npy array ({error})") from error
+        if not rows.size:
+            raise damaged(path, "has no rows", "remove the file")
         is_plain = rows.ndim == 2 and rows.dtype.kind == "f" and rows.dtype.isnative and rows.flags.c_contiguous
-        if not is_plain or rows.shape[1] != self.width or not len(rows):
+        if not is_plain or rows.shape[1] != self.width:
             found = f"{rows.dtype.str} {list(rows.shape)}" + " in Fortran order" * (not rows.flags.c_contiguous)
             problem = f"must be floats [T, {self.width}], little-endian and in C order, got {found}"
             raise damaged(path, problem, "write it so, or set data.features to its numbers per row")
@@ -120,7 +122,11 @@ class Series:
     def _parquet(self, path: Path) -> Iterator[Any]:
         """The rows of each document, float32 [T, F]."""
         with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
-            refuse_missing(path, self.columns, file.schema_arrow.names)
+            kinds = file.schema_arrow
+            refuse_missing(path, self.columns, kinds.names)
+            odd = [name for name in self.columns if not hasattr(kinds.field(name).type, "value_type")]
+            if odd:
+                raise damaged(path, f"{odd[0]} holds no lists", "write a series as one row of lists")
             for batch in file.iter_batches(BATCH_ROWS, columns=list(self.columns)):
                 lists = [batch.column(name).cast(pyarrow.large_list(pyarrow.float64())) for name in self.columns]
                 lengths = [each.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False) for each in lists]

@@ -66,7 +66,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         return record.name in self.every_rank or _rank() == 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr  # not setStream: it would flush the old stream, which may be closed
+        self.stream = sys.stderr  # setStream would flush the old stream, which may be closed
         super().emit(record)
 
 

@@ -171,7 +171,7 @@ class LineFile:
         """
         lock = b""
         with suppress(OSError):
-            descriptor = os.open(self._lock, os.O_RDONLY | os.O_NONBLOCK)  # it may have become a pipe
+            descriptor = os.open(self._lock, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe
             lock = os.read(descriptor, 4096)
             os.close(descriptor)
         if self._word not in lock:  # seldom: a row needs no other module

@@ -1,4 +1,4 @@
-"""MetricsTracker: the per-step centre of all metrics; examples/tracker_wandb.py is a loop with it."""
+"""MetricsTracker: the per-step centre of all metrics; a loop with it: examples/tracker_wandb.py."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class MetricsTracker:
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
         self._last: dict[str, Any] | None = None  # of the step that ended last, to log it
-        self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # each with what calls its methods
+        self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # with what calls its methods
         self._seen_keys = set[str]()
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)

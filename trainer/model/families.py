@@ -39,17 +39,13 @@ FAMILIES: dict[str, Family] = {
     "transformer": Family("transformer"),
     "gru": Family("torch_rnn", {"kind": "GRU"}, is_own=False),
     "lstm": Family("torch_rnn", {"kind": "LSTM"}, is_own=False),
-    "mamba2": _hugging_face("mamba2", least_tokens=2),
-    "bamba": _hugging_face("bamba", least_tokens=2),
-    "lfm2": _hugging_face("lfm2"),
-    "qwen3_next": _hugging_face("qwen3_next"),
-    "kimi_linear": _hugging_face("kimi_linear"),
 }
+FAMILIES |= {name: _hugging_face(name, least_tokens=2) for name in ("mamba2", "bamba")}
+FAMILIES |= {name: _hugging_face(name) for name in ("lfm2", "qwen3_next", "kimi_linear")}
 
 
 def fewest_heads(dim: int) -> int:
-    """The fewest heads that divide `dim` and are at most `WIDEST` wide: kernels are fastest
-    there."""
+    """The fewest heads that divide `dim`, at most `WIDEST` wide: kernels are fastest there."""
     least = max(-(-dim // WIDEST), 1)
     return next((heads for heads in range(least, dim) if dim % heads == 0), max(dim, 1))
 

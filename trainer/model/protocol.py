@@ -137,7 +137,8 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         owner, _, name = path.rpartition(".")
         layer = model.get_submodule(owner)
         dims = parameter.ndim if isinstance(layer, _LAYERS) else sum(size > 1 for size in parameter.shape)
-        if id(parameter) in tables or ((name in _TABLES or "embed" in name) and 2 in (parameter.ndim, dims)):
+        is_called = name in _TABLES or "embed" in name
+        if id(parameter) in tables or (is_called and 2 in (parameter.ndim, dims)):
             roles[path] = "embedding"
         elif id(parameter) in outputs:
             roles[path] = "output"

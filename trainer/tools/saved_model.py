@@ -77,7 +77,7 @@ def find_checkpoint(run_dir: str | Path, step: Step) -> Path:
         key, problem = str(run_dir), "has no complete checkpoint"
         fix = "name a run that has saved one: checkpoint.every, keep_last and keep_every say which a run keeps"
     elif wanted == -1:
-        problem = f"{run_dir} has no best checkpoint: it had no checkpoint.keep_best, or no finite value yet"
+        problem = f"{run_dir} has no best checkpoint: no checkpoint.keep_best, or no finite value yet"
     raise UserError(key, problem, fix)
 
 

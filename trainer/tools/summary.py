@@ -45,7 +45,7 @@ def ended(run: Run, state: str, reason: str) -> None:
     lines.append(f"the run is in {run_dir.path}")
     if position.untrained_steps:
         steps = counted(position.untrained_steps, "step")
-        lines.append(f"{steps} trained no token: all were prompts or gaps")
+        lines.append(f"{steps} trained no token: all targets were masked, or not known")
     saved = checkpoint.complete_checkpoints(run_dir.checkpoints)
     if saved:
         lines += _next_command(run, state, reason)

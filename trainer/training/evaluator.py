@@ -190,7 +190,7 @@ class Evaluator:
             for index, rider in enumerate(each.riders):
                 found |= rider.metrics([of_rank[index] for _, _, of_rank in by_rank])
         else:
-            logger.warning("%s: no target is known in it (loss_mask, NaN)", each.name or "held-out documents")
+            logger.warning("%s: no target is known (loss_mask, NaN)", each.name or "held-out documents")
         return _named(each.name, reduced, found)
 
     def _evaluate(self, step: int, micro: MicroBatch, ledger: Ledger | None, each: EvalSet) -> None:

@@ -8,11 +8,14 @@ a timed save became due.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+
+from torch import Tensor
 
 from trainer.data.loader import MicroBatch
 from trainer.distributed.env import gather_from_ranks
@@ -168,6 +171,8 @@ def settle(run: Run, taken: InFlight) -> str | None:
         position.skipped_in_a_row = 0
     else:  # its rows hold prompts (`loss_mask`) or gaps alone
         position.untrained_steps += 1
+        if position.untrained_steps == MAX_SKIPS and not position.tokens:
+            logger.warning("no token is trained in %d steps: are all targets masked, or NaN?", MAX_SKIPS)
     end_step(run, taken, outcome, is_logged=order.is_logged)
     if view.failure:  # before anything is saved
         raise CorruptedError(view.failure)
@@ -248,6 +253,13 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
     event = {"event": "non_finite", "global_step": step.number, "loss": outcome.loss, "batches": metas}
     view.event({**event, "see": command})
     what = f"step {step.number}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
+    odd = set[str]()
+    for micro in step.window:
+        given = {**micro.inputs, "targets": micro.targets.nan_to_num(0, math.inf)}  # NaN: not known
+        odd |= {key for key, x in given.items() if isinstance(x, Tensor) and not x.isfinite().all()}
+    odd = set().union(*gather_from_ranks(odd, world_size=view.info.world_size))
+    if odd:
+        what += f"; numbers of the batch are not finite: {', '.join(sorted(odd))}"
     # fp16 overflows regularly, until the loss scale fits.
     table = view.config.train
     if table.on_non_finite == "stop" and table.precision != "fp16":

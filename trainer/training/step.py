@@ -57,8 +57,7 @@ class Launched:
     numbers: HostCopy
     kappa: float  # the factor on the sum of token losses in this step's backward
     ready_at: float
-    """When this rank reached the backward that reduces the gradient over ranks, by the step's
-    clock."""
+    """When this rank reached the backward that reduces the gradient over ranks, by its clock."""
     measured: Measured | None = None  # the sums of extensions
 
 

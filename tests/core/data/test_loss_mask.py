@@ -211,7 +211,7 @@ def test_a_set_of_an_evaluation_is_masked_as_training_or_said_not_to_be(tmp_path
     write_jsonl(tmp_path / "none.jsonl", {"text": TEXTS, "mask": [[] for _ in TEXTS]})
     own = "eval.source=[{name='own', paths=['none.jsonl'], loss_mask='mask'}]"
     train_here(tmp_path / "x.toml", tmp_path / "nothing", sets[0], own)
-    assert "own: no target is known in it" in capsys.readouterr().err
+    assert "own: no target is known" in capsys.readouterr().err
     ended = verb("eval", "run", "--json", "--source", "as=a.jsonl", "--source", "other=b.jsonl")
     found = json.loads(ended.stdout)["metrics"]
     assert "--source as: loss_mask = mask, as in training" in ended.stderr

@@ -65,14 +65,8 @@ def test_a_wait_of_another_rank_in_a_step_that_is_not_logged_is_in_the_next_payl
     stalls = f'args={{after=7, how="sleep", seconds={STALL_SEC}, ranks=[1]}}'
     settings = (
         f'data.source=[{{name="own", target="tests.support.stalling_data:build", {stalls}}}]',
-        "data.mixing.batch_size_by_modality={}",
-        "data.prefetch=0",
-        "train.steps=10",
-        "metrics.log_interval=5",
-        "eval.every=0",
-        "eval.holdout_fraction=0",
-        "checkpoint.every=0",
-        "train.micro_batches=1",
+        *("data.mixing.batch_size_by_modality={}", "data.prefetch=0", "train.steps=10", "metrics.log_interval=5"),
+        *("eval.every=0", "eval.holdout_fraction=0", "checkpoint.every=0", "train.micro_batches=1"),
     )
     train(write_tiny_config(tmp_path), tmp_path / "run", *settings, nproc=2)
     rows = {step: row for (_, step), row in read_rows(tmp_path / "run" / "metrics.jsonl").items()}

@@ -22,15 +22,8 @@ from trainer.files import parse_json
 from trainer.lab.numbers import Series
 from trainer.training.build import make_blend
 
-SHORT = (
-    'metrics={log_interval=1,stdout="off"}',
-    "model.contract=false",
-    "train.steps=8",
-    "eval.every=4",
-    "eval.depth=true",
-    'scheduler.name="constant"',
-    "train.clip_grad_norm=0",
-)
+SHORT = ('metrics={log_interval=1,stdout="off"}', "model.contract=false", "train.steps=8", "eval.every=4")
+SHORT += ("eval.depth=true", 'scheduler.name="constant"', "train.clip_grad_norm=0")
 CONFIG = EXAMPLES / "sensors" / "sensors.toml"
 
 
@@ -116,6 +109,14 @@ def holes(**given):
     for batch in Sensors(**given):
         yield {**batch, "features": batch["features"] * float("nan")}
 
+def infinite(**given):
+    for batch in Sensors(**given):
+        yield {**batch, "targets": batch["targets"] * float("inf")}
+
+def late(key, value, **given):
+    for number, batch in enumerate(Sensors(**given)):
+        yield batch if number < 4 else {**batch, key: batch[key] * float(value)}
+
 def short(**given):
     for batch in Sensors(**given):
         yield {**batch, "features": batch["features"][:, 3:]}
@@ -133,7 +134,10 @@ class Nested(torch.nn.GRU):
     def forward(self, features, state=None):
         return ModelOutput(*super().forward(features))
 """
-NARROW = "model.target: forward fails on the first batch (features [4, 16, 3], targets [4, 16, 4]): RuntimeError: "
+BAD = "numbers of the batch are not finite: features"
+NARROW = (
+    "model.target: forward fails on the first batch (features float32 [4, 16, 3], targets float32 [4, 16, 4]): Runt"
+)
 INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
 
 
@@ -142,14 +146,12 @@ INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
     [
         ("model.target='mistakes:Looks'", "mistakes:Looks: breaks causality: changing the tokens from position"),
         ("objective.target='mistakes:Plain'", "the gradient is not finite: compute with targets.nan_to_num()"),
-        ("data.source=[{name='a', target='mistakes:holes'}]", "the loss is NaN, as are numbers of the batch: features"),
-        (
-            "data.source=[{name='a', include='HERE/more.toml'}]",
-            "the loss is NaN, as are numbers of the batch: features",
-        ),
+        ("data.source=[{name='a', target='mistakes:holes'}]", f"the loss is NaN; {BAD}"),
+        ("data.source=[{name='a', include='HERE/more.toml'}]", f"the loss is NaN; {BAD}"),
+        ("data.source=[{name='a', target='mistakes:infinite'}]", "targets are infinite: what is not known is NaN"),
         (
             "data.source=[{name='a', target='mistakes:short'}]",
-            "objective.target: fails on the first batch (features [4, 13, 4], targets [4, 16, 4]): ",
+            "objective.target: fails on the first batch (features float32 [4, 13, 4], targets float32 [4, 16, 4]): ",
         ),
         ("objective={}", "objective.target: is not set, and the targets are floats"),
         ("data.source=[{name='a', target='mistakes:narrow'}]", NARROW),
@@ -166,6 +168,16 @@ def test_the_model_and_the_loss_are_judged_on_the_first_batch(sensors, tmp_path,
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     settings = [each.replace("HERE", str(tmp_path)) for each in overrides(*setting.split(" and "))]
     assert problem in verb("check", "--config", CONFIG, *settings).mistake
+
+
+def test_what_is_not_finite_or_not_known_in_a_later_step_is_named(sensors, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    source = "data.source=[{name='a', target='mistakes:late', args={key='%s', value='%s'}}]"
+    train_here(CONFIG, tmp_path / "bad", *SHORT, source % ("features", "inf"), code=1)
+    assert BAD in capsys.readouterr().err
+    train_here(CONFIG, tmp_path / "unknown", *SHORT, source % ("targets", "nan"))
+    assert "steps trained no token: all targets were masked, or not known" in capsys.readouterr().err
 
 
 # Series in files.
@@ -313,6 +325,9 @@ def test_columns_of_lists_are_rows_and_null_is_unknown(tmp_path):
     save_parquet(path, {"b": [[1.5]], "a": [[4, 5]]})
     with pytest.raises(UserError, match=r"a.parquet: has a row whose a, b are of unequal length"):
         reader(columns=["a", "b"]).load(path, "parquet", None)
+    save_parquet(path, {"b": [1.5], "a": [4.0]})
+    with pytest.raises(UserError, match=r"a.parquet: a holds no lists; write a series as one row of lists"):
+        reader(columns=["a", "b"]).load(path, "parquet", None)
     with pytest.raises(UserError, match=r"a.parquet: has no field c \(its fields: b, a\)"):
         reader(columns=["a", "c"]).load(path, "parquet", None)
 
@@ -331,7 +346,7 @@ ROWS = np.ones((4, 2), np.float32)
         (ROWS[:, 0], r"got <f4 \[4\]"),
         (np.ones((4, 3)), r"got <f8 \[4, 3\]"),
         (np.asfortranarray(ROWS), r"got <f4 \[4, 2\] in Fortran order"),
-        (ROWS[:0], r"got <f4 \[0, 2\]"),
+        (ROWS[:0], "has no rows; remove the file"),
         (ROWS.astype(">f4"), r"got >f4 \[4, 2\]"),
     ],
 )

@@ -60,17 +60,11 @@ class Ruling:
         return sorted({step for evidence in self.outcome.evidence for step in evidence.steps})
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "rule": self.rule.name,
-            "verdict": self.outcome.verdict,
-            "severity": self.severity,
-            "not_yet": self.outcome.is_early,
-            "sentence": self.outcome.sentence,
-            "evidence": [evidence.to_json() for evidence in self.outcome.evidence],
-            "knob": self.outcome.knob and vars(self.outcome.knob),
-            "fix": self.fix,
-            "needs": list(self.rule.needs),
-        }
+        found = self.outcome
+        own: dict[str, Any] = {"rule": self.rule.name, "verdict": found.verdict, "severity": self.severity}
+        own |= {"not_yet": found.is_early, "sentence": found.sentence, "needs": list(self.rule.needs)}
+        own |= {"fix": self.fix, "knob": found.knob and vars(found.knob)}
+        return own | {"evidence": [evidence.to_json() for evidence in found.evidence]}
 
 
 @dataclass(frozen=True)
@@ -135,12 +129,12 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""
-        steps = self.run.steps
+        steps, status = self.run.steps, self.run.status
         return {
             "diagnosis_version": DIAGNOSIS_VERSION,
             "run": str(self.run.path),
-            "state": self.run.status.get("state"),
-            "reason": self.run.status.get("reason") or None,
+            "state": status.get("state"),
+            "reason": status.get("reason") or None,
             "verdict": self.verdict,
             "steps": [steps[0], steps[-1]] if steps else None,
             "num_rows": len(steps),

@@ -222,7 +222,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         before = first.setdefault(step, group)
         common = [seed for seed in group if seed in before]
         if any(group[seed][2] != before[seed][2] for seed in common):
-            common, text = [], f"{text}; not compared: it has read other documents, or other parts of them"
+            common, text = [], f"{text}; not compared: it has read other documents, or parts"
         found.append({"runs": names, "mean": mean, "error": error, "text": text})
         if before is not group and len(common) > 1:
             ours, minus = ([each[seed][0] for seed in common] for each in (group, before))
@@ -231,8 +231,9 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             text = f"{', '.join(ours)} minus {', '.join(minus)}, "
             text += f"seed by seed: {number_text(mean, 5)}, {shown}"
             pairs.append({"runs": ours, "minus": minus, "mean": mean, "error": error, "text": text})
-    alone = {"mean": None, "error": None}
-    return found + pairs + [{"runs": of, **alone, "text": f"{', '.join(of)}: {LEFT_OUT}"} for of in left_out.values()]
+    texts = {", ".join(of): of for of in left_out.values()}
+    pairs += [{"runs": of, "mean": None, "error": None, "text": f"{text}: {LEFT_OUT}"} for text, of in texts.items()]
+    return found + pairs
 
 
 def _mean_of_seeds(values: Sequence[float]) -> tuple[float, float | None, str]:

@@ -142,7 +142,7 @@ def at_step(
     for row in rows:
         for each in row["documents"] or []:
             if "text" in each:
-                echo(f"{_place(row)} document {each['document']}: {each['text']!r}")
+                echo(f"{_place(row)} {each['stream']} document {each['document']}: {each['text']!r}")
             if "trained" in each:
                 echo(f"    trained of it: {', '.join(map(repr, each['trained'])) or 'nothing'}")
 
@@ -153,7 +153,11 @@ def _place(row: Mapping[str, Any]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in value)
+        texts = [f"{each['document']} ({each['start']}:{each['stop']})" for each in value]
+        for number, each in enumerate(value):
+            if each["stream"] != value[0]["stream"]:
+                texts[number] = f"{each['stream']} {texts[number]}"
+        return escape(", ".join(texts))
     if value is None:
         return ""
     return escape(str(value))
