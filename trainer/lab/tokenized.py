@@ -311,7 +311,7 @@ def _key(streams: Sequence[Stream], how: How) -> str:
     if tokenizer.endswith(".json"):
         tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
     settings = [*how[1:6], *filter(None, how[6:])]
-    text = json.dumps(["tokens 2", tokenizer, *settings, files])
+    text = json.dumps(["tokens 3", tokenizer, *settings, files])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
