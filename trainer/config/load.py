@@ -168,8 +168,7 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     """Change `raw` in place as `text` (`table.key=value`) says.
 
     The value is TOML, or else a string. An element of an array of tables is named by its index or
-    its `name`: `data.source.0.weight=2`. Missing tables are created. Returns the path, with
-    indices.
+    its `name`: `data.source.0.weight=2`. Missing tables are created. Returns the path (indices).
 
     Raises:
         UserError: `text` is not `key=value`, or the path leads through a value that is no table.

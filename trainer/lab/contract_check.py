@@ -130,9 +130,9 @@ def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: 
         inputs = {} if micro is None else micro.inputs
         bad = [key for key, x in inputs.items() if isinstance(x, Tensor) and not x.isfinite().all()]
         if targets.is_floating_point() and targets.isinf().any():
-            raise ValueError("targets are infinite: what is not known is NaN")
-        if found.isnan() and bad:
-            raise ValueError(f"the loss is NaN; numbers of the batch are not finite: {few(bad)}")
+            bad.append("targets")
+        if bad and not found.isfinite():
+            raise ValueError(f"the loss is {found.item()}; numbers of the batch are not finite: {few(bad)}")
         if found.isnan():
             raise ValueError("the loss is NaN: with a sum, return the number of known targets")
         if found.requires_grad and not torch.autograd.grad(found, output)[0].isfinite().all():

@@ -83,8 +83,7 @@ def in_chunks(plan: Plan, model: nn.Module, loss: Objective, device: torch.devic
 class Headless(nn.Module):
     """A model whose output has, instead of logits, what enters its output layer `head`: [B, T, D].
 
-    The head must be the last thing that a forward computes. Without this wrapper, the model is as
-    before.
+    The head must be the last that a forward computes. Without this wrapper, all is as before.
     """
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:

@@ -110,7 +110,7 @@ class Series:
             rows = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
         except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
             raise damaged(path, f"is not a readable .npy array ({error})") from error
-        if not rows.size:
+        if rows.ndim and not len(rows):
             raise damaged(path, "has no rows", "remove the file")
         is_plain = rows.ndim == 2 and rows.dtype.kind == "f" and rows.dtype.isnative and rows.flags.c_contiguous
         if not is_plain or rows.shape[1] != self.width:

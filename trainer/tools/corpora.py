@@ -117,8 +117,7 @@ def check_all(
     candidates: Iterable[Candidate], *, what: str, max_bytes: int, forbidden: Sequence[str] = ()
 ) -> tuple[list[Document], dict[str, str]]:
     """The candidates of the modality `what` that are text, by source, each once; and why others
-    are none. `forbidden`: strings that must not enter the corpus, such as absolute paths of this
-    machine."""
+    are none. `forbidden`: strings that must not enter the corpus, such as this machine's paths."""
     ordered = sorted(candidates, key=lambda candidate: candidate[0])
     skipped: dict[str, str] = {}
     documents: dict[str, Document] = {}

@@ -189,7 +189,7 @@ class Evaluator:
         if "loss" in reduced:
             for index, rider in enumerate(each.riders):
                 found |= rider.metrics([of_rank[index] for _, _, of_rank in by_rank])
-        else:
+        elif not reduced:
             logger.warning("%s: no target is known (loss_mask, NaN)", each.name or "held-out documents")
         return _named(each.name, reduced, found)
 

@@ -255,11 +255,10 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
     what = f"step {step.number}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
     odd = set[str]()
     for micro in step.window:
-        given = {**micro.inputs, "targets": micro.targets.nan_to_num(0, math.inf)}  # NaN: not known
+        given = {**micro.inputs, "targets": micro.targets.nan_to_num(0, math.inf, -math.inf)}
         odd |= {key for key, x in given.items() if isinstance(x, Tensor) and not x.isfinite().all()}
-    odd = set().union(*gather_from_ranks(odd, world_size=view.info.world_size))
-    if odd:
-        what += f"; numbers of the batch are not finite: {', '.join(sorted(odd))}"
+    names = ", ".join(sorted(set().union(*gather_from_ranks(odd, world_size=view.info.world_size))))
+    what += f"; numbers of the batch are not finite: {names}" * bool(names)
     # fp16 overflows regularly, until the loss scale fits.
     table = view.config.train
     if table.on_non_finite == "stop" and table.precision != "fp16":

@@ -291,9 +291,10 @@ def _by_source(
     for (name, path), mark in by_file.items():
         marked[name][path] = mark
     for name, source in sources.items():
-        for key in ("column", "loss_mask"):  # those of a training source are compared by its state
-            if name.startswith(EVAL) and getattr(source.table, key):
-                marked[name][key] = getattr(source.table, key)
+        for key in ("column", "loss_mask"):  # a training source's are in its state
+            known = {key: ""} if before is None else before.sources.get(name, {key: ""})
+            if name.startswith(EVAL) and key in known:
+                marked[name][key] = getattr(source.table, key) or ""
         if source.is_off:
             logger.info("source %s has weight 0: nothing of it is read", name)
             if before is not None:

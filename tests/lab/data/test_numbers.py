@@ -146,9 +146,9 @@ INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
     [
         ("model.target='mistakes:Looks'", "mistakes:Looks: breaks causality: changing the tokens from position"),
         ("objective.target='mistakes:Plain'", "the gradient is not finite: compute with targets.nan_to_num()"),
-        ("data.source=[{name='a', target='mistakes:holes'}]", f"the loss is NaN; {BAD}"),
-        ("data.source=[{name='a', include='HERE/more.toml'}]", f"the loss is NaN; {BAD}"),
-        ("data.source=[{name='a', target='mistakes:infinite'}]", "targets are infinite: what is not known is NaN"),
+        ("data.source=[{name='a', target='mistakes:holes'}]", f"the loss is nan; {BAD}"),
+        ("data.source=[{name='a', include='HERE/more.toml'}]", f"the loss is nan; {BAD}"),
+        ("data.source=[{name='a', target='mistakes:infinite'}]", "numbers of the batch are not finite: targets"),
         (
             "data.source=[{name='a', target='mistakes:short'}]",
             "objective.target: fails on the first batch (features float32 [4, 13, 4], targets float32 [4, 16, 4]): ",

@@ -140,9 +140,9 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path):
             saved[kind] = Path(download.value.path()).read_text()
         assert all(f"{run}: grad_norm" in saved["svg"] for run in runs), saved["svg"][:100]
         head, *lines = csv.reader(saved["csv"].splitlines())
-        assert head == ["run", "key", "step", "value", "two_standard_errors"]
+        assert head == ["run", "key", "step", "value", "two_standard_errors", "mean"]
         points = [(run, step) for run in runs for step in (1, 2)]
-        assert lines == [[str(run), "grad_norm", f"{at}", f"{norms[run.name][at - 1]:g}", ""] for run, at in points]
+        assert lines == [[str(run), "grad_norm", f"{at}", f"{norms[run.name][at - 1]:g}", "", ""] for run, at in points]
         page.set_viewport_size({"width": 420, "height": 900})
         pieces = page.locator("th code").evaluate_all("all => all.map(each => each.getClientRects().length)")
         assert {*pieces} == {1}, "no key is broken"

@@ -68,7 +68,7 @@ def test_colors_stand_for_lines_of_one_run_or_for_several_runs():
     assert shown(layers) == [(f"{name}/grad_norm", f"c{place}") for place, name in enumerate(names)]
     loss, *_, layers = make_charts([record_of({"lr": [1.0]}), replace(run, label="a"), replace(run, label="b")])
     assert shown(loss) == [("eval_loss", "c1"), ("eval_loss", "c2")]
-    assert [line["meta"] for line in loss.figure["data"]] == [["a"], ["b"]]
+    assert [line["meta"] for line in loss.figure["data"]] == [["a", ""], ["b", ""]]
     assert [color for _, color in shown(layers)] == ["c1", "c2"] * 3
     assert [line["showlegend"] for line in layers.figure["data"]] == [True, False] * 3
     dashes = [line["line"]["dash"] for line in layers.figure["data"]]

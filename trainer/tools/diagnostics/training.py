@@ -143,19 +143,21 @@ def non_finite(run: RunRecord) -> Outcome:
     """Steps whose loss or gradient, and evaluations whose loss, was not finite."""
     loss, rejected = series(run, LOSS), series(run, REJECTED)
     count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
+    keys, bad = [LOSS, GRAD_NORM], [rejected.evidence(rejected.positive)]
+    well = "every logged loss and gradient norm was finite"
     if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
-        return healthy(f"{count} skipped, as fp16 loss scaling does")
-    keys = [LOSS, GRAD_NORM, *(key for key in run.evals.keys if key.endswith("loss"))]
-    bad = [rejected.evidence(rejected.positive)]
-    bad += [each.evidence(each.where(lambda x: not math.isfinite(x))) for each in (series(run, key) for key in keys)]
+        keys, bad, well = [], [], f"{count} skipped, as fp16 loss scaling does"
+    keys += [key for key in run.evals.keys if key.endswith("loss")]
+    found = [series(run, key) for key in keys]
+    bad += [each.evidence(each.where(lambda x: not math.isfinite(x))) for each in found]
     shown = [evidence for evidence in bad if evidence.steps]
     if not shown:
-        return healthy("every logged loss and gradient norm was finite")
+        return healthy(well)
     what = f"the loss or the gradient of {count} was not finite"
     if not rejected.total:
         what = "NaN or infinite values"
     words = f"{what}, first logged at step {min(evidence.steps[0] for evidence in shown)}"
-    if run.config:  # other loops write no events
+    if run.config and rejected.total:  # other loops write no events
         words += "; events.jsonl names the batches"
     return finding(words, *shown, knob=lower_lr(run))
 

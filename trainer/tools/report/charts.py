@@ -114,6 +114,7 @@ def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
             if len(runs) > 1:
                 line["meta"], color, dash = [run.name], number, DASHES[place % len(DASHES)]
             curve = make_curve(*run.column(key))
+            line["meta"].append("of several steps" * curve.is_reduced)
             if len(curve.steps):
                 shown.add(key)
                 data += [{**line, **trace} for trace in _traces(curve, f"c{color % NUM_COLORS}", dash)]
@@ -124,7 +125,7 @@ def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
         notes.insert(0, f"not finite at step {few([f'{step:,}' for step in sorted(bad)])}")
     layout: Json = {"shapes": [], "showlegend": len(keys) > 1}
     layout["hovermode"] = "x unified" if len(keys) * len(runs) <= NUM_COLORS else "closest"
-    chart = Chart(keys, {"data": data, "layout": layout, "isReduced": is_reduced}, keys[0], notes)
+    chart = Chart(keys, {"data": data, "layout": layout}, keys[0], notes)
     if is_known(keys[0]):
         spec = lookup(keys[0])
         about = f"{spec.description} Healthy: {spec.healthy} Trouble: {spec.pathological}"

@@ -149,7 +149,7 @@ def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[
         yield f"{name} = {value}"
     for group in sources["parameter_groups"]:
         settings = f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
-        names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in group["names"])
+        names = dict.fromkeys(re.sub(r"(?<![^.])\d+(?=\.)", "*", name) for name in group["names"])
         shown = f"{group['numbers']:,} {group['role']} parameters: {group['optimizer']}, {settings}"
         yield f"{shown}: {printable(', '.join(names))}"
     if sources["frozen"]:

@@ -116,12 +116,12 @@
       return Plotly.toImage(figure, { format: "svg", imageDataOnly: true, ...size });
     },
     csv: (plot) => {
-      const { data, isOfDepth, isReduced } = page.figures[plots.indexOf(plot)];
-      const value = isReduced ? "mean_of_steps" : "value";
-      const rows = [["run", "key", isOfDepth ? "first_depth" : "step", value, "two_standard_errors"]];
+      const { data, isOfDepth } = page.figures[plots.indexOf(plot)];
+      const rows = [["run", "key", isOfDepth ? "first_depth" : "step", "value", "two_standard_errors", "mean"]];
       for (const trace of data.filter(({ fill }) => !fill)) {
         const error = trace.error_y?.array ?? [], at = trace.customdata ?? trace.x;
-        at.forEach((x, i) => rows.push([trace.meta[0] || page.title, trace.legendgroup, x, trace.y[i], error[i] ?? ""]));
+        const [run, mean] = trace.meta, of = [run || page.title, trace.legendgroup];
+        at.forEach((x, i) => rows.push([...of, x, trace.y[i], error[i] ?? "", mean ?? ""]));
       }
       return rows.map((row) => row.map((cell) => `"${String(cell).replaceAll('"', '""')}"`).join(",") + "\r\n").join("");
     },
