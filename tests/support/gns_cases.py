@@ -149,17 +149,10 @@ def norms_by_definition(g: Tensor, kappas: Sequence[float], noises: Sequence[flo
     m = len(kappas) // world_size
     # The middle groups: each rank's window; on one rank the first half of the window.
     groups = [slice(r * m, r * m + m) for r in range(world_size)] if world_size > 1 else [slice(0, (m + 1) // 2)]
-    values = [
-        share.square().sum(),
-        h.square().sum(),
-        (share * v).sum(),
-        (share.square() * v).sum(),
-        sum(share[group].square().sum() for group in groups),
-        sum(h[group].square().sum() for group in groups),
-        sum(share[group].sum().square() for group in groups),
-        sum(h[group].sum(0).square().sum() for group in groups),
-        h.sum(0).square().sum(),
-    ]
+    values = [share.square().sum(), h.square().sum(), (share * v).sum(), (share.square() * v).sum()]
+    values += [sum(of[group].square().sum() for group in groups) for of in (share, h)]
+    values += [sum(of[group].sum(0).square().sum() for group in groups) for of in (share, h)]
+    values.append(h.sum(0).square().sum())
     pairs = ~torch.eye(len(kappas), dtype=torch.bool)
     grad_sq = (h @ h.T)[pairs].sum() / torch.outer(share, share)[pairs].sum()
     tr_sigma = (h.square().sum() - grad_sq * share.square().sum()) / values[3]

@@ -28,7 +28,7 @@ _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
-_RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
+_RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices", "data")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

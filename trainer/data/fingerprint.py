@@ -40,6 +40,12 @@ class Fingerprint:
     # Source -> stream (relative path, in the order of the stream ids) -> mark.
     sources: Mapping[str, Mapping[str, str]]
 
+    @property
+    def content(self) -> str:
+        """The same for the same files, wherever they are."""
+        marks = [mark for files in self.sources.values() for mark in files.values()]
+        return f"{stable_hash(*sorted(marks)):016x}"
+
     def __post_init__(self) -> None:
         """Raises an error of any kind for what a damaged checkpoint may say."""
         marks = [mark for files in self.sources.values() for mark in files.values()]

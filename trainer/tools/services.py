@@ -52,27 +52,18 @@ def to_services(
     """The sinks that the config asks for, each in a thread, and the run's id in wandb."""
     table, settings, sinks = config.metrics, config.model_dump(mode="json"), list[Sink]()
     mode, run_id, first_step = table.wandb.mode, None, 0
-    if found is not None:
+    # From the checkpoint of another directory a run branches off, under an id of its own.
+    if found is not None and run_dir.path.resolve() in found[0].resolve().parents:
         run_id = found[1].get("wandb_run_id")
     if mode == "auto":
         mode, why = resolve_mode()
         logger.info("wandb: %s, since %s", mode, why)
     if mode != "disabled":
         guard = diagnostics.best_effort("wandb")
-        if found is not None:
-            # The run's earlier attempts may stand elsewhere: beside a checkpoint that was named.
-            records = {run_dir.path.resolve(), found[0].resolve().parent.parent}
-            files = [file for path in records for file in (RunDir(path).metrics, RunDir(path).events)]
-            first_step = guard.run(unused_step, files) or 0
-        wandb = WandbSink(
-            mode=mode,
-            project=table.wandb.project,
-            run_dir=run_dir.path,
-            run_id=run_id,
-            first_step=first_step,
-            config=settings,
-            guard=guard,
-        )
+        if run_id is not None:
+            first_step = guard.run(unused_step, [run_dir.metrics, run_dir.events]) or 0
+        of: dict[str, Any] = {"run_id": run_id, "first_step": first_step, "config": settings}
+        wandb = WandbSink(mode=mode, project=table.wandb.project, run_dir=run_dir.path, guard=guard, **of)
         run_id = wandb.run_id
         sinks.append(BackgroundSink(wandb, name="wandb", guard=guard, close_sec=CLOSE_SEC))
     if table.tensorboard:

@@ -142,6 +142,7 @@ def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Place
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
     # Before the model is built, which may take minutes.
     fingerprint = check_data(plan, saved, info)
+    run_dir.data = fingerprint.content
     return Placed(replace(plan, recorded_sets=recorded_sets(plan, saved)), run_dir, found, uploads, fingerprint)
 
 

@@ -42,6 +42,7 @@ class RunDir:
         self.is_new = is_new
         self.owned: RunLock | None = None  # by this process, see `lock`
         self.wandb_run_id: str | None = None  # for status.json
+        self.data = ""  # of the content of the data files, for env.json
         self.move_to(path)
 
     def move_to(self, path: Path) -> None:
@@ -124,7 +125,7 @@ class RunDir:
             if source.resolve() != self.resolved_config.resolve():
                 write_file(self.path / CONFIG, read_bytes(source))
             write_file(self.resolved_config, to_toml(config))
-            write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
+            write_json(self.path / ENVIRONMENT, {**environment(info), "data": self.data, **sizes})
 
     def lock(self, timeout_sec: float) -> RunLock:
         """Make the directory this process's until `close` (rank 0), see `take_lock`.

@@ -8,8 +8,12 @@ import pytest
 
 from tests.support.runs import evaluating, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
+from trainer.config.load import load_config
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.payload_contract import validate_stream
 from trainer.metrics.sinks import display_key
+from trainer.tools.services import to_services
+from trainer.training.run_dir import RunDir
 
 EXTRA = """
 tensorboard = true
@@ -80,3 +84,9 @@ def test_a_run_resumed_from_an_earlier_step_goes_on_under_the_same_id_in_wandb_a
     assert ids == {json.loads((run_dir / "status.json").read_text())["wandb_run_id"]}
     rows = [(row["_step"], row["global_step"]) for file in (first, second) for row in read_history(file)]
     assert rows == [*zip(range(1, 9), range(1, 9), strict=True), *zip(range(9, 15), range(5, 11), strict=True)]
+    found, config = run_dir / "checkpoints" / "step_00000004", load_config(run_dir / "config.toml")
+    for place, is_own in ((run_dir, True), (run_dir.parent / "branch", False)):
+        sinks, number = to_services(config, RunDir(place), (found, {"wandb_run_id": "one"}), Diagnostics())
+        assert (number == "one") == is_own
+        for each in sinks:
+            each.close()

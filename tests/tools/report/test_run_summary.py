@@ -79,6 +79,10 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     assert row.value == pytest.approx(d.sum() / w.sum()) == pytest.approx(-10 / 71)
     assert row.error == pytest.approx(error * t_quantile(1.96, effective - 1) / 1.96)
     assert [each.value for each in others] == [None] * 3
+    assert notes(before)["Held-out loss"].endswith(", 7 documents, 80 tokens")
+    edited, alone = replace(after, environment={"data": "1f"}), evaluated(tmp_path / "alone", second, [99] * 7)
+    assert [each.note.rpartition(", ")[2] for each in summaries([before, edited])[-1][1:]] == ["of other data files"]
+    assert "train eval reads all" in summaries([before, alone])[-1][1].note
     for each, word in zip(
         others, ("4 documents in common: too few", "not give the logged eval_loss", "is damaged"), strict=True
     ):

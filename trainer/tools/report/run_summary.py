@@ -115,6 +115,10 @@ def _held_out(run: RunRecord) -> SummaryRow:
     notes = [f"step {last:,}", f"best {number_text(evals[best])} at step {best:,}"]
     if last in errors:
         notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[last])} (95 %)")
+    documents = losses_of_documents(run)[0].get("eval_loss")
+    if documents:
+        tokens = sum(tokens for _, tokens in documents.values())
+        notes.append(f"{counted(len(documents), 'document')}, {counted(tokens, 'token')}")
     return SummaryRow("Held-out loss", evals[last], loss_unit(run), ", ".join(notes))
 
 
@@ -161,6 +165,8 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
                 ours, theirs = (max(runs[at].evals.steps) for at in (number, first))
                 if ours != theirs:
                     found["note"] += f", step {ours:,} against {theirs:,}"
+                if runs[number].environment.get("data") != runs[first].environment.get("data"):
+                    found["note"] += ", of other data files"
             row.append(SummaryRow(f"{key} {label}", unit=loss_unit(*runs), **found))
         yield tuple(row)
 
@@ -180,6 +186,8 @@ def difference(before: Losses, after: Losses) -> dict[str, Any]:
     tokens = np.array([before[where][1] for where in both], np.float64)
     moments = Moments.of(np.array([after[where][0] - before[where][0] for where in both]), tokens)
     error, shown = moments.wide_error(), f"{counted(len(both), 'document')} in common"
+    if not both:  # a sample goes by the time between evaluations
+        return {"value": None, "note": f"{shown}: by batch size and eval.*; train eval reads all"}
     if not math.isfinite(error):
         return {"value": None, "note": f"{shown}: too few for an error, or not finite"}
     note = f"+- {number_text(ERRORS_SHOWN * error)} (95 %), {shown}, {counted(tokens.sum(), 'token')}"

@@ -115,16 +115,9 @@ def evaluate(
         from trainer.tools.offline import evaluate_checkpoint
         from trainer.tools.runs.readings import curves_of, in_words, is_by_depth
 
-    at, metrics = evaluate_checkpoint(
-        run_dir,
-        sources,
-        step=step,
-        ema=ema,
-        batches=batches,
-        held_out=held_out,
-        device=pick_device(device),
-        trust_code=trust_code,
-    )
+    how: dict[str, Any] = {"step": step, "ema": ema, "batches": batches, "held_out": held_out}
+    on = pick_device(device)
+    at, metrics = evaluate_checkpoint(run_dir, sources, device=on, trust_code=trust_code, **how)
     if as_json:
         print_json({"run": run_dir, "step": at, "ema": ema, "metrics": metrics})
         return
