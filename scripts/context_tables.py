@@ -107,7 +107,7 @@ def text_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequ
     title = f"{carried.family}, text; share of the gain of ({long.rows}) that ({carried.rows}) recovers: {share}"
     return (
         title,
-        ("rows", "learning rate", "loss, carried", "gain", "loss, reset at each row", "tokens/s", "MB a row"),
+        ("rows", "learning rate", "loss", "gain", "loss, reset at each row", "tokens/s", "MB a row"),
         rows,
     )
 
