@@ -65,7 +65,7 @@ SIZES = {
     "full": Size(),
     "small": Size(families=("rglru",), arrangements=FEW),
     "device": Size(arrangements=LARGE, tokens=65536, seeds=2, dim=512, layers=6, lrs=(2e-3,)),
-    "tiny": Size(arrangements=FEW, seeds=2, dim=16, layers=1, steps=2, trial_steps=2, speed_steps=2, lrs=(2e-3, 4e-3)),
+    "tiny": Size(arrangements=FEW, seeds=2, dim=16, layers=1, steps=2, trial_steps=2, speed_steps=2, lrs=(2e-3,)),
 }
 
 
