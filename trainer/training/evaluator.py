@@ -91,7 +91,7 @@ class Evaluator:
         self.info, self.device, self.is_off = info, device, False  # off: the same on all ranks
         self._token_ce = config.objective.token_ce
         width, rows = width_of(model), evaluated_rows(plan)
-        if any(each.target is not None for each in table.source):
+        if any(each.target is not None for each in table.source):  # whose groups wait
             rows += DEFAULT_CAPACITY
         self.make_ledger = None
         if width:  # the empty ledger of a set: a slot for each row, never swept
@@ -280,7 +280,7 @@ def _eval_set(
         if sample is not None:
             shown = name or "held-out documents"
             logger.info("%s: each evaluation reads %s, the same for every seed", shown, read)
-    # Each document begins a row where documents are told apart, or depth counts from its cell.
+    # A sample and the depth need documents that begin a row, as does a model without resets.
     is_aligned = sample is not None or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],

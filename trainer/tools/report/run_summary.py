@@ -229,7 +229,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             text += f"; {LEFT_OUT}: {', '.join(left_out.pop(same))}"
         before = first.setdefault(step, group)
         common = [seed for seed in group if seed in before]
-        if any(group[seed][2] != before[seed][2] != {} != group[seed][2] for seed in common):
+        if any(before[seed][2] and group[seed][2] not in ({}, before[seed][2]) for seed in common):
             common, text = [], f"{text}; not compared: it has read other documents, or parts"
         found.append({"runs": names, "mean": mean, "error": error, "text": text})
         if before is not group and len(common) > 1:
