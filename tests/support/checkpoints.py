@@ -16,11 +16,15 @@ from trainer.training.train_state import open_model
 
 
 def model_content(path: Path) -> dict[str, Any]:
-    """Weights, optimizer by name, loss scaling and tensors of extensions of a checkpoint of format 2."""
+    """Weights, optimizer by name, and tensors of extensions of a checkpoint."""
     tensors = open_model(path, json.loads((path / files.STATE_FILE).read_text()))
-    values = {key: unpack(tensors.values[key], tensors.read) for key in ("optimizer", "scaler")}
+    optimizer = unpack(tensors.values["optimizer"], tensors.read)
     others = [name for name in tensors.shapes if not name.startswith(("model.", "optimizer."))]
-    return {"model": whole_weights(tensors), **values, "others": {name: tensors.read(name) for name in others}}
+    return {
+        "model": whole_weights(tensors),
+        "optimizer": optimizer,
+        "others": {name: tensors.read(name) for name in others},
+    }
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

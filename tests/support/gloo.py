@@ -65,8 +65,7 @@ def make_step(model: nn.Module, strategy: Strategy, **changes: Any) -> TrainStep
     """By plain SGD, in which the change of a weight is its gradient; `changes` replace the settings here."""
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     settings: dict[str, Any] = {"ledgers": (), "objective": Objective(), "optimizer": sgd, "gns": None}
-    settings |= {"scaler": torch.amp.GradScaler("cpu", enabled=False), "max_tokens_per_micro": 50}
-    settings |= {"clip_grad_norm": 0.0, "world_size": 1, "autocast": nullcontext}
+    settings |= {"max_tokens_per_micro": 50, "clip_grad_norm": 0.0, "world_size": 1, "autocast": nullcontext}
     given, device = {**settings, **changes}, torch.device("cpu")
     given.setdefault("extensions", Extensions(Diagnostics(), device=device, world_size=given["world_size"]))
     return TrainStep(model=strategy.wrap(model, model), strategy=strategy, device=device, **given)

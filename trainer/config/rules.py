@@ -146,13 +146,10 @@ def _broken_lengths(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
 
 
 def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
-    train = config.train
     if config.eval.every and not config.eval.has_data:
         problem = "is 0, which leaves no documents for eval.every to evaluate on"
         fix = "set it above 0 (0.02), add an [[eval.source]], or set eval.every to 0"
         yield "eval.holdout_fraction", problem, fix
-    if train.precision == "fp16" and train.device == "cpu":
-        yield "train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "makes the output layer seem unused to distributed.find_unused_parameters"
         yield "objective.chunk_tokens", problem, "set one of them off"
@@ -186,8 +183,7 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
 
 def needs_of_cuda(train: TrainTable) -> list[UserError]:
     """Settings that cannot be honoured without a CUDA device."""
-    given = {"device": train.device == "cuda", "precision": train.precision == "fp16"}
-    given["cuda_graph"] = train.cuda_graph is True
+    given = {"device": train.device == "cuda", "cuda_graph": train.cuda_graph is True}
     problem = "needs a CUDA device, and torch finds none here"
     return [
         UserError(f"train.{key}", problem, "use a machine with one, or another value") for key in given if given[key]
@@ -211,8 +207,6 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         yield "distributed.replicas", problem, "choose a divisor"
     if table.strategy == "ddp":  # nothing below concerns it
         return
-    if config.train.precision == "fp16":
-        yield "train.precision", f'"fp16" scales losses, which {strategy} cannot', 'use "bf16"'
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"

@@ -66,8 +66,8 @@ class TrainTable(Table):
     """Recompute activations by block (of the nn.ModuleList)."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast to bf16, or fp16 with loss scaling (CUDA), or fp32. auto: bf16 if CUDA has it."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16: autocast to it; auto: bf16 where CUDA has it, otherwise fp32."""
     compile: AutoSwitch = "auto"
     """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"

@@ -142,8 +142,7 @@ def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: 
 def check_here(plan: Plan) -> Report | str:
     """`check_contract` on the CPU, for `train check`; a check must not occupy a device."""
     wanted = plan.config.train.device
-    is_for_cuda = wanted == "cuda" or plan.config.train.precision == "fp16"
-    if is_for_cuda or (wanted == "auto" and torch.cuda.is_available()):
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
         return "the run is for CUDA"  # its kernels may not exist on the CPU
     return check_contract(plan, torch.device("cpu"))
 

@@ -48,7 +48,6 @@ def make_graphs(plan: Plan, device: torch.device, strategy: Strategy, auxiliary:
     reasons = {
         "FSDP gathers parameters within the backward": has_ranks and stream is None,
         "several devices were not tried; train.cuda_graph = true tries them": has_ranks and not is_asked,
-        "loss scaling (fp16) waits for the device": config.train.precision == "fp16",
         "only full rows have one shape": not reads_lanes(config),
         "losses and metrics of the model's output are looked at by Python": auxiliary.is_on,
     }

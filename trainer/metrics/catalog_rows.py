@@ -166,9 +166,6 @@ ROWS: tuple[MetricSpec, ...] = (
     _MustBeZero("loss_spike", "Loss spike", kind="flag", window="max", ranks="max")(
         "1 if a loss was train.spike_sigma above average.", pathological="1 repeatedly on the same sources: bad data."
     ),
-    _SafetyRow("grad_scale", "Loss scale", window="last", ranks="min")(
-        "Factor of dynamic loss scaling (fp16).", "Rarely halved.", "Falls towards 1: overflows."
-    ),
     _SafetyRow("checkpoint/save_sec", "Checkpoint time", unit="s", window="sum", ranks="max")(
         "Time in which saves block, slowest rank.", "Far below the checkpoint interval.", "Grows: disk full or slow."
     ),

@@ -74,10 +74,6 @@ ROUNDING: Final = 1e-6
 
 # The loss
 
-# steps: that fp16 may skip until its loss scale has settled.
-FP16_STEPS: Final = 20
-# share of the steps: that fp16 may skip later, whenever a higher loss scale is tried.
-FP16_SHARE: Final = 0.02
 # nats/token: a smaller rise is no finding, however far beyond the noise.
 MIN_RISE: Final = 0.1
 # logged rows: whose noise is that of now.

@@ -45,7 +45,7 @@ from trainer.training.train_state import DataShard, TrainState
 from trainer.wording import counted
 
 logger = get_logger(__name__)
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 LANE_SETS = "lane_sets"  # in state.json: by the micro-batches of a step
 STATES_SHARE = 1 / 16  # of the memory, for the states of all lanes
 
@@ -74,7 +74,6 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
         model=model,
         shards=make_shards(plan, info, model, device, tracker.diagnostics.best_effort),
         optimizer=build_optimizer(model, config.optimizer, plan.parts, roles),
-        scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
         tracker=tracker,
     )
 

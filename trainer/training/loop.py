@@ -216,9 +216,6 @@ def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True
     view.record("non_finite_steps", 0.0)  # reported as 0, not left out
     if not run.micro_batches.is_constant:
         view.record("train/micro_batches", float(run.micro_batches.at(step)))
-    grad_scale = run.train_step.grad_scale
-    if grad_scale is not None:
-        view.record("grad_scale", grad_scale)
     view.recorder.add(run.tracker.measured())
     if world_size > 1:
         # The same value twice: the keys are reduced to the maximum and the minimum over ranks.
@@ -259,9 +256,7 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
         odd |= {key for key, x in given.items() if isinstance(x, Tensor) and not x.isfinite().all()}
     names = ", ".join(sorted(set().union(*gather_from_ranks(odd, world_size=view.info.world_size))))
     what += f"; numbers of the batch are not finite: {names}" * bool(names)
-    # fp16 overflows regularly, until the loss scale fits.
-    table = view.config.train
-    if table.on_non_finite == "stop" and table.precision != "fp16":
+    if view.config.train.on_non_finite == "stop":
         # The last row of the record. Unless the step is a logged one, the next is in flight and its
         # groups are counted in the ledger already, so that the row holds only the host's metrics.
         end_step(run, taken, outcome, is_logged=True, drains=step.is_logged)

@@ -334,7 +334,6 @@ def _make_train_step(
         auxiliary=auxiliary,
         optimizer=state.optimizer,
         gns=state.gns,
-        scaler=state.scaler,
         max_tokens_per_micro=max_tokens_per_micro(plan),
         clip_grad_norm=config.train.clip_grad_norm,
         world_size=view.info.world_size,

@@ -198,9 +198,6 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         load_weights_of(state.model, tensors)
     with loading(path, "optimizer"):
         load_optimizer(state.optimizer, state.model, tensors)
-    if state.scaler.is_enabled():
-        with loading(path, "loss scaling"):
-            state.scaler.load_state_dict(tensors.values["scaler"])
     with loading(path, "averages"):
         state.tracker.load_state_dict(saved["tracker"])
         if state.gns is not None and saved["gns"] is not None:

@@ -71,10 +71,8 @@ class TrainStep:
     """Hold the recurrent states of each of `shards`; empty for a model without state."""
     objective: Loss
     optimizer: torch.optim.Optimizer
+    """With one that does not support `found_inf`, `launch` waits for the device."""
     gns: GradientNoiseScale | None  # hooks of the noise scale; None if it is off
-    scaler: torch.amp.GradScaler
-    """Loss scaling for fp16, disabled otherwise. With it, and with an optimizer that does not
-    support `found_inf`, `launch` waits for the device."""
     max_tokens_per_micro: int
     clip_grad_norm: float
     world_size: int
@@ -99,15 +97,10 @@ class TrainStep:
     def __post_init__(self) -> None:
         self._gns_guard = self.diagnostics.best_effort("gns")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
+        self._decides_on_device = supports_found_inf(self.optimizer)
         self._kappa = 1.0 / self.max_tokens_per_micro  # of the step that accumulates
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=self.device)
         self.ready_at = 0.0  # when the last micro-batch began or was run
-
-    @property
-    def grad_scale(self) -> float | None:
-        """Factor of the loss scaling; None without it. Waits for the device."""
-        return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
         """Run forward and backward of this rank's micro-batches, and store their states.
@@ -171,17 +164,15 @@ class TrainStep:
             if auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None):
                 result = auxiliary(result, output, micro)
         self.ready_at = time.perf_counter()
-        # torch leaves backward without types.
-        scaled: Any = self.scaler.scale(result.loss_sum * kappa)
+        scaled: Any = result.loss_sum * kappa  # torch leaves backward without types
         scaled.backward()
         if self.gns is not None:
             row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
             if micro.targets.is_floating_point():
                 row_tokens = weights_of(micro.targets).sum(dim=1)
-            scale = self.scaler.get_scale()  # 1 where it is off
             # In float64: integers times a float would be a float32, and rounding the only error.
             tokens = row_tokens.sum().double()
-            self._gns_guard.run(self.gns.end_micro, tokens * (kappa * scale), row_tokens)
+            self._gns_guard.run(self.gns.end_micro, tokens * kappa, row_tokens)
         return output.state, result
 
     def launch(self, *, lr: float, flags: Flag = Flag.NONE) -> Launched:
@@ -198,8 +189,6 @@ class TrainStep:
             if sums is None:  # failed on this rank: the vector keeps its length on all ranks
                 sums = packed.new_zeros(NUM_SUMS)
             packed = torch.cat([packed, sums])
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(self.optimizer)
         # A parameter without a part in the loss has no gradient.
         used, own = [], []
         for parameter in self.parameters:
@@ -226,9 +215,7 @@ class TrainStep:
         if self._decides_on_device:
             step_unless(is_bad, self.optimizer)
         elif not bool(is_bad):  # waits for the device
-            self.scaler.step(self.optimizer)
-        if self.scaler.is_enabled():
-            self.scaler.update()
+            self.optimizer.step()
         # After the update, whose result they may look at, and before the gradients are gone.
         measured = self.extensions.sum_up(is_bad)
         self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward

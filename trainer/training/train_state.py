@@ -39,7 +39,6 @@ class TrainState:
     model: nn.Module  # without DDP
     shards: Sequence[DataShard]  # those of this rank: one, or its part of `distributed.shards`
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
     tracker: MetricsTracker
     gns: GradientNoiseScale | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -110,8 +109,8 @@ def model_part(state: TrainState, *, rank: int) -> TensorPart | None:
         return None
     shared = tied_names(model)
     kept = {name: value for name, value in model.state_dict().items() if name not in shared}
-    states = {"optimizer": named_state(state.optimizer, model), "scaler": state.scaler.state_dict()}
-    values, tensors = pack({"model": kept, "groups": group_counters(state.optimizer), **states})
+    states, counters = named_state(state.optimizer, model), group_counters(state.optimizer)
+    values, tensors = pack({"model": kept, "optimizer": states, "groups": counters})
     tensors |= state.tensors
     rows, is_sharded = {}, layout_of(model.parameters()) is not None
     for name, tensor in tensors.items():

@@ -13,10 +13,8 @@ from trainer.metrics.catalog import CATALOG, family, is_known
 
 # What follows `[metrics]` of the tiny config.
 EXTRA = Path(__file__).with_name("every_key.toml").read_text(encoding="utf-8")
-# The device's memory, and the scale of fp16's losses.
-ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")} | {
-    "grad_scale"
-}
+# The device's memory.
+ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")}
 
 # Saves that take at least a known time, on one rank.
 SLOW_SAVES = """
@@ -107,5 +105,5 @@ def test_save_sec_sums_the_saves_since_the_last_row(rows: Rows) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_keys_of_cuda_are_emitted_there(tmp_path: Path) -> None:
-    train(write_tiny_config(tmp_path), tmp_path / "run", "train.device=cuda", "train.precision=fp16")
+    train(write_tiny_config(tmp_path), tmp_path / "run", "train.device=cuda")
     assert all(row.keys() >= ON_CUDA for row in read_rows(tmp_path / "run" / "metrics.jsonl").values())

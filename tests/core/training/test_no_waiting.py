@@ -92,7 +92,6 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
         objective=Objective(ObjectiveOptions(z_loss=1e-2, coord=CoordOptions(first_token=2, num_bins=4, sigma=1.0))),
         optimizer=optimizer,
         gns=gns,
-        scaler=torch.amp.GradScaler(META.type, enabled=False),
         max_tokens_per_micro=ROWS * LENGTH,
         clip_grad_norm=1.0,
         world_size=1,

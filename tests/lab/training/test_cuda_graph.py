@@ -98,7 +98,6 @@ def made(folder: Any, *sets: str, is_own: bool = True, ranks: int = 1, losses: A
     ("sets", "given", "reason"),
     [
         (['data.mixing.batching_mode="per_stream"'], {}, "only full rows have one shape"),
-        (["train.precision=fp16"], {}, "loss scaling"),
         ([], {"losses": {"balance": AuxiliaryLoss()}}, "looked at by Python"),
         (['distributed.strategy="fsdp"'], {"ranks": 2}, "FSDP gathers"),
     ],

@@ -28,11 +28,11 @@ def checked(config: Path, capsys: pytest.CaptureFixture[str], *sets: str) -> End
 
 
 def test_a_rule_between_tables_says_where_its_key_is_written(config, capsys):
-    line = config.read_text().splitlines().index("micro_batches = 2") + 1
-    config.write_text(config.read_text().replace("micro_batches = 2", 'precision = "fp16"'))
-    assert checked(config, capsys, BY_BATCH).mistake.startswith(f"{config}:{line}: train.precision: ")
-    overridden = checked(config, capsys, BY_BATCH, "train.precision=fp16")
-    assert overridden.mistake.startswith('--set train.precision=fp16: train.precision: "fp16" needs a CUDA device')
+    config.write_text(config.read_text() + "\n[distributed]\nreplicas = 2\n")
+    line = len(config.read_text().splitlines())
+    assert checked(config, capsys, BY_BATCH).mistake.startswith(f"{config}:{line}: distributed.replicas: 2 replicas, ")
+    overridden = checked(config, capsys, BY_BATCH, "distributed.replicas=3")
+    assert overridden.mistake.startswith("--set distributed.replicas=3: distributed.replicas: 3 replicas, but")
 
 
 EVAL = """

@@ -210,7 +210,6 @@ def wide(share_error: float, **changes: Any) -> RunRecord:
 PLATEAU, AFTER_IT = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001)], noisy(2.0, 9, 0.001)
 LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
-FP16 = {**CONFIG, "train": {"precision": "fp16"}}
 REJECTED = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
 LOW = {"gns/b_now_low": [16.0] * 40, "gns/b_now_steps": [30.0] * 40}
 
@@ -228,8 +227,8 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "repeated_data: dependent full rows": replace(of_ranks(same_data(1.5, error=0.1), 2), config=full_rows()),
         "repeated_data: no noise": of_ranks(same_data(None, micro_batches=1, noise=1e-09), 2),
         "batch_size: below a lower bound": make_run({**LOW, "gns/b_big": [1.0] * 40}),
-        "non_finite: steps rejected without fp16": make_run(REJECTED),
-        "non_finite: an evaluation": record_of({"loss": [2.0] * 9}, {8: {"eval_loss": math.nan}}, config=FP16),
+        "non_finite: rejected steps": make_run(REJECTED),
+        "non_finite: an evaluation": record_of({"loss": [2.0] * 9}, {8: {"eval_loss": math.nan}}, config=CONFIG),
         "loss_spikes: a rise by half the improvement": losses(*PLATEAU, 4.0, *AFTER_IT),
         "loss_spikes: a spike in a steep fall": falling(40, 32, 2.0),
         "loss_spikes: worse than untrained": falling(30, 22, 6.0),
@@ -250,7 +249,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "repeated_data: noise between ranks that is not known": of_ranks(same_data(0.0, error=0.05), 2),
         "repeated_data: one rank": of_ranks(same_data(None), 1),
         "batch_size: a wide interval": make_run({**BATCH, "gns/b_now_high": [38.0] * 40}),
-        "non_finite: steps rejected by fp16": make_run(REJECTED, config=FP16),
         "loss_spikes: a blend": losses(*((2.6 if i % 7 == 0 else 1.4) + 0.02 * math.sin(i * i) for i in range(200))),
         # In a short run the first batch of a rare source is no worse than the untrained model was, while a spike may be.
         "loss_spikes: a rare source": falling(30, 22, 3.0),

@@ -141,19 +141,15 @@ REJECTED = "non_finite_steps"  # steps since the row before
 @rule("error", needs=[LOSS])
 def non_finite(run: RunRecord) -> Outcome:
     """Steps whose loss or gradient, and evaluations whose loss, was not finite."""
-    loss, rejected = series(run, LOSS), series(run, REJECTED)
-    count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
-    keys, bad = [LOSS, GRAD_NORM], [rejected.evidence(rejected.positive)]
-    well = "every logged loss and gradient norm was finite"
-    if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
-        keys, bad, well = [], [], f"{count} skipped, as fp16 loss scaling does"
-    keys += [key for key in run.evals.keys if key.endswith("loss")]
+    rejected = series(run, REJECTED)
+    keys = [LOSS, GRAD_NORM, *(key for key in run.evals.keys if key.endswith("loss"))]
     found = [series(run, key) for key in keys]
+    bad = [rejected.evidence(rejected.positive)]
     bad += [each.evidence(each.where(lambda x: not math.isfinite(x))) for each in found]
     shown = [evidence for evidence in bad if evidence.steps]
     if not shown:
-        return healthy(well)
-    what = f"the loss or the gradient of {count} was not finite"
+        return healthy("every logged loss and gradient norm was finite")
+    what = f"the loss or the gradient of {counted(rejected.total, 'step')} was not finite"
     if not rejected.total:
         what = "NaN or infinite values"
     words = f"{what}, first logged at step {min(evidence.steps[0] for evidence in shown)}"
