@@ -117,7 +117,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 def combined(rows: list[dict[str, float]], key: str) -> float | None:
     """What the last of several rows would hold, had the others not been logged."""
-    how = "last" if key.startswith(("tokens_in_step", "data/epochs")) else lookup(key).window
+    how = "last" if key == "tokens_in_step" else lookup(key).window
     values = [row[key] for row in rows if key in row]
     return {"sum": sum, "max": max, "min": min}.get(how, itemgetter(-1))(values) if values else None
 
@@ -153,5 +153,5 @@ def run_differences(every: Path, late: Path) -> list[str]:
     ends = [json.loads(said(run, "status.json")) for run in (every, late)]
     found += [f"status: {ends}" for key in ("state", "reason", "last_step") if ends[0][key] != ends[1][key]]
     # What was counted since the last logged step is in the checkpoint of the run that did not log it.
-    unlogged = (".unlogged", "gns.gauges.drained", "tracker.epochs")
+    unlogged = (".unlogged", "gns.gauges.drained")
     return [line for line in found if not any(each in line for each in unlogged)]

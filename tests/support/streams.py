@@ -39,13 +39,6 @@ def options_of(settings: dict[str, Any]) -> list[Any]:
     return [kind(**{name: settings[name] for name in own}) for kind, own in zip(kinds, names, strict=True)]
 
 
-def epochs_by_hand(streams: Sequence[Stream], layout: Sequence[Sequence[int]], read: Sequence[int]) -> float:
-    """What reading so many tokens of each stream comes to."""
-    sizes = [Path(stream.path).stat().st_size for stream in sorted(streams, key=lambda each: Path(each.path).stem)]
-    tokens = [sum(lengths) for lengths in layout]
-    return sum(size * num / max(of, 1) for size, num, of in zip(sizes, read, tokens, strict=True)) / sum(sizes)
-
-
 class WideTokens(BytesTokenizer):
     """Bytes, with room for the ids of `write_tokens`."""
 

@@ -13,14 +13,13 @@ import numpy as np
 
 from trainer.arrays import BLOCK, KeyedUniforms, as_list
 from trainer.data.collate import Batch
-from trainer.data.groups import EpochCount
 from trainer.data.pool import STAGES
 from trainer.data.shard_source import StreamSource
 from trainer.data.weights import ScheduledWeight, positions
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog import is_built_in, lookup_or_gauge
-from trainer.metrics.catalog_rows import EPOCHS, EPOCHS_LEAST, EPOCHS_MOST, SHARE_ERRORS, RankReduction
+from trainer.metrics.catalog_rows import EPOCHS_LEAST, EPOCHS_MOST, SHARE_ERRORS, RankReduction
 from trainer.options import ONE, MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"
@@ -44,7 +43,6 @@ class UnreadSource:
 
     def __init__(self) -> None:
         self._state: Any = None
-        self.epochs = EpochCount()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -141,11 +139,6 @@ class BlendDataset:
         keys = [LONGEST_SHARE, ENDED_SOURCES, EPOCHS_LEAST, EPOCHS_MOST]
         keys += [SHARE_ERRORS + name for name in self._names]
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
-        self._epochs = {}  # what each source has read since the last drain
-        for source in self.sources:
-            if isinstance(source.dataset, StreamSource | UnreadSource):
-                self._epochs[EPOCHS + source.name] = source.dataset.epochs
-        keys += self._epochs
         own = []
         if self._has_shares:
             prefixes = SHARE_PREFIX, WEIGHT_PREFIX, f"{EPOCHS_LEAST}/", f"{EPOCHS_MOST}/"
@@ -304,8 +297,6 @@ class BlendDataset:
                 metrics |= {f"{EPOCHS_LEAST}/{name}": least, f"{EPOCHS_MOST}/{name}": most}
         metrics |= self._seconds
         self._seconds.clear()
-        for key, epochs in self._epochs.items():
-            metrics[key], epochs.read = epochs.read, 0.0
         return metrics | self._constants
 
     def _report_of(self, index: int) -> dict[str, Reported]:

@@ -165,10 +165,8 @@ class Collator:
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         located = Located(found.rows, batch["group_ids"], batch["cell_index"])
-        for of, _, size in chain.from_iterable(found.rows):
-            source = of.source
-            source.epochs.read += size * source.epochs_per_token
-            located.documents.add((source.groups.namespace, source.stream.stream_id, of.document))
+        for of, _, _ in chain.from_iterable(found.rows):
+            located.documents.add((of.source.groups.namespace, of.source.stream.stream_id, of.document))
         # Tuples: they have no entry for each row.
         batch["dataset_labels"] = tuple(found.labels)
         batch["dataset_segments"] = tuple(found.modalities)

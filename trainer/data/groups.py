@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from types import MappingProxyType
@@ -125,13 +125,6 @@ class Handed(NamedTuple):
 _new_handed = partial(tuple.__new__, Handed)  # in half the time of the class itself
 
 
-@dataclass
-class EpochCount:
-    """Epochs of a source that were read since the last report."""
-
-    read: float = 0.0
-
-
 @dataclass(frozen=True)
 class OpenStream:
     """A stream, its documents, and the groups they are cut into."""
@@ -141,8 +134,6 @@ class OpenStream:
     groups: GroupTable
     seq_len: int
     num_bytes: int  # of its file, when it was opened
-    epochs: EpochCount = field(default_factory=EpochCount)  # of its source
-    epochs_per_token: float = 0.0  # of its source
 
     def num_tokens(self, groups: Ints | Flags | slice = slice(None)) -> Ints:
         """Target tokens of some groups, or of all; int64 [n]."""

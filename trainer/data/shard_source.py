@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -23,14 +22,12 @@ import numpy as np
 from trainer.arrays import Flags, Ints, KeyedUniforms, as_list, keyed_generator
 from trainer.data.documents import ReadOptions
 from trainer.data.fingerprint import check_states, fingerprint
-from trainer.data.formats import format_name, is_import_path, takes_option
+from trainer.data.formats import is_import_path
 from trainer.data.groups import (
     NOTHING,
     CutOptions,
-    EpochCount,
     Handed,
     OpenStream,
-    documents_of,
     file_bytes,
     nothing_left,
     open_stream,
@@ -222,8 +219,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self._current: Stream | None = None  # being opened, or read from
         # Opens one of its streams, with its groups. UserError: the file is unreadable or damaged.
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self.open = lru_cache(2 * mix.streams_open)(self._open_weighted)
-        self.epochs = EpochCount()
+        self.open = lru_cache(2 * mix.streams_open)(self._open)
         self.metric_keys = pool_metric_keys(self.modalities)
         self._pool = ActivePool[ReaderT](self.modalities, mix.pick_mode)
         self._num_picks = 0
@@ -252,27 +248,9 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
         return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
 
-    @cached_property
-    def _total_size(self) -> int:
-        """Of the files that are read: one that is a document may be of another split."""
-        cut, read, found = self._cut, self._read, 0
-        if cut.split != "train" or not cut.holdout_fraction:
-            return sum(self._sizes)
-        for stream, size in zip(self.streams, self._sizes, strict=True):
-            format = format_name(Path(stream.path), read.format)
-            is_document = read.text_split == "file" and takes_option(format, "text_split")
-            is_document |= read.eod is None and takes_option(format, "eod")
-            if not is_document or documents_of(cut.split, stream.relative_path, 1, cut.holdout_fraction)[0]:
-                found += size
-        return found or 1
-
-    def _open_weighted(self, stream: Stream) -> OpenStream:
-        """Open a stream, whose tokens weigh in an epoch as its file's bytes: others were never opened."""
+    def _open(self, stream: Stream) -> OpenStream:
         self._current = stream
-        opened = self._in_memory.get(stream.relative_path) or open_stream(stream, self._read, self._cut)
-        share = self._sizes[stream.stream_id] / self._total_size
-        num_tokens = max(int(opened.num_tokens().sum()), 1)
-        return replace(opened, epochs=self.epochs, epochs_per_token=share / num_tokens)
+        return self._in_memory.get(stream.relative_path) or open_stream(stream, self._read, self._cut)
 
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""

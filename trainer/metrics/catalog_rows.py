@@ -247,8 +247,6 @@ ROWS: tuple[MetricSpec, ...] = (
 SHARE_ERRORS: Final = "blend/share_error/"
 EPOCHS_LEAST: Final = "data/epochs_least"
 EPOCHS_MOST: Final = "data/epochs_most"
-EPOCHS: Final = "data/epochs/"
-"""A data set reports what was read since its last report, the tracker the total since the start."""
 
 _MixingRow = partial(row_of, group="Stream mixing", window="last")
 _BlendRow = partial(row_of, group="Blend", window="last")
@@ -305,9 +303,6 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
     ),
     _BlendRow("data/documents", "Documents to draw from", unit="documents", ranks="max")(
         "Documents of an epoch, about.", "Above 7 noise scales in rows.", "Fewer: that is too high."
-    ),
-    _BlendRow(f"{EPOCHS}<source>", "Epochs of source", unit="epochs", kind="counter", window="sum", ranks="sum")(
-        "Epochs, a mean (metrics.per_source).", "Below 4: as good as new tokens.", "Far above: memorized."
     ),
     *(
         _BlendRow(f"{key}{part}", f"Epochs, {which} of any document", unit="epochs", ranks=ranks)(

@@ -16,7 +16,7 @@ import torch
 from trainer.metrics.aggregate import Recorder, Scalar, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
 from trainer.metrics.catalog import EVAL_PREFIX, lookup_or_gauge
-from trainer.metrics.catalog_rows import EPOCHS, SHARE_ERRORS
+from trainer.metrics.catalog_rows import SHARE_ERRORS
 from trainer.metrics.payload_contract import RESTART, Mode, build_payload
 from trainer.metrics.sinks import Sink
 from trainer.on_device import compute_mfu, get_memory_stats, peak_tflops_of
@@ -130,7 +130,6 @@ class MetricsTracker:
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
-        self._epochs: dict[str, float | None] = {}  # by key, since the start
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
@@ -304,23 +303,14 @@ class MetricsTracker:
                     values[key] = total / weight if weight else None
                 except Exception as error:  # noqa: BLE001 - one value must not cost the others
                     self._leave_out(key, str(error))
-        # Of epochs, the total since the start.
-        read = [key for key in values if key.startswith(EPOCHS)]
-        totals: dict[str, float | None] = {}
-        for key in {*self._epochs, *read}:
-            before, more = self._epochs.get(key, 0.0), values.get(key)
-            totals[key] = values[key] = None  # one that lacks a part stays unknown
-            if before is not None and more is not None:
-                totals[key] = before + more
-                values[key] = round(before + more, 9)  # whole epochs are whole numbers
-        self._epochs = totals
         errors = {
             key: abs(value) for key, value in values.items() if key.startswith(SHARE_ERRORS) and value is not None
         }
         if errors:
             values["blend/max_share_error"] = max(errors.values())
-        for key in () if self._per_source else (*totals, *errors):
-            del values[key]
+        if not self._per_source:
+            for key in errors:
+                del values[key]
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.
@@ -361,13 +351,11 @@ class MetricsTracker:
         """The state of a resumed run: tokens seen and the smoothed values."""
         return {
             "tokens_seen": int(self._tokens_seen),
-            "epochs": self._epochs,
             "smoothed": {name: average.read() for name, average in self._smoothed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._tokens_seen = state["tokens_seen"]
-        self._epochs = dict(state["epochs"])
         self._smoothed = {name: Ema(SMOOTHING, state["smoothed"][name]) for name in _SMOOTHED}
 
     def close(self) -> None:

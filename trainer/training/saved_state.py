@@ -18,7 +18,6 @@ from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import saving_ranks
 from trainer.files import discard
-from trainer.metrics.catalog_rows import EPOCHS
 from trainer.metrics.logger import get_logger
 from trainer.training import Uploads
 from trainer.training import checkpoint as files
@@ -224,11 +223,6 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
                 unlogged = parts[shard.number]["unlogged"]
                 position.unlogged[index].load_state_dict(unlogged["pool"])
                 position.skipped_in_a_row = int(unlogged["in_a_row"])
-        elif state.shards[0].number == 0:
-            # Only epochs are totals since the start: the first shard takes over those of all.
-            for part in parts.values():
-                pool = part["unlogged"]["pool"]
-                position.unlogged[0].add({key: pool[key][0] for key in pool if key.startswith(EPOCHS)})
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 

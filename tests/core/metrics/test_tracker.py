@@ -180,13 +180,12 @@ def test_other_ranks_time_and_return_but_hold_no_sinks() -> None:
 def test_a_resumed_tracker_goes_on_where_the_other_stopped() -> None:
     whole, first, second = (Run(log_interval=4, per_source=True) for _ in range(3))
     for step in range(1, 9):
-        read = {"data/epochs/a": 0.1}
-        whole.step(step, loss=float(step), extra=read)
+        whole.step(step, loss=float(step))
         if step == 5:
             second.tracker.load_state_dict(first.tracker.state_dict())
-        (first if step < 5 else second).step(step, loss=float(step), extra=read)
+        (first if step < 5 else second).step(step, loss=float(step))
     assert second.metrics() == whole.metrics()
-    assert (second.metrics()["tokens_seen"], second.metrics()["data/epochs/a"]) == (8000, 0.8)
+    assert second.metrics()["tokens_seen"] == 8000
 
 
 class Broken(Recorder):
@@ -280,17 +279,14 @@ def test_a_noise_scale_that_is_no_longer_known_does_not_stand_beside_new_bounds(
 
 
 def test_a_mean_over_nothing_is_absent_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(log_interval=1, per_source=True)
-    for step, read in enumerate((0.5, None, 0.5), start=2):  # a total that lacks a part stays unknown
-        run.step(step, extra={"data/epochs/a": read})
-    assert [row["metrics"].get("data/epochs/a") for row in run.sink.payloads] == [0.5, None, None]
+    run = Run(log_interval=1)
     run.step(1, extra={"accuracy": (0.0, 0.0)})
     assert "accuracy" not in run.metrics()
     assert not caplog.records
 
 
 def test_sources_are_named_where_that_is_asked_for() -> None:
-    parts = {"data/epochs/a": 0.5, "blend/share_error/a": (-3, 10), "blend/share_error/b": (2, 10)}
+    parts = {"blend/share_error/a": (-3, 10), "blend/share_error/b": (2, 10)}
     for per_source in (False, True):
         run = Run(log_interval=1, per_source=per_source)
         run.step(1, extra=parts)

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.on_device import resident_bytes
-from tests.support.streams import WideTokens, epochs_by_hand, options_of, streams_of
+from tests.support.streams import WideTokens, options_of, streams_of
 from trainer.data.blend import BlendSource, UnreadSource
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_direct
@@ -215,8 +215,7 @@ def test_a_source_is_removed_once_no_lane_reads_it():
 def test_nothing_is_read_twice_or_lost_over_changes_of_shards_rows_and_groups(layout, runs_on, changes):
     """Unfinished groups continue first, from where they were; a second change may come while some still wait."""
     states: list[Any] = []
-    followers, epochs, key = Follower((0, 4), runs_on), 0.0, "data/epochs/one"
-    ends = [*accumulate(map(sum, layout))]
+    followers = Follower((0, 4), runs_on)
     with corpus({"one": layout}) as streams:
         for num_shards, rows, groups, batches in [*changes, (2, 2, 1, 10**6)]:
             how: dict[str, Any] = {"num_shards": num_shards, "rows": rows, "groups": groups, "runs_on": runs_on}
@@ -232,9 +231,6 @@ def test_nothing_is_read_twice_or_lost_over_changes_of_shards_rows_and_groups(la
             for shard in shards:
                 for _, batch in zip(range(batches), shard, strict=False):
                     followers.take(batch)
-                epochs += shard.drain_step_metrics().get(key, 0.0)
-            num_read = np.bincount([bisect_right(ends, token) for *_, token in followers.read], minlength=len(ends))
-            assert epochs == pytest.approx(epochs_by_hand(streams["one"], layout, num_read))
             states = [json.loads(json.dumps(shard.state_dict())) for shard in shards]
     assert not followers.open
     assert sorted(followers.whole) == sorted(document for document in documents_of(layout) if document)
@@ -274,18 +270,6 @@ def test_the_next_row_of_a_document_comes_a_spread_of_steps_later():
         assert len(set.union(*steps[at : at + spread])) == spread * m * 2
         continued = steps[at] & steps[at + spread]
         assert len(continued) >= m  # documents last ten rows, so that most continue
-
-
-@pytest.mark.parametrize("ending", ["txt", "npy"])
-def test_files_that_are_held_out_are_no_part_of_an_epoch(tmp_path, monkeypatch, ending):
-    monkeypatch.chdir(tmp_path)  # what is held out goes by the names of files
-    for number in range(20):
-        (tmp_path / f"{number}.txt").write_text("x" * 40)
-        np.save(tmp_path / f"{number}.npy", np.full(40, 7))
-    reader = blend({"one": discover_direct([f"*.{ending}"])}, rows=1, row_tokens=10, holdout_fraction=0.4)
-    drained = [reader.drain_step_metrics()["data/epochs/one"] for _ in reader]
-    assert 4 * 5 < len(drained) < 4 * 18
-    assert np.cumsum(drained).tolist() == pytest.approx(np.linspace(0, 1, len(drained) + 1)[1:].tolist())
 
 
 def test_what_is_left_moves_into_fewer_groups_and_no_micro_batch_is_empty():
