@@ -39,9 +39,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # Options of `train` that stand for settings; `check` takes them, too.
-SETTINGS = {"steps": "train.steps", "resume": "checkpoint.resume", "stdout": "metrics.stdout"}
-SETTINGS |= {"profile": "metrics.profile", "strategy": "distributed.strategy"}
-SETTINGS["replicas"] = "distributed.replicas"
+SETTINGS = {
+    "steps": "train.steps",
+    "resume": "checkpoint.resume",
+    "stdout": "metrics.stdout",
+    "profile": "metrics.profile",
+    "strategy": "distributed.strategy",
+    "replicas": "distributed.replicas",
+}
 RESUME_HELP = "off, auto, or a checkpoint's path (checkpoint.resume)."
 STRATEGY_HELP = "How ranks share the model (distributed.strategy)."
 STDOUT_HELP = "Format of stdout: json, line or off (metrics.stdout)."

@@ -291,10 +291,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-FOREIGN = {"block_size": "data.seq_len", "hidden_size": "model.dim", "interval": "every"}
-FOREIGN |= {"gradient_accumulation_steps": "train.micro_batches", "max_steps": "train.steps"}
-FOREIGN |= {"learning_rate": "optimizer.lr", "max_grad_norm": "train.clip_grad_norm"}
-FOREIGN["min_lr"] = "scheduler.min_lr_ratio"
+FOREIGN = {
+    "block_size": "data.seq_len",
+    "gradient_accumulation_steps": "train.micro_batches",
+    "hidden_size": "model.dim",
+    "interval": "every",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "train.clip_grad_norm",
+    "max_steps": "train.steps",
+    "min_lr": "scheduler.min_lr_ratio",
+}
 """Names that other trainers use, and the keys here."""
 
 

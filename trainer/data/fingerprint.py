@@ -42,7 +42,7 @@ class Fingerprint:
 
     @property
     def content(self) -> str:
-        """The same for equal files, wherever they are, and equal settings of validation sets."""
+        """The same for equal files, wherever they are."""
         marks = [mark for files in self.sources.values() for mark in files.values()]
         return f"{stable_hash(*sorted(marks)):016x}"
 

@@ -363,10 +363,17 @@ class LaneBlend(BlendDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change."""
-        own = {"claims": self._claims.copy(), "total": self._total, "longest": self._longest}
-        own |= {"lanes": self.places, "rows": self._rows, "shard": list(self._shard)}
-        own |= {"groups": len(self._lanes) // self._rows, "turn": self._turn}
-        return {**super().state_dict(), **own}
+        return {
+            **super().state_dict(),
+            "claims": self._claims.copy(),
+            "total": self._total,
+            "longest": self._longest,
+            "lanes": self.places,
+            "rows": self._rows,
+            "shard": list(self._shard),
+            "groups": len(self._lanes) // self._rows,
+            "turn": self._turn,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a run stopped; see `BlendDataset`.

@@ -181,10 +181,15 @@ class ActivePool(Generic[ReaderT]):
             return self._seen
         stats, num_picks, counts = self._last_pick
         least, most = (how.reduce(stats, axis=1).tolist() for how in (np.minimum, np.maximum))
-        self._seen = {REMAINING_MIN: least[_REMAINING], REMAINING_MAX: most[_REMAINING]}
-        self._seen |= {FRACTION_MIN: least[_FRACTION], FRACTION_MAX: most[_FRACTION]}
-        self._seen |= {STEPS_SINCE_PICK_MAX: num_picks + most[_NEG_LAST_PICK]}
-        self._seen |= {PICK_SURPRISE_MAX: most[_SURPRISE], **counts}
+        self._seen = {
+            REMAINING_MIN: least[_REMAINING],
+            REMAINING_MAX: most[_REMAINING],
+            FRACTION_MIN: least[_FRACTION],
+            FRACTION_MAX: most[_FRACTION],
+            STEPS_SINCE_PICK_MAX: num_picks + most[_NEG_LAST_PICK],
+            PICK_SURPRISE_MAX: most[_SURPRISE],
+            **counts,
+        }
         return self._seen
 
     def drain(self, *, is_ended: bool) -> dict[str, float]:

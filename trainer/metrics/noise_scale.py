@@ -418,8 +418,10 @@ class NoiseScaleAverage:
     `ema`: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
     """
 
-    GAUGES: tuple[str, ...] = ("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight")
-    GAUGES += ("seen", "skipped", "drained", "left_out", "drained_left_out")
+    GAUGES = (
+        *("small_noise", "big_noise", "world_size", "token_sum", "rows_sum", "weight"),
+        *("seen", "skipped", "drained", "left_out", "drained_left_out"),
+    )
 
     def __init__(self, ema: float = 0.95) -> None:
         assert 0.0 < ema < 1.0, ema
@@ -504,8 +506,12 @@ class NoiseScaleAverage:
 
     def _values_of_ratio(self, ratio: Ratio) -> dict[str, float | None]:
         low, high, value, error = ratio
-        values = {"gns/b_simple_low": low, "gns/b_simple_high": high}
-        values |= {"gns/b_simple": value, "gns/b_simple_se": error}
+        values = {
+            "gns/b_simple_low": low,
+            "gns/b_simple_high": high,
+            "gns/b_simple": value,
+            "gns/b_simple_se": error,
+        }
         if value is not None:
             per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}

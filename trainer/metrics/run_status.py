@@ -222,8 +222,15 @@ def _is_usable(key: str, value: Any) -> bool:
 
 def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:
     """Write the state of the run, `running`, `done`, `stopped` or `failed`, and why."""
-    known = {"state": state, "reason": reason[:_LONGEST_REASON], "last_step": step, **more}
-    known |= {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
+    known = {
+        "state": state,
+        "reason": reason[:_LONGEST_REASON],
+        "last_step": step,
+        **more,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "time": round(time.time(), 3),
+    }
     # In its place and always of one size, so that it needs no room on a full disk. Not synced: it
     # describes a live run.
     data = json.dumps(known, indent=1).encode().ljust(_ROOM_BYTES - 1) + b"\n"

@@ -263,14 +263,19 @@ class MetricsTracker:
             "tokens_per_sec": speed,
             "mfu": mfu,
             "step_time_sec": step_time,
+            "tokens_in_step": float(tokens_in_step),
+            "tokens_seen": float(self._tokens_seen),
         }
-        values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
         values["tokens_per_sec_per_device"] = None if speed is None else speed / self._num_devices
         smooth_loss, smooth_tokens, smooth_time = map(Ema.read, self._smoothed.values())
         # The averaged tokens over the averaged time: an average of speeds would be above it.
         smooth_speed, smooth_mfu = self._rates(smooth_tokens, smooth_time)
-        values |= {"smoothed/loss": smooth_loss, "smoothed/tokens_per_sec": smooth_speed}
-        values |= {"smoothed/step_time": smooth_time, "smoothed/mfu": smooth_mfu}
+        values |= {
+            "smoothed/loss": smooth_loss,
+            "smoothed/tokens_per_sec": smooth_speed,
+            "smoothed/step_time": smooth_time,
+            "smoothed/mfu": smooth_mfu,
+        }
         shares = set(map("time/{}_share".format, since.parts))
         self._add_extras(values, reserved={*values, *shares})
         for part, seconds in since.parts.items():

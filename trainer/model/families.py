@@ -29,7 +29,7 @@ class Family:
     least_tokens: int = 1
 
 
-def _hugging_face(model_type: str, least_tokens: int = 1) -> Family:
+def _hugging_face(model_type: str, *, least_tokens: int = 1) -> Family:
     return Family("hugging_face", {"model_type": model_type}, is_own=False, least_tokens=least_tokens)
 
 
@@ -39,9 +39,12 @@ FAMILIES: dict[str, Family] = {
     "transformer": Family("transformer"),
     "gru": Family("torch_rnn", {"kind": "GRU"}, is_own=False),
     "lstm": Family("torch_rnn", {"kind": "LSTM"}, is_own=False),
+    "mamba2": _hugging_face("mamba2", least_tokens=2),
+    "bamba": _hugging_face("bamba", least_tokens=2),
+    "lfm2": _hugging_face("lfm2"),
+    "qwen3_next": _hugging_face("qwen3_next"),
+    "kimi_linear": _hugging_face("kimi_linear"),
 }
-FAMILIES |= {name: _hugging_face(name, least_tokens=2) for name in ("mamba2", "bamba")}
-FAMILIES |= {name: _hugging_face(name) for name in ("lfm2", "qwen3_next", "kimi_linear")}
 
 
 def fewest_heads(dim: int) -> int:

@@ -196,13 +196,17 @@ def make_sinks(view: RunView, stdout: Output) -> tuple[list[Sink], str | None]:
 
 # Changing these changes the shapes of weights, the data, or which tokens the stored states follow;
 # the data set itself refuses what changes its cells.
-BREAKING: tuple[str, ...] = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len")
-BREAKING += ("run.seed", "optimizer.name", "optimizer.target", "optimizer.group")
+BREAKING = (
+    *("model.", "data.tokenizer", "data.vocab_size", "data.seq_len"),
+    *("run.seed", "optimizer.name", "optimizer.target", "optimizer.group"),
+)
 # The checkpoint has its own weights; the contract only refuses models.
 HARMLESS = ("model.weights", "model.contract")
 # These say where and how a run is executed, not what it computes.
-SILENT: tuple[str, ...] = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device")
-SILENT += ("data.cache_", *HARMLESS)
+SILENT = (
+    *("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device"),
+    *("data.cache_", *HARMLESS),
+)
 # But this is reported: a model that needs shards may be resumed without them by mistake.
 SAID = ("distributed.strategy",)
 
@@ -210,7 +214,10 @@ SAID = ("distributed.strategy",)
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse a config that does not fit the checkpoint's state, and warn about other changes."""
     changed = changed_settings(saved, {}, config, {})
-    breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
+    # A validation set of which other tokens count is another set.
+    sets = {each["name"] for each in saved["eval"]["source"]} & {each.name for each in config.eval.source}
+    of_sets = {f"eval.source.{name}.{key}" for name in sets for key in ("column", "loss_mask")}
+    breaking = [key for key in changed if key in of_sets or (key.startswith(BREAKING) and key not in HARMLESS)]
     if breaking:
         listed = [f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking]
         problem = f"the checkpoint was made with another config: {', '.join(listed)}"
@@ -291,10 +298,6 @@ def _by_source(
     for (name, path), mark in by_file.items():
         marked[name][path] = mark
     for name, source in sources.items():
-        for key in ("column", "loss_mask"):  # a training source's are in its state
-            known = {key: ""} if before is None else before.sources.get(name, {key: ""})
-            if name.startswith(EVAL) and key in known:
-                marked[name][key] = getattr(source.table, key) or ""
         if source.is_off:
             logger.info("source %s has weight 0: nothing of it is read", name)
             if before is not None:

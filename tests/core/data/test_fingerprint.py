@@ -57,3 +57,5 @@ def test_differences_are_counted_with_examples():
     assert compare(before, after) == ["source s: 1 missing (0), 2 new (6, 7)"]
     assert compare(before, other) == ["the tokenizer.json changed", "source s: 6 changed (0, 1, 2 and 3 more)"]
     assert not compare(before, before)
+    renamed = Fingerprint(2, "5:aa", {"t": {f"x/{i}": f"1:{i}" for i in range(6)}, "u": {"z": "1:a"}})
+    assert before.content == renamed.content != other.content

@@ -204,7 +204,7 @@ def test_a_set_of_an_evaluation_is_masked_as_training_or_said_not_to_be(tmp_path
     (tmp_path / "x.toml").write_text(CONFIG)
     train_here(tmp_path / "x.toml", tmp_path / "run", *sets)
     assert "eval source own: all tokens count, and training has loss_mask = mask" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"data changed since .* source eval/own: 1 changed \(loss_mask\)"):
+    with pytest.raises(UserError, match=r"another config: eval.source.own.loss_mask: None -> 'mask'"):
         train_here(
             tmp_path / "x.toml", tmp_path / "run", *sets, "eval.source.own.loss_mask=mask", "checkpoint.resume=auto"
         )

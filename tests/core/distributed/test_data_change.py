@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_copied_and_touched_files_resume_bit_for_bit(stopped, resume, tmp_path):
     resume()
     whole = losses(stopped / "run" / "metrics.jsonl")
     assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
+    first, second = (json.loads((path / "run" / "env.json").read_text())["data"] for path in (stopped, tmp_path))
+    assert first == second != ""
 
 
 def one_letter(corpus: Path) -> None:
