@@ -36,7 +36,7 @@ CEILINGS = {
     "tests: lines": (28_500, 28_500),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
-    "words of documentation, with the CHANGELOG": (24_010, 24_000),
+    "words of documentation, with the CHANGELOG": (22_000, 22_000),  # without bars of tables and other marks
     "functions with more than 10 parameters": (3, 3),
     "places that make a UserError": (174, 174),
     "config keys": (133, 133),
@@ -77,7 +77,7 @@ def sizes() -> dict[str, int]:
         "tests: lines": sum(lines[path] for path in files["tests"]),
         "scripts: lines": sum(lines[path] for path in files["scripts"]),
         "words of documentation, with the CHANGELOG": sum(
-            len(re.findall(r"\S+", path.read_text(encoding="utf-8"))) for path in prose
+            len(re.findall(r"[^\s|]*\w[^\s|]*", path.read_text(encoding="utf-8"))) for path in prose
         ),
         "functions with more than 10 parameters": sum(_parameters(node) > MOST_PARAMETERS for node in nodes),
         "places that make a UserError": len(errors),

@@ -91,4 +91,4 @@ def mean_of(values: Sequence[float]) -> tuple[float, float]:
 
 def markdown(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"|{'|'.join(map(str, cells))}|" for cells in lines)
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

@@ -98,6 +98,7 @@ class Saver:
             "environment": environment(view.info),
             FINGERPRINT_KEY: asdict(self._fingerprint),
             LANE_SETS: sorted(state.shards[0].dataset.lane_sets.items()),
+            "evaluated": {} if view.evaluator is None else {each.name: each.read for each in view.evaluator.sets},
         }
 
         def write_all() -> None:

@@ -217,7 +217,9 @@ def test_a_mistake_in_a_call_is_one_line(bare, options, message, capsys):
 
 def test_a_resume_on_a_set_that_changed_is_refused_by_name(config):
     trained(config)
-    more = ("--resume", "auto", "--steps", 7)
+    more = ("--resume", "auto", "--steps", 8)
+    _, said = trained(config, more=("--resume", "auto", "--steps", 7, "--set", "eval.source.near.batches=1"))
+    assert "near: evaluations read 5 of 5 documents, 69 of 463 tokens, each to a depth of 16 tokens, and all" in said
     file = config.parent / "near" / "2.jsonl"
     file.write_text(file.read_text().replace("nobler", "NOBLER"))
     _, refused = trained(config, more=more, code=2)
