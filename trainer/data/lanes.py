@@ -390,17 +390,7 @@ class LaneBlend(BlendDataset):
         shard, num_shards = self._shard
         if len(states) == num_shards:
             states = [states[shard]]
-        # Another number of shards: each takes an equal part of what all have given, and owe.
-        part = 1.0
-        if states[0]["shard"][1] != num_shards:
-            part = 1 / num_shards
-        pairs: Any = ((self._claims, "claims"), (self._counts, "counts"), (self._due, "expected"))
-        for numbers, key in pairs:
-            sums = np.sum([each[key] for each in states], axis=0) * part
-            found = dict(zip(states[0]["names"], sums.tolist(), strict=True))
-            numbers[:] = [found.get(name, 0) for name in self._names]
-        self._total = sum(each["total"] for each in states) * part
-        self._longest = max(each["longest"] for each in states)
+        self._load_claims(states)
         self._rows, own, num_sets = self._most_rows, states[0], self._wanted_sets()
         self._shares = self.shares_at(self._batch_index)
         for index, source in self._laned.items():  # which may repeat now
@@ -408,23 +398,41 @@ class LaneBlend(BlendDataset):
         self._note_open()
         if self._largest() < 0:  # what is left is in fewer sets
             num_sets = min(num_sets, own["groups"])
-        here = [[shard, num_shards], self._rows, num_sets]
-        is_same = [own["shard"], own["rows"], own["groups"]] == here
-        if is_same:
+        if [own["shard"], own["rows"], own["groups"]] == [[shard, num_shards], self._rows, num_sets]:
             places = [place and Place(*place) for place in own["lanes"]]
-        else:
-            places = [*filter(None, chain.from_iterable(map(_in_order, states)))]
-            if own["shard"] != here[0]:
-                places = places[shard::num_shards]
-        held = [place[:4] for place in places if place is not None]
-        if len(set(held)) < len(held):
+            self._load_lanes(places, num_sets, own["turn"])
+            return
+        in_order = [*filter(None, chain.from_iterable(map(_in_order, states)))]
+        if own["shard"] != [shard, num_shards]:
+            in_order = in_order[shard::num_shards]
+        self._load_lanes(in_order, num_sets, turn=0)
+
+    def _load_claims(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what a shard has given and owes; of other shards, an equal part of what all have."""
+        part = 1.0
+        if states[0]["shard"][1] != self._shard[1]:
+            part = 1 / self._shard[1]
+
+        def total(key: str) -> list[float]:
+            sums = np.sum([each[key] for each in states], axis=0) * part
+            found = dict(zip(states[0]["names"], sums.tolist(), strict=True))
+            return [found.get(name, 0) for name in self._names]
+
+        self._claims, self._counts, self._due = map(total, ("claims", "counts", "expected"))
+        self._total = sum(each["total"] for each in states) * part
+        self._longest = max(each["longest"] for each in states)
+
+    def _load_lanes(self, places: Sequence[Place | None], num_sets: int, turn: int) -> None:
+        """Have lanes read on at these places, set by set; others wait for a row, or for their source."""
+        known = [place for place in places if place is not None]
+        if len({place[:4] for place in known}) < len(known):
             raise ValueError("a document is on two lanes")
-        gone = {place.source for place in places if place is not None} - self._by_name.keys()
+        gone = {place.source for place in known} - self._by_name.keys()
         if gone:
             problem = f"lacks {', '.join(sorted(gone))}, of which documents are being read"
             raise UserError("data.source", problem, "put it back, with a weight above 0 until they end")
         laned = {source.name for source in self._laned.values()}
-        self._paused = [place for place in places if place is not None and place.source not in laned]
+        self._paused = [place for place in known if place.source not in laned]
         places = [place if place is None or place.source in laned else None for place in places]
         num_lanes = num_sets * self._rows
         lanes = [Lane() for _ in places[:num_lanes]]
@@ -432,8 +440,7 @@ class LaneBlend(BlendDataset):
         # By file: each is opened once, though many lanes may read it.
         for lane, place in sorted(read, key=lambda each: (each[1].source, each[1].stream)):
             self._take_up(lane, place)
-        waiting = [*filter(None, places[num_lanes:])]
-        self._lay_out(num_sets, lanes, waiting, is_same * own["turn"])
+        self._lay_out(num_sets, lanes, [*filter(None, places[num_lanes:])], turn)
 
 
 def _in_order(state: Mapping[str, Any]) -> list[Place | None]:
