@@ -176,19 +176,8 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
     """
     # In an order in which a wrong checkpoint is refused before anything large is read.
     num_saved, num_shards = saved["data_shards"], plan.facts.data_shards
-    with loading(path, "config"):  # of one stream: dealt anew where other groups are open
-        sizes = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
-        both = [each["data"] for each in (saved["config"], plan.config.model_dump(mode="json"))]
-        before, now = (
-            {
-                own["name"]: [own["mixing"].get(key) or each["mixing"].get(key) for key in sizes]
-                for own in each["source"]
-            }
-            for each in both
-        )
-    is_kept = all(before[name] == now[name] for name in before.keys() & now.keys()) or reads_lanes(plan.config)
-    is_kept |= any(source.table.target is not None for source in plan.sources)
-    is_same = num_saved == num_shards and is_kept
+    with loading(path, "config"):
+        is_same = num_saved == num_shards and _has_the_same_groups(saved["config"], plan)
     with loading(path, "files"):
         tensors = open_model(path, saved, rank=info.rank)
         # The usual resume: each rank reads its own files alone.
@@ -226,6 +215,21 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
                 position.skipped_in_a_row = int(unlogged["in_a_row"])
     logger.info("resuming after step %d from %s", position.step, path)
     return position
+
+
+def _has_the_same_groups(saved: Mapping[str, Any], plan: Plan) -> bool:
+    """Whether a shard goes on with the groups that it had open: not if batches of one stream are of another
+    size, or of other numbers of streams."""
+    if reads_lanes(plan.config) or any(source.table.target is not None for source in plan.sources):
+        return True
+    before, now = map(_stream_sizes, (saved["data"], plan.config.data.model_dump(mode="json")))
+    return all(before[name] == now[name] for name in before.keys() & now.keys())
+
+
+def _stream_sizes(data: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """By source: how many streams it keeps open, and the sizes of its batches."""
+    keys = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
+    return {own["name"]: [own["mixing"].get(key) or data["mixing"].get(key) for key in keys] for own in data["source"]}
 
 
 def _restore_ledgers(
