@@ -4,7 +4,7 @@ Models are trained on equally many tokens in each step, in rows of 256, 1,024 or
 a zero state, as most trainers do it, or rows of documents whose state is carried. Each arrangement has the best of three and
 more learning rates, chosen on a seed of its own. Finished runs are kept in --out, and not run again.
 
-    make context               # about 2.5 hours on two cores
+    make context               # about 3 hours on two cores
     make context SIZE=small    # 20 minutes: rglru, three arrangements
     make context SIZE=device   # larger models, 10 minutes on one CUDA device (DEVICE=cpu: a rehearsal)
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from context_tables import Kind, tables, write_page
+from context_tables import LONGER, Kind, tables, write_page
 from experiments import Results, markdown, rows_of, train
 from recall_gaps import GAPS, write_recall
 from torch import Tensor, nn
@@ -58,13 +58,14 @@ class Size:
     steps: int = 200
     trial_steps: int = 60
     speed_steps: int = 12
+    has_longer: bool = True  # runs of `LONGER` times as many steps, of the first family
     lrs: tuple[float, ...] = (4e-3, 8e-3, 16e-3)
 
 
 SIZES = {
     "full": Size(),
-    "small": Size(families=("rglru",), arrangements=FEW),
-    "device": Size(arrangements=LARGE, tokens=65536, seeds=2, dim=512, layers=6, lrs=(2e-3,)),
+    "small": Size(families=("rglru",), arrangements=FEW, has_longer=False),
+    "device": Size(arrangements=LARGE, tokens=65536, seeds=2, dim=512, layers=6, lrs=(2e-3,), has_longer=False),
     "tiny": Size(arrangements=FEW, seeds=2, dim=16, layers=1, steps=2, trial_steps=2, speed_steps=2, lrs=(2e-3,)),
 }
 
@@ -72,7 +73,8 @@ SIZES = {
 def run(name: str, seed: int, size: Size, device: str, text: Path, work: Path) -> dict[str, Any]:
     """Train once: losses of held-out documents, read whole; those by depth, and (tokens, nats) of each document of text."""
     task, family, window, spread, lr, *trial = name.split()
-    steps = {"speed": size.speed_steps}.get(task, size.trial_steps if trial else size.steps)
+    of_task = {"speed": size.speed_steps, "longer": LONGER * size.steps}
+    steps = of_task.get(task, size.trial_steps if trial else size.steps)
     sets = {
         "train.steps": steps,
         "train.device": f'"{device}"',
@@ -101,7 +103,7 @@ def run(name: str, seed: int, size: Size, device: str, text: Path, work: Path) -
         found |= {key: round(row[key], 5) for key in row if re.fullmatch(KEPT, key)}
         # Which the chosen learning rate has lowest.
         found["judged"] = statistics.fmean(row[key] for key in row if re.fullmatch(JUDGED, key))
-    if task == "text":
+    if task in ("text", "longer"):
         lines = next((run_dir / "evaluations").iterdir()).read_text(encoding="utf-8").splitlines()
         documents = sorted((json.loads(line) for line in lines), key=itemgetter("stream", "document"))
         found["documents"] = [(each["tokens"], round(each["nats"], 2)) for each in documents]
@@ -176,6 +178,9 @@ def main() -> None:
         best = best_lrs(kinds, size.lrs, results, job, args.jobs)
         chosen |= {kind: kind.run_name(best[kind]) for kind in kinds}
         results.complete([chosen[kind] for kind in kinds], size.seeds, job, args.jobs)
+    longer = [Kind("longer", size.families[0], *each) for each in FEW if size.has_longer]
+    chosen |= {kind: chosen[kind._replace(task="text")].replace("text", "longer") for kind in longer}
+    results.complete([chosen[kind] for kind in longer], size.seeds, job, args.jobs)
     for kind in [Kind("speed", family, *each) for family in size.families for each in size.arrangements]:
         chosen[kind] = kind.run_name(size.lrs[0])
         results.complete([chosen[kind]], 1, job, 1)  # with nothing beside it

@@ -16,9 +16,12 @@ from recall_gaps import GAPS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FIGURE = ROOT / "docs" / "context.md", ROOT / "docs" / "images" / "context.svg"
 BEGIN, END = "<!-- begin of what make context wrote -->\n", "<!-- end of what make context wrote -->"
+LONGER = 4  # times as many steps
+TITLES = {"text": "text", "longer": f"text, {LONGER} times as many steps"}
 T_975 = (math.nan, 12.71, 4.303, 3.182, 2.776)  # Student's, by degrees of freedom
 SHARES = np.linspace(-1.0, 3.0, 401)
-COLORS = ("#0072b2", "#d55e00", "#00866a", "#cc79a7", "#e69f00", "#56b4e9", "#7a8794")
+GRAY = "#7a8794"
+COLORS = ("#0072b2", "#d55e00", "#00866a", "#cc79a7", "#e69f00", "#56b4e9", GRAY)
 Floats = NDArray[np.float64]
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 Found = Sequence[dict[str, Any]]  # what the runs of a kind gave, by seed
@@ -27,7 +30,7 @@ Found = Sequence[dict[str, Any]]  # what the runs of a kind gave, by seed
 class Kind(NamedTuple):
     """Runs that differ in their seed and learning rate alone."""
 
-    task: str  # text, recall; speed: some steps on text, without an evaluation
+    task: str  # text, recall; longer: on text, of more steps; speed: some steps on text, without an evaluation
     family: str
     window: int
     spread: int  # 0: single rows in shuffled order, each from a zero state
@@ -104,12 +107,10 @@ def text_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequ
     carried = next(kind for kind in kinds if kind.spread > 1)
     long = max(kinds, key=lambda kind: (kind.window, -kind.spread))
     share = recovered(*(found[kind] for kind in (kinds[0], carried, long)))
-    title = f"{carried.family}, text; share of the gain of ({long.rows}) that ({carried.rows}) recovers: {share}"
-    return (
-        title,
-        ("rows", "learning rate", "loss", "gain", "loss, reset at each row", "tokens/s", "MB a row"),
-        rows,
-    )
+    title = f"{carried.family}, {TITLES[carried.task]}; "
+    title += f"share of the gain of ({long.rows}) that ({carried.rows}) recovers: {share}"
+    columns = ("rows", "learning rate", "loss", "gain", "loss, reset at each row", "tokens/s", "MB a row")
+    return title, columns, rows
 
 
 def recall_table(found: Mapping[Kind, Found], _: Mapping[Kind, str], kinds: Sequence[Kind]) -> Table:
@@ -123,10 +124,12 @@ def recall_table(found: Mapping[Kind, Found], _: Mapping[Kind, str], kinds: Sequ
 
 
 def tables(found: Mapping[Kind, Found], lrs: Mapping[Kind, str]) -> Iterator[Table]:
-    """Two of each family."""
+    """Two of each family, and of one those of longer runs."""
     for family in dict.fromkeys(kind.family for kind in found):
-        for task, table in (("text", text_table), ("recall", recall_table)):
-            yield table(found, lrs, [kind for kind in found if kind[:2] == (task, family)])
+        for task, table in (("text", text_table), ("longer", text_table), ("recall", recall_table)):
+            kinds = [kind for kind in found if kind[:2] == (task, family)]
+            if kinds:
+                yield table(found, lrs, kinds)
 
 
 def draw(found: Mapping[Kind, Found]) -> None:
@@ -135,13 +138,10 @@ def draw(found: Mapping[Kind, Found]) -> None:
     from matplotlib import pyplot
 
     families = list(dict.fromkeys(kind.family for kind in found))
-    look: dict[Any, Any] = {
-        "svg.hashsalt": "context",
-        "text.color": "#7a8794",
-        "axes.labelcolor": "#7a8794",
-        "axes.edgecolor": "#7a8794",
-    }
-    with mpl.rc_context({**look, "xtick.color": "#7a8794", "ytick.color": "#7a8794", "font.size": 9}):
+    gray: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GRAY
+    )
+    with mpl.rc_context({**gray, "svg.hashsalt": "context", "font.size": 9}):
         figure, panels = pyplot.subplots(
             len(families), 2, figsize=(8, 3.4 * len(families)), squeeze=False, layout="constrained"
         )
@@ -163,7 +163,7 @@ def draw(found: Mapping[Kind, Found]) -> None:
                     panel.errorbar(
                         x, values, halves, color=color, label=kind.rows, linewidth=1.5, elinewidth=0.7, marker="."
                     )
-            right.axhline(1 / 8, color="#7a8794", linewidth=0.7, linestyle=":")
+            right.axhline(1 / 8, color=GRAY, linewidth=0.7, linestyle=":")
         panels[0][1].legend(frameon=False, fontsize=8)
         figure.savefig(FIGURE, transparent=True, metadata={"Date": None})
 

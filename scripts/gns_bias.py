@@ -208,13 +208,8 @@ def datasets(corpus: Corpus, seed: int) -> tuple[list[Any], int]:
         groups, _ = num_sets(setting.m, setting.rows, setting.spread, limits)
         mix = MixOptions(min(groups * setting.rows, len(streams), 256), seed=seed)
         source = BlendSource("text", ShardSource(streams, cut, read, mix, **how), ConstantWeight(1.0))
-        lanes: dict[str, Any] = {
-            "rows": setting.rows,
-            "row_tokens": setting.length,
-            "runs_on": setting.runs_on,
-            "lane_sets": {1: groups},
-        }
-        made.append(LaneBlend([source], seed=seed, tokenizer=read.tokenizer, **lanes))
+        shape: dict[str, Any] = {"rows": setting.rows, "row_tokens": setting.length, "lane_sets": {1: groups}}
+        made.append(LaneBlend([source], seed=seed, tokenizer=read.tokenizer, runs_on=setting.runs_on, **shape))
     return made, groups
 
 

@@ -69,9 +69,9 @@ def test_a_small_study_gives_every_figure_of_its_tables(tmp_path: Path, monkeypa
     words = ["--text", corpus.parent, "--work", work, "--out", work / "out.json", "--size", "tiny", "--json"]
     monkeypatch.setattr(sys, "argv", ["context.py", *map(str, words)])
     context.main()
-    text, recall = json.loads(capsys.readouterr().out)["tables"]
+    text, longer, recall = json.loads(capsys.readouterr().out)["tables"]
     assert [row[0] for row in text["rows"]] == ["256, shuffled", "256, carried", "4,096, shuffled"]
-    for row in text["rows"] + recall["rows"]:
+    for row in text["rows"] + longer["rows"] + recall["rows"]:
         assert all(math.isfinite(float(number)) for cell in row[1:] for number in re.findall(r"[\d.]+|nan", cell))
     kept = [float(row[-1]) for row in text["rows"]]
     assert kept[2] == pytest.approx(16 * kept[0], rel=0.1)
