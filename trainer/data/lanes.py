@@ -408,7 +408,7 @@ class LaneBlend(BlendDataset):
         self._load_lanes(in_order, num_sets, turn=0)
 
     def _load_claims(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a shard has given and owes; of other shards, an equal part of what all have."""
+        """Take over what a shard has given and owes; of other shards, an equal part of all."""
         part = 1.0
         if states[0]["shard"][1] != self._shard[1]:
             part = 1 / self._shard[1]
@@ -423,7 +423,7 @@ class LaneBlend(BlendDataset):
         self._longest = max(each["longest"] for each in states)
 
     def _load_lanes(self, places: Sequence[Place | None], num_sets: int, turn: int) -> None:
-        """Have lanes read on at these places, set by set; others wait for a row, or for their source."""
+        """Read on at these places, set by set; others wait for a row, or for their source."""
         known = [place for place in places if place is not None]
         if len({place[:4] for place in known}) < len(known):
             raise ValueError("a document is on two lanes")

@@ -234,7 +234,7 @@ def assemble(placed: Placed, built: Built, launch: Launch, stack: ExitStack) -> 
         for each in built.sets:
             before = saved.get("evaluated", {}).get(each.name, each.read)
             if each.read != before:
-                text = "%s: evaluations read %s, and %s before the checkpoint: their numbers are of other documents"
+                text = "%s: evaluations read %s, and %s before the checkpoint: do not compare their numbers"
                 logger.warning(text, each.name or "held-out documents", each.read, before)
         # After all are added: the states of those that are off now are kept for a later resume.
         with loading(path, "extensions"):
