@@ -17,16 +17,13 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from trainer.cli.parts import PARTS, VERBS, launcher
 from trainer.cli.terminal import ConfigOption, SetOption, echo, refuse, require_config, uncollected
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from trainer.config.schema import RunConfig
 
 IS_LAUNCHED = "TRAINER_IS_LAUNCHED"  # set for the ranks of `--nproc`, which are given it too
 app = typer.Typer(
@@ -94,17 +91,11 @@ def train(
     config_path = require_config(config, "train")
     options = {key: context.params[name] for name, key in SETTINGS.items()}
     settings = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
-    from trainer.config.load import load_config
+    from trainer.config.load import load_config, located
 
     loaded = load_config(config_path, settings)
     if nproc is not None and IS_LAUNCHED not in os.environ:
         raise typer.Exit(launcher.launch_ranks(nproc))
-    raise typer.Exit(_train_here(loaded, config_path, settings, run_dir))
-
-
-def _train_here(config: RunConfig, config_path: str, settings: list[str], run_dir: str | None) -> int:
-    """Train in this process; returns its exit code. A mistake is printed, and ends the process."""
-    from trainer.config.load import located
     from trainer.ending import StopRequest
     from trainer.metrics.logger import get_logger
 
@@ -119,7 +110,7 @@ def _train_here(config: RunConfig, config_path: str, settings: list[str], run_di
     stop.install()
     with uncollected():
         import_module("torch._dynamo")  # which the optimizer's first step imports
-        from trainer.training.main import train
+        from trainer.training.main import train as train_here
         from trainer.training.open_run import Launch
 
     # The user's code, which is imported from here on, may change the working directory.
@@ -128,7 +119,7 @@ def _train_here(config: RunConfig, config_path: str, settings: list[str], run_di
     )
     try:
         with located(config_path, settings):
-            return train(config, launch)
+            raise typer.Exit(train_here(loaded, launch))
     except UserError as error:
         refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
 

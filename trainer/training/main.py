@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
@@ -72,7 +72,9 @@ def train(config: RunConfig, launch: Launch) -> int:
                         run = open_run(plan, launch, info, device, of_run, last)
                         if run is None:
                             return 0
-                        return run_recorded(run)
+                        with recorded(run) as end:
+                            end.reason = run_loop(run)
+                        return end.code
                 except UserError:  # also from closing the run
                     stop.is_muted = True
                     raise
@@ -116,44 +118,54 @@ def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
         raise UnexpectedExit(f"{what}{when()}{place_of(error)}") from error
 
 
-def run_recorded(run: Run) -> int:
-    """Run the loop, and record in status.json how it ends. Returns the exit code."""
-    view, state, reason, messages = run.view, "failed", "", run.view.plan.parts.messages
+@dataclass
+class End:
+    """How a run ended."""
+
+    reason: str = ""
+    state: str = "failed"
+    code: int = EXIT_FAILED
+
+
+@contextmanager
+def recorded(run: Run) -> Iterator[End]:
+    """Around the loop, which leaves its reason in `End`: records in status.json how the run ends."""
+    view, end, messages = run.view, End(), run.view.plan.parts.messages
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
-            reason = run_loop(run)
+            yield end
         run.watchdog.at("end", run.position.step, may_wait=True)
-        state = "stopped" if reason.startswith("stopped") else FINISHED
+        end.state = "stopped" if end.reason.startswith("stopped") else FINISHED
         # Without a checkpoint, a script must not take a stopped run for done.
-        return 0 if state == FINISHED or run.saver.last_saved >= 0 else EXIT_FAILED
+        if end.state == FINISHED or run.saver.last_saved >= 0:
+            end.code = 0
     except (CorruptedError, NonFiniteError, SaveError) as error:
-        reason = str(error)
-        logger.error("%s", reason)
-        return EXIT_FAILED
+        end.reason = str(error)
+        logger.error("%s", end.reason)
     except OSError as error:
-        reason = error_text(error)
+        end.reason = error_text(error)
         if error.filename is not None:
-            reason = f"{error.filename}: {error.strerror}"
-        run.watchdog.tell(reason)
-        every_rank_logger.error("%s", reason)
+            end.reason = f"{error.filename}: {error.strerror}"
+        run.watchdog.tell(end.reason)
+        every_rank_logger.error("%s", end.reason)
         raise RunFailed from error
     except UserError as error:
-        reason = error.message
+        end.reason = error.message
         # Before this rank leaves: the others would report a lost connection instead.
-        run.watchdog.tell(reason)
+        run.watchdog.tell(end.reason)
         raise
     except Exception as error:
-        reason = _report_failure(run, error)
+        end.reason = _report_failure(run, error)
         raise RunFailed from error
     finally:
         step = run.position.step
         run.watchdog.at("end", step, may_wait=True)
         if view.info.is_main:
             # Before the sinks are closed, which may take time. The record is written at every step.
-            view.run_dir.leave_status(view.info, state, reason=reason, step=step)
+            view.run_dir.leave_status(view.info, end.state, reason=end.reason, step=step)
             run.tracker.close()  # flushes the sinks
             if messages is not None:
-                view.diagnostics.best_effort("summary").run(messages.ended, run, state, reason)
+                view.diagnostics.best_effort("summary").run(messages.ended, run, end.state, end.reason)
         for line in view.diagnostics.summary():
             every_rank_logger.warning("%s", line)
 
