@@ -49,7 +49,7 @@ def resolve_target(target: str, key: str) -> Any:
 
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
+    if isinstance(error, SyntaxError) and error.filename and os.path.isabs(error.filename):
         return f" ({shown_path(error.filename)}:{error.lineno})"
     # Frames of packages and of Python itself do not help to locate the mistake.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -309,9 +309,10 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     be meant (those of the same name in other tables, or the closest of this one), or all of this
     table."""
     word, known = str(path[-1]), keys_of(model, path[:-1])
-    if word in FOREIGN:
+    everywhere = [".".join(keys) for keys in _all_keys(model)]
+    if FOREIGN.get(word) in (*known, *everywhere):
         return f"did you mean {FOREIGN[word]}?"
-    found = [".".join(keys) for keys in _all_keys(model) if keys[-1] == word]
+    found = [key for key in everywhere if key.split(".")[-1] == word]
     found = found or difflib.get_close_matches(word, known, n=1)
     if 0 < len(found) <= 2:
         return f"did you mean {' or '.join(found)}?"

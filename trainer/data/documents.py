@@ -176,7 +176,7 @@ class ReadOptions(Options):
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
     """Concatenate documents that are tokenized one by one, in the smallest dtype for the ids; many
     are in a mapped temporary file (`TMPDIR`). Raises UserError, naming the file `where`, at an id
-    outside the vocabulary. `pieces`: the ids of each document, any integer dtype.
+    outside the vocabulary. `pieces`: the ids of each document, all signed or all unsigned.
     """
     dtype, lengths = np.dtype(np.min_scalar_type(max(vocab_size - 1, 0))), array("q")
     bounds, num_tokens = IdBounds(where, vocab_size, "the tokenizer"), 0

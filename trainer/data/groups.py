@@ -147,6 +147,7 @@ class OpenStream:
         table = self.groups
         owners, first = table.documents[groups], table.first_cells[groups] * self.seq_len
         begins, sizes = self.documents.starts[owners] + first, self.num_tokens(groups)
+        # In the order of `Handed`'s fields, behind epoch and source; nothing checks it.
         columns = groups, table.ids_of(groups, epoch), owners, first, sizes, begins
         lists = [column.tolist() for column in columns]
         return [*map(_new_handed, zip(repeat(epoch), repeat(self), *lists, strict=False))]

@@ -274,6 +274,7 @@ class LaneBlend(BlendDataset):
             logger.info(text, counted(number, "document"), number + num_lanes, num_lanes)
 
     def _note_open(self) -> None:
+        """Derive `_open`, `_whole` and `_is_alone`; after every change of `_shares` or `_ended`."""
         pairs = zip(self._shares, self._ended, strict=True)
         self._open = [(share, share > 0 and not ended) for share, ended in pairs]
         self._whole = sum(share for share, is_open in self._open if is_open)

@@ -86,7 +86,7 @@ class Watchdog:
 
     Args:
         store: a connection of its own, since the main thread may block in another one.
-        timeout_sec: timeout of the collectives.
+        timeout_sec: a run without progress has ended on all ranks after so long.
         log: file for the stacks.
         collectives: number of collectives entered so far; called in the thread.
         on_end: called with the reason before the process is ended because its main thread hangs.
@@ -114,7 +114,7 @@ class Watchdog:
         self._collectives, self._on_end = collectives, on_end
         self._reading, self._more_signs = reading, signs
         self._notes = itertools.count()
-        self._note: tuple[str, int, bool, int] = ("starting", 0, True, 0)
+        self.at("starting", 0, may_wait=True)
         self._use = ProcessorUse()
         self._signs: object = None
         self._heard: dict[int, tuple[str, float]] = {}  # rank -> its last message, and when it came

@@ -56,7 +56,8 @@ class Owner(NamedTuple):
     is_over: bool = False  # it has given the directory back
 
     def lives(self, last_sign: float, limit_sec: float) -> bool:
-        """Whether it does; by its last sign, if it cannot be looked up from here."""
+        """Whether it lives; one that cannot be looked up from here does for `limit_sec` after
+        `last_sign` (seconds since 1970)."""
         if self.is_over:
             return False
         if self.is_here:
@@ -66,7 +67,15 @@ class Owner(NamedTuple):
     @property
     def is_here(self) -> bool:
         """Whether it can be looked up from here."""
-        return self.place != "" and self.place == _place()
+        if "" in (self.place, self.started) or self.place != _place():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except PermissionError:  # another user's, which /proc may hide (`hidepid`)
+            return _started(self.pid) != ""
+        except (OSError, OverflowError):  # it is gone
+            pass
+        return True
 
 
 class RunLock(AbstractContextManager["RunLock"]):
@@ -187,8 +196,9 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in its system's ticks; empty if it is gone or only waited for."""
+    """When a process began, in its system's ticks; empty if it is gone, only waited for, or hidden."""
     try:
+        # Behind its name, which may hold anything: fields 3 (state) to 52 of proc(5); 22 is the start.
         fields = read_bytes(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
     except OSError:
         return ""

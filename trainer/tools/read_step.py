@@ -32,7 +32,7 @@ from trainer.training.build import make_blend, plan_lanes, recorded_sets
 from trainer.training.plan import Plan, make_plan, width_of
 from trainer.training.record import check_data
 from trainer.training.run_dir import RunDir
-from trainer.training.tensor_files import read_rank
+from trainer.training.tensor_files import read_shard
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     blends = [make_blend(plan, shard, lanes=lanes) for shard in own]
     if path is not None:
         with checkpoint.loading(path, "data cursors"):
-            states: list[Any] = [read_rank(path, number)["data"] for number in range(state["data_shards"])]
+            states: list[Any] = [read_shard(path, number)["data"] for number in range(state["data_shards"])]
             if len(states) != len(blends):  # data of fewer or more shards is dealt anew
                 states = [states] * len(blends)
             for blend, cursor in zip(blends, states, strict=True):

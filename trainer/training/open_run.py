@@ -55,6 +55,7 @@ from trainer.training.train_state import Position
 from trainer.wording import error_text, few, short_repr
 
 logger = get_logger(__name__)
+OF_RANK_0 = ("profile", "progress")  # extensions
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,10 @@ def _make_graphs(view: RunView, auxiliary: Auxiliary) -> Graphs | None:
 
 
 def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension]:
-    """The extensions of a run, by name. One that is off is not imported."""
+    """The extensions of a run, by name. One that is off is not imported.
+
+    A UserError on all ranks if one cannot be made; one of rank 0 alone is left out with a warning.
+    """
     config = view.config
     asked = {  # those beyond the core: whether they are on, and the key that says so
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
@@ -392,7 +396,9 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
                 found[name] = make(view)
             except UserError:
                 raise
-            except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
+            except Exception as error:
+                if name not in OF_RANK_0:  # a rank without it would be missing in the sums
+                    raise UserError(key, f"cannot be made: {error_text(error)}", "set it off") from error
                 view.diagnostics.best_effort(name).fail(error)
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):

@@ -33,7 +33,7 @@ from trainer.training.tensor_files import (
     model_file,
     pack,
     rank_file,
-    read_rank,
+    read_shard,
     rows_file,
     write_part,
 )
@@ -182,7 +182,7 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         tensors = open_model(path, saved, rank=info.rank)
         # The usual resume: each rank reads its own files alone.
         numbers = [shard.number for shard in state.shards] if is_same else range(num_saved)
-        parts = {number: read_rank(path, number) for number in numbers}
+        parts = {number: read_shard(path, number) for number in numbers}
     with loading(path, "weights"):
         load_weights_of(state.model, tensors)
     with loading(path, "optimizer"):

@@ -58,7 +58,8 @@ Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] o
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint, atomically and synced to disk."""
+    """Write one file of a checkpoint, atomically and synced to disk. An OSError or RuntimeError if it
+    cannot be written."""
     if not isinstance(part, TensorPart):
         with replacing(path) as file:
             for piece in part:
@@ -249,24 +250,24 @@ def model_file(rank: int) -> str:
     return f"model_{rank:03d}.safetensors"
 
 
-def rank_file(rank: int) -> str:
-    """Name of the file with a rank's own part."""
-    return f"rank_{rank:03d}.safetensors"
+def rank_file(shard: int) -> str:
+    """Name of the file with a data shard's own part."""
+    return f"rank_{shard:03d}.safetensors"
 
 
-def rows_file(rank: int) -> str:
-    """Name of the file with the states of a rank's ledger."""
-    return f"rank_{rank:03d}.rows"
+def rows_file(shard: int) -> str:
+    """Name of the file with the states of a data shard's ledger."""
+    return f"rank_{shard:03d}.rows"
 
 
-def read_rank(path: Path, rank: int) -> dict[str, Any]:
-    """The part that a rank wrote. A CheckpointError if it is damaged."""
-    files = TensorFiles([path / rank_file(rank)])
+def read_shard(path: Path, shard: int) -> dict[str, Any]:
+    """The part of a data shard. If it is damaged, any exception: see `checkpoint.loading`."""
+    files = TensorFiles([path / rank_file(shard)])
     part: dict[str, Any] = unpack(files.values, files.read)
     ledger = part.get("ledger", {})
     if ledger:
         shape = len(ledger["groups"]), ledger["width"]
-        ledger["rows"] = _map_rows(path / rows_file(rank), shape, ledger["dtype"])
+        ledger["rows"] = _map_rows(path / rows_file(shard), shape, ledger["dtype"])
     return part
 
 

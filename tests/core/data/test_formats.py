@@ -43,6 +43,8 @@ def test_a_text_file_is_one_document_or_one_per_block(tmp_path):
     path.write_text("\n\none\ntwo\n\n \t\nthree é\n\n", encoding="utf-8")
     assert texts(path) == ["\n\none\ntwo\n\n \t\nthree é\n\n"]
     assert texts(path, text_split="blank_line") == ["\n\none\ntwo\n\n \t\n", "three é\n\n"]
+    path.write_text("one\n\n  two\n\n \t")
+    assert texts(path, text_split="blank_line") == ["one\n\n", "  two\n\n \t"]
 
 
 def test_json_lines_give_a_document_per_line(tmp_path):

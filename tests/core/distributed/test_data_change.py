@@ -13,7 +13,7 @@ import pytest
 from tests.support.fault_runs import LOST, keep
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.runs import losses, run, train, write_tiny_config
-from trainer.training.tensor_files import read_rank
+from trainer.training.tensor_files import read_shard
 
 pytestmark = pytest.mark.distributed
 RUN = "\n[checkpoint]\nevery = 4\n"
@@ -98,7 +98,7 @@ def edited(stopped: Path, tmp_path: Path, *, second: str) -> Path:
 
 
 def data_state(run_dir: Path, step: int) -> dict:
-    return read_rank(run_dir / "checkpoints" / f"step_{step:08d}", 0)["data"]
+    return read_shard(run_dir / "checkpoints" / f"step_{step:08d}", 0)["data"]
 
 
 def test_a_run_goes_on_without_a_source_that_was_removed(stopped, resume, tmp_path):

@@ -15,8 +15,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import make_model
+from tests.support.in_process import train_here
 from tests.support.runs import read_rows, train, write_tiny_config
 from trainer.distributed.strategy import Strategy
+from trainer.errors import UserError
 from trainer.lab import extensions
 from trainer.lab.extensions import LayerNumbers, layer_of
 from trainer.metrics.catalog import is_known, lookup
@@ -143,3 +145,14 @@ def test_a_skipped_step_reports_no_layer(tmp_path: Path) -> None:
     skipped = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl").values() if row["non_finite_steps"]]
     assert skipped
     assert not any(key.startswith("layer/") for row in skipped for key in row)
+
+
+def test_a_part_that_cannot_be_made_on_a_rank_ends_the_run_by_name(tmp_path: Path, monkeypatch: Any) -> None:
+    """Without it, that rank would be missing in the sums of the others, which would wait."""
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(LayerNumbers, "__init__", no_memory)
+    with pytest.raises(UserError, match=r"metrics\.per_layer: cannot be made: RuntimeError: no memory"):
+        train_here(write_tiny_config(tmp_path), tmp_path / "run", "metrics.per_layer=true")

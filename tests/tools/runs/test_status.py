@@ -93,6 +93,7 @@ OTHERS = {
     "a process of this host": (HERE, 1e6, True),
     "another one of its number": ({**HERE, "started": "1"}, 0.0, False),
     "none of its number": (ABSENT, 0.0, False),
+    "none of its number, which did not know its start": ({**ABSENT, "started": ""}, 1000.0, False),
     "one in another container of this host": ({**ABSENT, "place": f"{HERE['place']}1"}, 60.0, True),
     "one of another host": ({}, 60.0, True),
     "one of another host, long ago": ({}, 1000.0, False),
@@ -115,6 +116,19 @@ def test_whose_run_it_is(tmp_path: Path, owner: dict[str, Any] | None, silent_se
         with take_lock(tmp_path, 600.0):
             assert is_held(tmp_path)
         assert not is_held(tmp_path)
+
+
+@pytest.mark.parametrize(("silent_sec", "lives"), [(60.0, True), (1000.0, False)])
+def test_another_user_s_process_that_proc_hides_is_judged_by_its_signs(
+    tmp_path, monkeypatch, silent_sec, lives
+) -> None:
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr("trainer.metrics.run_status._started", lambda pid: "")
+    write_lock(tmp_path, HERE, silent_sec)
+    assert is_held(tmp_path) == lives
 
 
 @pytest.mark.parametrize("shows_itself", [False, True])
