@@ -38,7 +38,7 @@ from trainer.errors import UserError
 from trainer.wording import few
 
 NO_SPACE = re.compile(rb"[^\s]")
-BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+(?:[ \t\r]+\Z)?")  # also a last one without its newline
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+(?:[ \t\r]+\Z)?")  # also without the last newline
 BATCH = 1 << 20  # bytes of lines that are tokenized together
 BATCH_ROWS = 1024  # likewise
 COLUMNS = ("text", "tokens")

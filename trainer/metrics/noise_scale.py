@@ -168,8 +168,8 @@ def is_positive(value: float, variance: float, freedom: float, z: float = HIGH_Q
 def t_quantile(z: float, freedom: float) -> float:
     """Quantile of Student's t where the normal one is z, by the inverse of Wallace (1959).
 
-    Exact for many degrees of freedom; too large by 0.5 % (z = 1.96) and 6 % (3.72) at 4, and 1.4 and
-    9.6 times too large at 1, the fewest that are asked for.
+    Exact for many degrees of freedom; at 4, 0.5 % (z = 1.96) and 6 % (3.72) too large; at 1, the
+    fewest that are asked for, 1.4 and 9.6 times too large.
     """
     z *= (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0)
     return math.sqrt(freedom * math.expm1(z * z / freedom))
@@ -462,7 +462,7 @@ class NoiseScaleAverage:
         self.world_size = float(window.world_size)
 
     def _note_rows(self) -> None:
-        # A row stands in the middle of its document, on average. No weight: before the first window.
+        # A row stands in the middle of its document, on average. No weight: no window yet.
         self.stretches.rows = 1.0 + 2.0 * self.rows_sum / (self.weight or 1.0)
 
     @property

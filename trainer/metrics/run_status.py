@@ -196,9 +196,9 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in its system's ticks; empty if it is gone, only waited for, or hidden."""
+    """When a process began, in its system's ticks; empty: it is gone, only waited for, or hidden."""
     try:
-        # Behind its name, which may hold anything: fields 3 (state) to 52 of proc(5); 22 is the start.
+        # Behind its name, which may hold anything, from field 3 of proc(5) on; 22 is the start.
         fields = read_bytes(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
     except OSError:
         return ""

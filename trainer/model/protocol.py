@@ -70,10 +70,10 @@ class SequenceModel(Protocol):
         ...
 
     def __call__(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Run `tokens` (int64 [B, T]; of series floats [B, T, F]) from `state` ([B, state_width]; None: zero).
+        """Run `tokens` (int64 [B, T]; series: floats [B, T, F]) from `state` ([B, state_width] or None).
 
-        `resets` (bool [B, T]; None: nowhere) is True at a document's first token, also the first of a
-        row: before that token the state is set to zero.
+        `resets` (bool [B, T]; None: nowhere) is True at a document's first token, also the first of
+        a row: before that token the state is set to zero.
         Optional: it is passed by name and only where documents begin within rows, so a model for
         other data need not accept it.
         """

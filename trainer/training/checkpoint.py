@@ -4,7 +4,7 @@ A checkpoint is a directory `checkpoints/step_00000100/`:
 
     model_000.safetensors   weights and optimizer: of rank 0, and of each rank that holds shards
     rank_000.safetensors    every data shard: its data cursors, counts, and what its ledger holds
-    rank_000.rows           every data shard with a ledger: the states, one after another, as in memory
+    rank_000.rows           each with a ledger: the states, one after another, as in memory
     state.json              step, noise-scale averages, sink state, config, versions
     COMPLETE                JSON: bytes and SHA-256 of every other file; written last
 

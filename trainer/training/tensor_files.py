@@ -58,8 +58,10 @@ Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] o
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint, atomically and synced to disk. An OSError or RuntimeError if it
-    cannot be written."""
+    """Write one file of a checkpoint, atomically and synced to disk.
+
+    An OSError or RuntimeError if it cannot be written.
+    """
     if not isinstance(part, TensorPart):
         with replacing(path) as file:
             for piece in part:
