@@ -62,8 +62,15 @@ def to_services(
         guard = diagnostics.best_effort("wandb")
         if run_id is not None:
             first_step = guard.run(unused_step, [run_dir.metrics, run_dir.events]) or 0
-        of: dict[str, Any] = {"run_id": run_id, "first_step": first_step, "config": settings}
-        wandb = WandbSink(mode=mode, project=table.wandb.project, run_dir=run_dir.path, guard=guard, **of)
+        wandb = WandbSink(
+            mode=mode,
+            project=table.wandb.project,
+            run_dir=run_dir.path,
+            run_id=run_id,
+            first_step=first_step,
+            config=settings,
+            guard=guard,
+        )
         run_id = wandb.run_id
         sinks.append(BackgroundSink(wandb, name="wandb", guard=guard, close_sec=CLOSE_SEC))
     if table.tensorboard:
@@ -143,31 +150,38 @@ class WandbSink:
         self._is_online = False
         self._row: dict[str, Any] = {}
         self._row_step, self._next_own_step = 0, first_step
-        # silent: wandb's own lines repeat every metric, partly on stdout.
-        settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": TIMEOUT_SEC}
-        settings |= {"login_timeout": TIMEOUT_SEC, "finish_timeout": TIMEOUT_SEC}
-        options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
-        options["name"] = os.environ.get("WANDB_NAME") or run_dir.name
-        options["config"] = dict(config or {})
-        self._guard.run(self._open, Path(os.environ.get("WANDB_DIR") or run_dir), options, settings)
+        self._guard.run(self._open, mode, project, run_dir, run_id, dict(config or {}))
 
-    def _open(self, directory: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    def _open(self, mode: WandbMode, project: str, run_dir: Path, run_id: str | None, config: dict[str, Any]) -> None:
         # Imported here: it takes most of a second, and only rank 0 needs it.
         import wandb
 
+        directory = Path(os.environ.get("WANDB_DIR") or run_dir)
         directory.mkdir(parents=True, exist_ok=True)
+        # silent: wandb's own lines repeat every metric, partly on stdout.
+        settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True}
+        settings |= dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), TIMEOUT_SEC)
         # Older releases of wandb lack some of the settings.
         silent = wandb.Settings(**{key: settings[key] for key in settings.keys() & wandb.Settings.model_fields})
         wandb.setup()
         wandb.termsetup(silent, messages)
-        options |= {"resume": "allow", "dir": str(directory), "settings": silent}
+        begin = partial(
+            wandb.init,
+            project=project,
+            id=run_id,
+            name=os.environ.get("WANDB_NAME") or run_dir.name,
+            config=config,
+            resume="allow",
+            dir=str(directory),
+            settings=silent,
+        )
         try:
-            self._run = wandb.init(**options)
-            self._is_online = options["mode"] == "online"
+            self._run = begin(mode=mode)
+            self._is_online = mode == "online"
         except wandb.Error as error:
-            if options["mode"] != "online":
+            if mode != "online":
                 raise
-            self._run = wandb.init(**{**options, "mode": "offline"})
+            self._run = begin(mode="offline")
             text = "wandb: cannot begin online, and goes on offline (%s: %s)"
             logger.warning(text, type(error).__name__, " ".join(str(error).split()))
         self.run_id = self._run.id

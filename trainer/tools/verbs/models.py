@@ -115,9 +115,16 @@ def evaluate(
         from trainer.tools.offline import evaluate_checkpoint
         from trainer.tools.runs.readings import curves_of, in_words, is_by_depth
 
-    how: dict[str, Any] = {"step": step, "ema": ema, "batches": batches, "held_out": held_out}
-    on = pick_device(device)
-    at, metrics = evaluate_checkpoint(run_dir, sources, device=on, trust_code=trust_code, **how)
+    at, metrics = evaluate_checkpoint(
+        run_dir,
+        sources,
+        step=step,
+        ema=ema,
+        batches=batches,
+        held_out=held_out,
+        device=pick_device(device),
+        trust_code=trust_code,
+    )
     if as_json:
         print_json({"run": run_dir, "step": at, "ema": ema, "metrics": metrics})
         return
@@ -130,11 +137,12 @@ def evaluate(
             echo(f"{key} {value:.4f}")
     for name, curve in curves_of(metrics).items():
         echo(f"{name or HELD_OUT}: {in_words(curve, 0)}")
-        shown: dict[str, list[str]] = {"tokens before": [], "loss": [], "from zero": [], "gain": []}
-        for point in curve.points:
-            numbers = point.loss, point.from_zero, point.gain
-            for column, each in zip(shown.values(), (f"{point.start:,}", *numbers), strict=True):
-                column.append("" if each is None else str(each))
+        shown = {
+            "tokens before": [f"{point.start:,}" for point in curve.points],
+            "loss": [str(point.loss) for point in curve.points],
+            "from zero": [str(point.from_zero or "") for point in curve.points],
+            "gain": [str(point.gain or "") for point in curve.points],
+        }
         print_table(shown, right=shown, box=None)
 
 
@@ -170,8 +178,9 @@ def export(
     if target.is_dir() and any(target.iterdir()) and not is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
     with writing(out):
-        how: dict[str, bool] = {"as_hugging_face": format == "hf", "trust_code": trust_code}
-        made = export_model(Path(run_dir), target, step=step, ema=ema, **how)
+        made = export_model(
+            Path(run_dir), target, step=step, ema=ema, as_hugging_face=format == "hf", trust_code=trust_code
+        )
     what = "averaged weights" if ema else "weights"
     echo(f"wrote the {what} after step {made.step} and the config to {out}", err=True)
 
