@@ -60,11 +60,17 @@ class Ruling:
         return sorted({step for evidence in self.outcome.evidence for step in evidence.steps})
 
     def to_json(self) -> dict[str, Any]:
-        found = self.outcome
-        own: dict[str, Any] = {"rule": self.rule.name, "verdict": found.verdict, "severity": self.severity}
-        own |= {"not_yet": found.is_early, "sentence": found.sentence, "needs": list(self.rule.needs)}
-        own |= {"fix": self.fix, "knob": found.knob and vars(found.knob)}
-        return own | {"evidence": [evidence.to_json() for evidence in found.evidence]}
+        return {
+            "rule": self.rule.name,
+            "verdict": self.outcome.verdict,
+            "severity": self.severity,
+            "not_yet": self.outcome.is_early,
+            "sentence": self.outcome.sentence,
+            "evidence": [evidence.to_json() for evidence in self.outcome.evidence],
+            "knob": self.outcome.knob and vars(self.outcome.knob),
+            "fix": self.fix,
+            "needs": list(self.rule.needs),
+        }
 
 
 @dataclass(frozen=True)
