@@ -14,7 +14,6 @@ from trainer.metrics.noise_scale import t_quantile
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, summarize
 from trainer.tools.runs.load import load_run
-from trainer.tools.runs.readings import losses_of_documents
 
 
 def results(run):
@@ -66,12 +65,12 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     before, after = evaluated(tmp_path / "a", first), evaluated(tmp_path / "b", second, [*TOKENS[:6], 80])
     few, wrong = evaluated(tmp_path / "few", second[:4]), evaluated(tmp_path / "wrong", second, logged=2.5)
     cut, parts = evaluated(tmp_path / "cut", second), evaluated(tmp_path / "parts", second, logged=2.5, part="mine")
-    assert losses_of_documents(parts) == losses_of_documents(load_run(tmp_path / "cut" / "metrics.jsonl"))
+    assert parts.document_losses == load_run(tmp_path / "cut" / "metrics.jsonl").document_losses
     kept = tmp_path / "cut" / "evaluations" / "step_00000004.jsonl"
     whole = kept.read_text()
     for content in ("3", whole.replace("7, ", "-7, "), whole.replace("20.0", "1e200"), '{"key": 1'):
         kept.write_text(content)
-        assert losses_of_documents(cut)[1].startswith("evaluations/step_00000004.jsonl is damaged: ")
+        assert load_run(tmp_path / "cut").document_losses[1].startswith("evaluations/step_00000004.jsonl is damaged: ")
     _, row, *others = summaries([before, after, few, wrong, cut])[-1]
     d, w = np.subtract(second, first)[:6], np.array(TOKENS)[:6]  # the last one was read further
     effective = w.sum() ** 2 / np.square(w).sum()

@@ -15,8 +15,8 @@ from trainer.config.data_tables import EvalSourceTable, SourceTable
 from trainer.config.load import flatten, recorded_settings
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import Losses, loss_unit, losses_of_documents, noise_scale_of, number_text
+from trainer.tools.runs.load import Losses, RunRecord
+from trainer.tools.runs.readings import loss_unit, noise_scale_of, number_text
 from trainer.wording import counted
 
 # The end of a run is its last tenth, but at most so many rows, or it would be all of a short run.
@@ -115,7 +115,7 @@ def _held_out(run: RunRecord) -> SummaryRow:
     notes = [f"step {last:,}", f"best {number_text(evals[best])} at step {best:,}"]
     if last in errors:
         notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[last])} (95 %)")
-    documents = losses_of_documents(run)[0].get("eval_loss")
+    documents = run.document_losses[0].get("eval_loss")
     if documents:
         tokens = sum(tokens for _, tokens in documents.values())
         notes.append(f"{counted(len(documents), 'document')}, {counted(tokens, 'token')}")
@@ -153,7 +153,7 @@ def summaries(runs: Sequence[RunRecord]) -> list[tuple[SummaryRow, ...]]:
 
 def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
     """The held-out losses minus those of the first run that has recorded them, over the same documents."""
-    held = [losses_of_documents(run) for run in runs]
+    held = [run.document_losses for run in runs]
     first = next((number for number, (own, _) in enumerate(held) if own), 0)
     label = f"minus that of {runs[first].name}"
     for key, losses in (held[first][0] or {"eval_loss": {}}).items():
@@ -215,7 +215,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         if has_failed or not (steps and math.isfinite(losses[-1])):
             left_out.setdefault(same, []).append(run.name)
         elif run.config:
-            documents = losses_of_documents(run)[0].get("eval_loss", {})
+            documents = run.document_losses[0].get("eval_loss", {})
             read = {where: tokens for where, (_, tokens) in documents.items()}
             groups.setdefault((same, steps[-1]), {}).setdefault(seed, (run.name, losses[-1], read))
     found: list[dict[str, Any]] = []

@@ -6,11 +6,13 @@ numpy, which reading a run must not take.
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +29,12 @@ from trainer.metrics.payload_contract import (
     strip_launcher_prefix,
 )
 from trainer.metrics.run_status import STATUS_NAME, judged, usable
-from trainer.wording import counted
+from trainer.wording import counted, error_text
 
 METRICS_NAME: Final = "metrics.jsonl"
 Column = tuple["array[int]", "array[float]"]
+Losses = dict[tuple[str, str, int], tuple[float, int]]
+"""Source, stream and number of a document: the sum of its losses in nats, and its targets."""
 
 
 class RowTable:
@@ -153,6 +157,38 @@ class RunRecord:
         if isinstance(size, int) and size >= 1:
             return size
         return None
+
+    @cached_property
+    def document_losses(self) -> tuple[dict[str, Losses], str]:
+        """Those of the last evaluation, by the key of their mean; and in words why there are none."""
+        found: dict[str, Losses] = {}
+        step = max(self.evals.steps, default=0)
+        directory = self.path if self.path.is_dir() else self.path.parent  # of a metrics.jsonl
+        path = directory / "evaluations" / f"step_{step:08d}.jsonl"
+        try:
+            for each in map(parse_json, read_lines(path)):
+                where, nats = (str(each["source"]), str(each["stream"]), int(each["document"])), float(each["nats"])
+                if not is_count(each["tokens"]) or 1e60 < abs(nats) < math.inf:  # whose squares are no floats
+                    raise ValueError(f"{nats} nats of {each['tokens']} tokens")
+                found.setdefault(str(each["key"]), {})[where] = nats, each["tokens"]
+        except (FileNotFoundError, NotADirectoryError):
+            return {}, "no losses of documents are recorded" if step else ""
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+            return {}, f"evaluations/{path.name} is damaged: {error_text(error)}"
+        # With further parts of the objective, a logged loss is not the mean of these.
+        parts = [self.setting(f"objective.{part}") for part in ("z_loss", "coord", "losses")]
+        further = {key for key in self.evals.keys if key.startswith("eval_objective/")}
+        parts.append(further - {"eval_objective/token_ce", "eval_objective/own"})
+        for key, losses in found.items():
+            logged = dict(zip(*self.evals.column(key), strict=True)).get(step, math.nan)
+            mean = sum(nats for nats, _ in losses.values()) / max(sum(tokens for _, tokens in losses.values()), 1)
+            if (
+                abs(mean - logged) > 1e-4 * abs(logged)
+                and not any(parts)
+                and self.setting("objective.token_ce", 1) == 1
+            ):
+                return {}, f"evaluations/{path.name} does not give the logged {key}"
+        return found, ""
 
 
 class _Reader:

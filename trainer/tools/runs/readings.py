@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from trainer.files import is_count, parse_json, read_lines
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import error_text
 
 B_BIG: Final = "gns/b_big"
 B_NOW: Final = "gns/b_now"
@@ -95,40 +93,6 @@ def loss_unit(*runs: RunRecord) -> str:
     if any(run.setting("objective.target") for run in runs):
         return "per token"
     return CROSS_ENTROPY
-
-
-# ---- The losses of held-out documents
-
-Losses = dict[tuple[str, str, int], tuple[float, int]]
-"""Source, stream and number of a document: the sum of its losses in nats, and its targets."""
-
-
-def losses_of_documents(run: RunRecord) -> tuple[dict[str, Losses], str]:
-    """Those of the last evaluation, by the key of their mean; and in words why there are none."""
-    found: dict[str, Losses] = {}
-    step = max(run.evals.steps, default=0)
-    directory = run.path if run.path.is_dir() else run.path.parent  # of a metrics.jsonl
-    path = directory / "evaluations" / f"step_{step:08d}.jsonl"
-    try:
-        for each in map(parse_json, read_lines(path)):
-            where, nats = (str(each["source"]), str(each["stream"]), int(each["document"])), float(each["nats"])
-            if not is_count(each["tokens"]) or 1e60 < abs(nats) < math.inf:  # whose squares are no floats
-                raise ValueError(f"{nats} nats of {each['tokens']} tokens")
-            found.setdefault(str(each["key"]), {})[where] = nats, each["tokens"]
-    except (FileNotFoundError, NotADirectoryError):
-        return {}, "no losses of documents are recorded" if step else ""
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-        return {}, f"evaluations/{path.name} is damaged: {error_text(error)}"
-    # With further parts of the objective, a logged loss is not the mean of these.
-    parts = [run.setting(f"objective.{part}") for part in ("z_loss", "coord", "losses")]
-    further = {key for key in run.evals.keys if key.startswith("eval_objective/")}
-    parts.append(further - {"eval_objective/token_ce", "eval_objective/own"})
-    for key, losses in found.items():
-        logged = dict(zip(*run.evals.column(key), strict=True)).get(step, math.nan)
-        mean = sum(nats for nats, _ in losses.values()) / max(sum(tokens for _, tokens in losses.values()), 1)
-        if abs(mean - logged) > 1e-4 * abs(logged) and not any(parts) and run.setting("objective.token_ce", 1) == 1:
-            return {}, f"evaluations/{path.name} does not give the logged {key}"
-    return found, ""
 
 
 # ---- The loss against depth
