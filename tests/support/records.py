@@ -38,7 +38,7 @@ def record_of(columns: Mapping[str, Column], evals: Rows | None = None, **fields
     """A run of these training columns, and rows of evaluations; `fields`: of `RunRecord`."""
     tables = {"train": RowTable(), "eval": RowTable()}
     for step, mode, row in _rows(columns, evals):
-        tables[mode].add(step, 0, row)
+        tables[mode].add(step, row)
     return RunRecord(Path("run"), tables["train"], tables["eval"], **fields)
 
 

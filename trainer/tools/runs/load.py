@@ -10,10 +10,10 @@ import math
 import os
 import tomllib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,65 +38,50 @@ Losses = dict[tuple[str, str, int], tuple[float, int]]
 
 
 class RowTable:
-    """The rows of one mode (`train` or `eval`), by step.
+    """The rows of one mode (`train` or `eval`), by key.
 
-    A row replaces that of the same step before a restart, which drops later ones. Without a restart
-    between them they are merged: a loop may log several evaluations of a step.
+    Rows of one step are merged, the later value counts: a loop may log several evaluations of a step.
     """
 
     def __init__(self) -> None:
-        # By step: number of restarts before the row, the place of each key, and the values.
-        self._rows: dict[int, tuple[int, dict[str, int], array[float]]] = {}
-        self._shapes: dict[tuple[str, ...], dict[str, int]] = {}  # each once
+        self.steps = array("q")
+        """The logged steps, ascending and unique."""
         self._columns: dict[str, Column] = {}
-        self._steps: array[int] | None = None
 
-    def add(self, step: int, attempt: int, row: Mapping[str, float]) -> None:
-        """Add one row; `attempt` is the number of restarts before it."""
-        if step in self._rows:
-            before, places, values = self._rows[step]
-            if before == attempt:
-                row = {**{key: values[place] for key, place in places.items()}, **row}
-        keys = tuple(row)
-        if keys not in self._shapes:
-            self._shapes[keys] = {key: place for place, key in enumerate(keys)}
-        self._rows[step] = attempt, self._shapes[keys], array("d", row.values())
-        self._steps = None
-        self._columns.clear()
+    def add(self, step: int, row: Mapping[str, float]) -> None:
+        """Add one row."""
+        place = bisect_left(self.steps, step)
+        if place == len(self.steps) or self.steps[place] != step:
+            self.steps.insert(place, step)
+        for key, value in row.items():
+            if key not in self._columns:
+                self._columns[key] = array("q"), array("d")
+            steps, values = self._columns[key]
+            place = bisect_left(steps, step)
+            if place < len(steps) and steps[place] == step:
+                values[place] = value
+            else:
+                steps.insert(place, step)
+                values.insert(place, value)
 
     def drop_after(self, step: int) -> None:
         """Forget the rows of later steps: a run was continued from here."""
-        self._rows = {at: row for at, row in self._rows.items() if at <= step}
-        self._steps = None
-        self._columns.clear()
+        del self.steps[bisect_right(self.steps, step) :]
+        for steps, values in self._columns.values():
+            place = bisect_right(steps, step)
+            del steps[place:], values[place:]
 
     @property
     def keys(self) -> list[str]:
         """The keys of all rows, in order of first appearance."""
-        shapes = {id(places): places for _, places, _ in self._rows.values()}  # not of replaced rows
-        return list(dict.fromkeys(chain.from_iterable(shapes.values())))
-
-    @property
-    def steps(self) -> array[int]:
-        """The logged steps, ascending and unique."""
-        if self._steps is None:
-            self._steps = array("q", sorted(self._rows))
-        return self._steps
+        return [key for key, (steps, _) in self._columns.items() if steps]
 
     def column(self, key: str) -> Column:
         """(steps, values) of one key, steps ascending and unique. Values may be NaN.
 
         Both arrays are shared with later calls: treat them as read-only.
         """
-        if key not in self._columns:
-            steps, values = array("q"), array("d")
-            for step in self.steps:
-                _, places, row = self._rows[step]
-                if key in places:
-                    steps.append(step)
-                    values.append(row[places[key]])
-            self._columns[key] = steps, values
-        return self._columns[key]
+        return self._columns.get(key, (array("q"), array("d")))
 
 
 @dataclass(frozen=True)
@@ -220,7 +205,7 @@ class _Reader:
                 rows.drop_after(found.restart.global_step)
         self._last_step = found.global_step
         table = {"train": self.train, "eval": self.evals}[found.mode]
-        table.add(found.global_step, len(self.restarts), found.values())
+        table.add(found.global_step, found.values())
 
 
 def _parse(line: bytes) -> Payload:
