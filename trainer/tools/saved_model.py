@@ -46,9 +46,9 @@ class SavedCheckpoint:
 
     path: Path
     step: int
-    state: dict[str, Any]
     config: RunConfig
     weights: dict[str, Tensor]
+    shared: dict[str, str]  # tied weights, by the name of the one that they are
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,13 @@ def read_checkpoint(run_dir: str | Path, step: Step = None, *, ema: bool = False
     assert found is not None
     path, state = found
     try:
-        weights = whole_weights(open_model(path, state), ema=ema)
+        tensors = open_model(path, state)
+        weights = whole_weights(tensors, ema=ema)
     except (CheckpointError, KeyError, ValueError) as error:
         problem = f"cannot be used: {error}"
         raise UserError(str(path), problem, "name another one with --step") from None
-    return SavedCheckpoint(path, int(state["step"]), state, config_of(state, path), weights)
+    shared = tensors.values.get("shared", {})
+    return SavedCheckpoint(path, int(state["step"]), config_of(state, path), weights, shared)
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
@@ -228,7 +230,7 @@ def export_model(
                 _save_pretrained(saved, tokenizer.vocab_size, staging)
         else:
             origin = {"step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name, "ema": str(ema)}
-            save_weights(saved.weights, staging / WEIGHTS_FILE, {"format": "pt", **origin})
+            save_weights(saved.weights, saved.shared, staging / WEIGHTS_FILE, {"format": "pt", **origin})
         write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
             if as_hugging_face:
@@ -303,19 +305,12 @@ def whole_weights(tensors: TensorFiles, *, ema: bool = False) -> dict[str, Tenso
     return found
 
 
-def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a model's state; tied tensors are written once, with the names of the others.
+def save_weights(
+    state: Mapping[str, Tensor], shared: Mapping[str, str], path: Path, metadata: Mapping[str, str]
+) -> None:
+    """Write a model's state; tied tensors (`shared`, names by name) are written once.
     Raises OSError: the file cannot be written."""
-    kept: dict[str, Tensor] = {}
-    shared: dict[str, str] = {}
-    owners: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        owner = owners.setdefault(same, name) if tensor.numel() else name
-        if owner == name:
-            kept[name] = tensor.detach().cpu().contiguous()
-        else:
-            shared[name] = owner
+    kept = {name: tensor for name, tensor in state.items() if name not in shared}
     with replacing_path(path) as temporary:
         described = {**metadata, SHARED_KEY: json.dumps(shared)}
         safetensors.torch.save_file(kept, str(temporary), described)
