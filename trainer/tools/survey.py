@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from mmap import ACCESS_READ, mmap
@@ -37,15 +37,6 @@ from trainer.lab.tokenized import UNBOUNDED
 from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.corpora import why_not_text
 from trainer.wording import counted, few
-
-
-@dataclass(frozen=True)
-class Discovery:
-    """The streams at a user's paths, and how a config names them: `root` or `paths`."""
-
-    streams: list[Stream]
-    root: str | None = None
-    paths: tuple[str, ...] = ()
 
 
 def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
@@ -108,19 +99,20 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
     return found
 
 
-def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
-    """A single directory with one directory per modality is nested, by `root`; anything else direct, by `paths`."""
+def discover(paths: Sequence[str], *, format: str = "auto") -> tuple[list[Stream], dict[str, Any]]:
+    """The streams at a user's paths, and the key that names them in a config: `root` of a single
+    directory with one directory per modality, otherwise `paths`."""
     directory = Path(paths[0])
     if len(paths) > 1 or not directory.is_dir():
-        return Discovery(discover_direct(paths, format=format), paths=tuple(paths))
+        return discover_direct(paths, format=format), {"paths": list(paths)}
     try:
-        return Discovery(discover_nested(directory, format=format), root=paths[0])
+        return discover_nested(directory, format=format), {"root": paths[0]}
     except NothingFound:
         files = [Path(path.name) for path in directory.iterdir() if path.is_file()]
         if not any(is_data(name, format) for name in files):
             raise
         pattern = os.path.join(glob.escape(paths[0]), "*")
-        return Discovery(discover_direct([pattern], format=format), paths=(pattern,))
+        return discover_direct([pattern], format=format), {"paths": [pattern]}
 
 
 def refuse_empty(streams: Sequence[Stream]) -> None:
@@ -186,12 +178,12 @@ def starter(
     """A config for the data at `paths`, and what the user should check in it; the other arguments
     are the verb's options. Raises UserError: there is nothing to train on."""
     paths = [str(Path(path).expanduser()) for path in paths]
-    at = discover(paths, format=format)
-    refuse_empty(at.streams)
-    given: dict[str, Any] = {"dtype": dtype, "eod": eod, "column": column}
-    refuse_unheeded(at.streams, format, given)
-    chosen, share = sample_streams(at.streams)
-    options = ReadOptions(IdsTokenizer(UNBOUNDED), format=format, **given)
+    streams, where = discover(paths, format=format)
+    refuse_empty(streams)
+    given = {"dtype": dtype, "eod": eod, "column": column}
+    refuse_unheeded(streams, format, given)
+    chosen, share = sample_streams(streams)
+    options = ReadOptions(IdsTokenizer(UNBOUNDED), format=format, dtype=dtype, eod=eod, column=column)
     kind, formats = guess(chosen, options)
     notes = []
     if share < 1.0:
@@ -210,8 +202,8 @@ def starter(
         notes.append(f"{what}; a run would read the bytes as they are; {fix}")
     vocab_size = largest + 1 if tokenizer == "ids" else 0
     sizes = choose_sizes(chosen, lengths, share=share)
+    documents = counted(sum(map(len, lengths)), "document")
     if not sizes["holdout_fraction"]:
-        documents = counted(sum(map(len, lengths)), "document")
         problem = f"none of {documents}, or more than {MOST_HELD_OUT:.0%} of the text"
         notes.append(f"no [eval]: it would hold out {problem}; add an [[eval.source]]")
     # Lines of the template that begin with one of these and a bar are optional.
@@ -226,11 +218,17 @@ def starter(
         mark, _, rest = line.partition("|")
         if shown.get(mark, True):
             lines.append(rest if mark in shown else line)
-    head = [f"Found: {_found(at, lengths)} ({', '.join(formats)}), tokenizer {tokenizer}"]
+    tokens = sum(int(each.sum()) for each in lengths)
+    found = f"{len(chosen):,} of {counted(len(streams), 'stream')}, {documents}, {tokens:,} tokens"
+    head = [f"Found: {found} ({', '.join(formats)}), tokenizer {tokenizer}"]
     head += [f"Note: {note}" for note in notes]
+    keys = {"name": _run_name(paths[0]), **where, **given}
     if format != "auto":
-        given["format"] = format
-    takes_eod = eod is None and any(takes_option(name, "eod") for name in formats)
+        keys["format"] = format
+    source = ["[[data.source]]"]
+    source += [f"{key} = {_toml(value)}" for key, value in keys.items() if value is not None]
+    if eod is None and any(takes_option(name, "eod") for name in formats):
+        source.append("# eod = ...   # id that ends a document; without it a file is one")
     text = "".join(lines).format(
         **sizes | {"passes": counted(round(sizes["passes"], 2), "pass")},
         name=_toml(_run_name(paths[0])),
@@ -238,7 +236,7 @@ def starter(
         head="\n".join(f"# {line}" for line in head),
         largest=largest,
         vocab_size=vocab_size,
-        source=_source(at, given, takes_eod=takes_eod),
+        source="\n".join(source),
         every=max(sizes["steps"] // 10, 10),
         warmup=sizes["steps"] // 20,
         save=max(sizes["steps"] // 5, 1),
@@ -259,24 +257,3 @@ def sample_streams(streams: Sequence[Stream]) -> tuple[list[Stream], float]:
 def _run_name(path: str) -> str:
     """A run's name from the last part of the data's path."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("*/")).resolve().stem).strip("-_")[:40] or "run"
-
-
-def _found(at: Discovery, lengths: Sequence[Ints]) -> str:
-    """The data in words, for the head of the file."""
-    documents = counted(sum(map(len, lengths)), "document")
-    tokens = sum(int(each.sum()) for each in lengths)
-    streams = f"{len(lengths):,} of {counted(len(at.streams), 'stream')}"
-    return f"{streams}, {documents}, {tokens:,} tokens"
-
-
-def _source(at: Discovery, keys: dict[str, Any], *, takes_eod: bool) -> str:
-    """The table of the source."""
-    where: dict[str, Any] = {"root": at.root}
-    if at.root is None:
-        where = {"paths": list(at.paths)}
-    lines = ["[[data.source]]", f"name = {_toml(_run_name(at.root or at.paths[0]))}"]
-    where |= {key: value for key, value in keys.items() if value is not None}
-    lines += [f"{key} = {_toml(value)}" for key, value in where.items()]
-    if takes_eod:
-        lines.append("# eod = ...   # id that ends a document; without it a file is one")
-    return "\n".join(lines)
