@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
-from mmap import mmap
 from pathlib import Path, PurePosixPath
 from pydoc_data import topics
 from typing import Any, cast
@@ -36,7 +35,6 @@ MANIFEST_NAME = "manifest.json"
 MIN_STREAM_BYTES = 65_536
 MAX_FILE_BYTES = 64 * 2**20
 MISC = "misc"
-CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 PYTEXT_BYTES: Mapping[str, int] = {"python": 18_000_000, "cpp": 10_000_000, "prose": 5_000_000}
@@ -74,18 +72,14 @@ class Document:
 Streams = dict[str, list[Document]]
 
 
-def why_not_text(content: bytes | mmap) -> str:
-    """Why it is not UTF-8 text, by its first wrong byte; empty if it is."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, len(content), CHUNK_BYTES):
-        chunk = content[start : start + CHUNK_BYTES]
-        try:
-            text = decoder.decode(chunk, final=start + len(chunk) == len(content))
-        except UnicodeDecodeError as error:  # of the chunk, and the rest of a character before it
-            offset = start + len(chunk) - len(error.object) + error.start
-            return f"not UTF-8: byte {error.object[error.start]:#04x} at offset {offset}"
-        if "\0" in text:
-            return f"binary: a NUL byte at offset {start + chunk.index(0)}"
+def why_not_text(content: bytes, *, is_whole: bool = True) -> str:
+    """Why it is not UTF-8 text, or (not `is_whole`) the beginning of such; empty if it is."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=is_whole)
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: byte {content[error.start]:#04x} at offset {error.start}"
+    if b"\0" in content:
+        return f"binary: a NUL byte at offset {content.index(0)}"
     return ""
 
 

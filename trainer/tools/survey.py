@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.lab.tokenized import UNBOUNDED
 from trainer.lab.tokenizer_json import load_tokenizer
-from trainer.tools.corpora import why_not_text
+from trainer.tools.corpora import MAX_FILE_BYTES, why_not_text
 from trainer.wording import counted, few
 
 
@@ -88,12 +87,13 @@ def look(streams: Sequence[Stream], options: ReadOptions) -> tuple[list[Ints], i
 
 def not_text(streams: Sequence[Stream], format: str) -> list[str]:
     """`FILE (why)` of each stream that is read as plain text and is not UTF-8 text, which the bytes
-    tokenizer would not notice. `format`: as `data.source.format`."""
+    tokenizer would not notice, by its first `MAX_FILE_BYTES`. `format`: as `data.source.format`."""
     found = []
     for stream in streams:
         if format_name(Path(stream.path), format) == "text":
-            with open(stream.path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-                why = why_not_text(content)
+            with open(stream.path, "rb") as file:
+                content = file.read(MAX_FILE_BYTES)
+            why = why_not_text(content, is_whole=len(content) < MAX_FILE_BYTES)
             if why:
                 found.append(f"{stream.relative_path} ({why})")
     return found

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.data.groups import held_out
 from trainer.data.layout import Stream
-from trainer.tools import corpora
+from trainer.tools.corpora import why_not_text
 from trainer.tools.survey import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 
 
@@ -32,7 +32,6 @@ def test_sizes_are_usable_whatever_the_lengths(lengths, share):
         assert 0 < tokens < sum(int(each.sum()) for each in arrays)
 
 
-@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -42,6 +41,6 @@ def test_sizes_are_usable_whatever_the_lengths(lengths, share):
         (b"abcde\0", "binary: a NUL byte at offset 5"),
     ],
 )
-def test_the_first_byte_that_is_no_text_is_named_wherever_a_chunk_ends(monkeypatch, content, why, size):
-    monkeypatch.setattr(corpora, "CHUNK_BYTES", size)
-    assert corpora.why_not_text(content) == why
+def test_the_first_byte_that_is_no_text_is_named(content, why):
+    assert why_not_text(content) == why
+    assert why_not_text(content, is_whole=False) == ("" if content.startswith(b"cut") else why)
