@@ -67,10 +67,13 @@ def check(
         if lanes.sets:
             rows = resolved.data.mixing.batch_size
             words, num_lanes = {"lanes": lanes.words(rows)}, lanes.num(rows)
-            table = plan.config.ledger.model_copy(update={"capacity": plan.config.ledger.capacity or num_lanes})
-            derived = replace(plan.facts, groups_in_flight=num_lanes, ledger_capacity=table.capacity)
-            derived = replace(derived, capacity_to_change_ranks=num_lanes * (plan.facts.data_shards + 1))
-            plan = replace(plan, config=plan.config.model_copy(update={"ledger": table}), facts=derived)
+            derived = replace(
+                plan.facts,
+                groups_in_flight=num_lanes,
+                ledger_capacity=resolved.ledger.capacity or num_lanes,
+                capacity_to_change_ranks=num_lanes * (plan.facts.data_shards + 1),
+            )
+            plan = replace(plan, facts=derived)
         facts = {**_derived(plan, model, device), **words}
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
@@ -79,12 +82,12 @@ def check(
         facts["contract"] = f"not tried: {report}"
     else:
         facts["contract"] = report.to_json() if as_json else report.summary()
-    sources: dict[str, Any] = {
+    sources = {
         "sources": _sources(plan, content, runs_on(plan, model)),
         "parameter_groups": _parameter_groups(resolved, model),
         "frozen": [name for name, each in model.named_parameters() if not each.requires_grad],
+        "eval_sources": {source.name: _source(source) for source in plan.eval_sources},
     }
-    sources["eval_sources"] = {source.name: _source(source) for source in plan.eval_sources}
     if as_json:
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts | sources})
         return

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -30,7 +30,7 @@ SHOWN_REASON = 80
 EXIT_FINDINGS = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunEntry:
     """One run."""
 
@@ -82,25 +82,25 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     from trainer.tools.runs.load import load_run
 
     status = run_state(path)
-    step, reason = status.get("last_step"), status.get("reason") or None
-    entry = RunEntry(str(path), str(status.get("state", "unknown")), step, reason=reason)
+    step = status.get("last_step")
+    entry = RunEntry(str(path), str(status.get("state", "unknown")), step, reason=status.get("reason") or None)
     # A run that has logged nothing yet has written its state.
     for file in (path / "status.json", path / "metrics.jsonl"):
         if file.is_file() and file.stat().st_size:
-            entry = replace(entry, age_sec=max(now - file.stat().st_mtime, 0.0))
+            entry.age_sec = max(now - file.stat().st_mtime, 0.0)
     try:
         run = load_run(path)
     except UserError:
-        return replace(entry, verdict="record unreadable")
-    values: dict[str, Any] = {}
+        entry.verdict = "record unreadable"
+        return entry
     if isinstance(run.setting("train.steps"), int):
-        values["steps"] = run.setting("train.steps")
-    for key in ("loss", "eval_loss"):
-        values[key] = next(reversed(run.column(key)[1]), None)
+        entry.steps = run.setting("train.steps")
+    entry.loss = next(reversed(run.column("loss")[1]), None)
+    entry.eval_loss = next(reversed(run.column("eval_loss")[1]), None)
     if run.keys:
-        values["verdict"] = diagnose(run).brief
-    values["step"] = max([*run.steps[-1:], *filter(None, [step])], default=step)  # rows are some steps apart
-    return replace(entry, **values)
+        entry.verdict = diagnose(run).brief
+    entry.step = max([*run.steps[-1:], *filter(None, [step])], default=step)  # rows are some steps apart
+    return entry
 
 
 def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
