@@ -159,21 +159,21 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
     for key, losses in (held[first][0] or {"eval_loss": {}}).items():
         row = []
         for number, (own, problem) in enumerate(held):
-            found: dict[str, Any] = {"value": None, "note": problem}
+            value, error, note = None, None, problem
             if key in own and number != first:
-                found = difference(losses, own[key])
-                ours, theirs = (max(runs[at].evals.steps) for at in (number, first))
+                value, error, note = _difference(losses, own[key])
+                ours, theirs = max(runs[number].evals.steps), max(runs[first].evals.steps)
                 if ours != theirs:
-                    found["note"] += f", step {ours:,} against {theirs:,}"
+                    note += f", step {ours:,} against {theirs:,}"
                 if runs[number].environment.get("data") != runs[first].environment.get("data"):
-                    found["note"] += ", of other data files"
-            row.append(SummaryRow(f"{key} {label}", unit=loss_unit(*runs), **found))
+                    note += ", of other data files"
+            row.append(SummaryRow(f"{key} {label}", value, loss_unit(*runs), note, error))
         yield tuple(row)
 
 
-def difference(before: Losses, after: Losses) -> dict[str, Any]:
+def _difference(before: Losses, after: Losses) -> tuple[float | None, float | None, str]:
     """The mean loss per token of `after` minus that of `before` over the documents that both have read
-    as far, as fields of a `SummaryRow`.
+    as far, its error, and both in words.
 
     With d the difference of a document's losses and w its tokens, it is the ratio sum(d) / sum(w), and
     its error that of `Moments` (Cochran 1977, section 6.4): how hard each document is cancels.
@@ -187,11 +187,11 @@ def difference(before: Losses, after: Losses) -> dict[str, Any]:
     moments = Moments.of(np.array([after[where][0] - before[where][0] for where in both]), tokens)
     error, shown = moments.wide_error(), f"{counted(len(both), 'document')} in common"
     if not both:  # a sample goes by the time between evaluations
-        return {"value": None, "note": f"{shown}: by batch size and eval.*; train eval reads all"}
+        return None, None, f"{shown}: by batch size and eval.*; train eval reads all"
     if not math.isfinite(error):
-        return {"value": None, "note": f"{shown}: too few for an error, or not finite"}
+        return None, None, f"{shown}: too few for an error, or not finite"
     note = f"+- {number_text(ERRORS_SHOWN * error)} (95 %), {shown}, {counted(tokens.sum(), 'token')}"
-    return {"value": moments.mean(), "error": error, "note": note}
+    return moments.mean(), error, note
 
 
 LEFT_OUT = "left out, failed or without a held-out loss"
