@@ -18,16 +18,49 @@ MICRO_BATCHES: Final = "train/micro_batches"
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Some steps of one key, and its values there."""
+class Series:
+    """The logged steps of a key, ascending, and its values there; false if it is not logged."""
 
     key: str
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
+    steps: array[int]
+    values: array[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.values)
+
+    @property
+    def positive(self) -> list[int]:
+        """The indices of values above 0."""
+        return self.where(lambda value: value > 0)
+
+    def where(self, condition: Callable[[float], bool]) -> list[int]:
+        """The indices of values that meet a condition."""
+        return [index for index, value in enumerate(self.values) if condition(value)]
+
+    def at(self, indices: Iterable[int]) -> Series:
+        steps, values = array("q"), array("d")
+        for index in indices:
+            steps.append(self.steps[index])
+            values.append(self.values[index])
+        return Series(self.key, steps, values)
+
+    def since(self, step: int) -> Series:
+        return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
+
+    def evidence(self, indices: Sequence[int] | None = None) -> Series:
+        """Steps and values at some indices (None: all), evenly spread if there are too many."""
+        if indices is None:
+            indices = range(len(self))
+        return self.at(indices[:: -(-len(indices) // MAX_EVIDENCE) or 1])
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: NaN and infinities become words."""
-        return vars(self) | {"values": [each if math.isfinite(each) else str(each) for each in self.values]}
+        values = [each if math.isfinite(each) else str(each) for each in self.values]
+        return {"key": self.key, "steps": self.steps.tolist(), "values": values}
 
 
 @dataclass(frozen=True)
@@ -62,7 +95,7 @@ class Outcome:
 
     verdict: RuleVerdict
     sentence: str  # what was measured
-    evidence: tuple[Evidence, ...] = ()  # the steps to look at
+    evidence: tuple[Series, ...] = ()  # the steps to look at
     knob: Knob | None = None  # the setting to change, for findings
     severity: Severity | None = None  # instead of that of the rule
     is_early: bool = False  # not measured because there are too few rows or steps so far
@@ -88,7 +121,7 @@ def not_yet(reason: str) -> Outcome:
     return Outcome("not_measured", reason, is_early=True)
 
 
-def finding(sentence: str, *evidence: Evidence, knob: Knob | None = None, severity: Severity | None = None) -> Outcome:
+def finding(sentence: str, *evidence: Series, knob: Knob | None = None, severity: Severity | None = None) -> Outcome:
     return Outcome("finding", sentence, evidence, knob, severity)
 
 
@@ -120,48 +153,6 @@ def rule(
 
 
 # ---- Facts of a run
-
-
-@dataclass(frozen=True)
-class Series:
-    """The logged steps of a key, ascending, and its values there; false if it is not logged."""
-
-    key: str
-    steps: array[int]
-    values: array[float]
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def total(self) -> float:
-        return math.fsum(self.values)
-
-    @property
-    def positive(self) -> list[int]:
-        """The indices of values above 0."""
-        return self.where(lambda value: value > 0)
-
-    def where(self, condition: Callable[[float], bool]) -> list[int]:
-        """The indices of values that meet a condition."""
-        return [index for index, value in enumerate(self.values) if condition(value)]
-
-    def at(self, indices: Iterable[int]) -> Series:
-        steps, values = array("q"), array("d")
-        for index in indices:
-            steps.append(self.steps[index])
-            values.append(self.values[index])
-        return Series(self.key, steps, values)
-
-    def since(self, step: int) -> Series:
-        return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
-
-    def evidence(self, indices: Sequence[int] | None = None) -> Evidence:
-        """Steps and values at some indices (None: all), evenly spread if there are too many."""
-        if indices is None:
-            indices = range(len(self))
-        column = self.at(indices[:: -(-len(indices) // MAX_EVIDENCE) or 1])
-        return Evidence(self.key, tuple(column.steps), tuple(column.values))
 
 
 def series(run: RunRecord, key: str) -> Series:

@@ -9,7 +9,6 @@ from statistics import median
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
-    Evidence,
     Knob,
     Outcome,
     Series,
@@ -130,8 +129,8 @@ def ending(run: RunRecord) -> Outcome:
         return not_yet(words)
     if state not in ("failed", "died"):
         return healthy(words)
-    steps = (step,) if isinstance(step, int) else ()
-    return finding(words.replace(" is ", " ", 1), Evidence("status.json", steps, tuple(map(float, steps))))
+    steps = [step] if isinstance(step, int) else []
+    return finding(words.replace(" is ", " ", 1), Series("status.json", array("q", steps), array("d", steps)))
 
 
 @rule("warning")
@@ -146,8 +145,8 @@ def model_contract(run: RunRecord) -> Outcome:
     broken = {each["check"]: each["text"] for each in verdicts if each["status"] == "broken"}
     if broken:
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
-        steps = tuple(sorted({int(event.get("global_step", 0)) for event in events}))
-        evidence = Evidence("checks of the contract", steps, (1.0,) * len(steps))
+        steps = sorted({int(event.get("global_step", 0)) for event in events})
+        evidence = Series("checks of the contract", array("q", steps), array("d", [1.0] * len(steps)))
         return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
     # Every model can be judged for causality: where that one was not testable, nothing was.
     untested = [
