@@ -71,9 +71,10 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
     """The losses of the last evaluation, with their errors, and how much of each set was read."""
     lines: list[str] = []
     if run.view.config.eval.depth:
-        from trainer.tools.runs.readings import lines_of
+        from trainer.tools.runs.readings import curves_of, in_words
 
-        lines += lines_of(metrics, run.view.config)
+        cell = run.view.config.data.seq_len
+        lines += [f"{name or 'held out'}: {in_words(curve, cell)}" for name, curve in curves_of(metrics).items()]
     losses, more = [], ""
     for each in () if run.evaluator is None else run.evaluator.sets:
         if each.sample is not None:

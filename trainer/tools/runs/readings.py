@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools import limits
@@ -172,12 +172,6 @@ def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
 def is_by_depth(key: str) -> bool:
     """Whether it is one of these numbers, or its error."""
     return _KEY.fullmatch(key.removesuffix("_se")) is not None
-
-
-def lines_of(metrics: Mapping[str, float], config: Any) -> list[str]:
-    """The worth of carrying in each set of an evaluation, in words, for the end of a run."""
-    cell, curves = config.data.seq_len, curves_of(metrics)
-    return [f"{name or 'held out'}: {in_words(each, cell)}" for name, each in curves.items()]
 
 
 def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None:
