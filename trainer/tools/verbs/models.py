@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import inspect
 import itertools
 import os
 import re
@@ -235,7 +234,7 @@ def _read(folder: str, *, trust_code: bool) -> nn.Module:
 
 
 def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int) -> nn.Module:
-    """The model of `--model`, which may take its arguments as it likes."""
+    """The model of `--model`, of any class; what it lacks is for the check to say."""
     from torch import nn
 
     from trainer.config.schema import ModelTable
@@ -245,13 +244,9 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
     if ":" not in name:
         table = ModelTable.model_construct(family=name, args=args, dim=dim, num_layers=num_layers)
         return build_model(table, vocab_size, parts=PARTS)
-    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
     target = resolve_target(name, "--model")
     with users_code("--model", f"{name} fails"):
-        taken = inspect.signature(target).parameters
-        if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-            sizes = {key: size for key, size in sizes.items() if key in taken}
-        made = target(**sizes, **args)
+        made = target(vocab_size=vocab_size, dim=dim, num_layers=num_layers, **args)
     if not isinstance(made, nn.Module):
         raise UserError("--model", f"{name} gave a {type(made).__name__}", "return a torch.nn.Module")
     return made
