@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trainer.lab.contracts import Report
 
 EXIT_BREACH = 3
-COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
@@ -256,7 +255,7 @@ def _print_report(model: str, report: Report) -> None:
     verdicts, console = report.verdicts, output()
     columns = {
         "check": [verdict.check for verdict in verdicts],
-        "verdict": [coloured(COLOURS.get(v.status, "unknown"), v.status) for v in verdicts],
+        "verdict": [coloured(verdict.status, otherwise="dim") for verdict in verdicts],
         "observation": [escape(verdict.text) for verdict in verdicts],
     }
     print_table(columns, box=None, pad_edge=False)

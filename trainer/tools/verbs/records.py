@@ -18,9 +18,8 @@ from typer import Argument, Option
 
 from trainer.cli.terminal import echo, refuse
 from trainer.errors import UserError
-from trainer.files import write_file
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
+from trainer.tools.verbs.shared import coloured, output, print_json, print_table, put_text, refuse_existing
 from trainer.wording import few
 
 if TYPE_CHECKING:
@@ -216,17 +215,11 @@ def report(
         from trainer.tools.report.page import render_page
     except ModuleNotFoundError as error:
         raise UserError(str(error.name), "is needed and not installed", "run: pip install '.[report]'") from None
-    target = Path(out)
     refuse_existing(out, force=force)
     # The paths tell several runs apart.
     many = len(runs) > 1
     diagnoses = [diagnose(replace(load_run(path, is_one_of_many=many), label=path * many)) for path in runs]
-    # Names of files may hold any bytes.
-    content = render_page(diagnoses).encode("utf-8", "backslashreplace")
-    with writing(out):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, content, follow=True)
-    echo(f"wrote the report to {out} ({len(content) / 1e6:.1f} MB)", err=True)
+    put_text(render_page(diagnoses), out)
 
 
 def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> None:

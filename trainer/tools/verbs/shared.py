@@ -41,7 +41,7 @@ EodOption = Annotated[int | None, Option(help="Id that ends a document in .npy a
 PIPE_WIDTH = 10_000  # characters of a line where stdout is no terminal
 COLOURS = {
     "error": "red", "warning": "yellow", "advice": "cyan",
-    "healthy": "green", "findings": "red",
+    "healthy": "green", "findings": "red", "held": "green", "broken": "red",
     "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "died": "red", "unknown": "dim",
 }  # fmt: skip
 
@@ -104,7 +104,8 @@ def refuse_existing(out: str, *, force: bool) -> None:
 
 
 def put_text(text: str, out: str) -> None:
-    """Write to a file. Raises UserError: it cannot be written."""
+    """Write to a file, in a directory that may have to be made. Raises UserError: it cannot be written."""
     with writing(out):
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_file(Path(out), text, follow=True)
     echo(f"wrote {out}", err=True)
