@@ -29,20 +29,20 @@ SHOWN_REASON = 80
 EXIT_FINDINGS = 3
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunEntry:
     """One run."""
 
     run: str
     # As in status.json; `died` if nobody holds the lock of a running one.
     state: str
-    step: int | None = None  # the last one, which may be later than the last logged one
-    steps: int | None = None  # the configured number
-    loss: float | None = None  # the last logged value, as the one below
-    eval_loss: float | None = None
-    age_sec: float = math.inf  # since the run last logged, or wrote its state without a log
-    verdict: str | None = None  # of `train diagnose`, in a few words
-    reason: str | None = None  # why the run ended, if status.json says it
+    step: int | None  # the last one, which may be later than the last logged one
+    steps: int | None  # the configured number
+    loss: float | None  # the last logged value, as the one below
+    eval_loss: float | None
+    age_sec: float  # since the run last logged, or wrote its state without a log
+    verdict: str | None  # of `train diagnose`, in a few words
+    reason: str | None  # why the run ended, if status.json says it
 
 
 def ls(
@@ -76,30 +76,32 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
 
 def entry_of(path: Path, *, now: float) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
-    from trainer.metrics.run_status import run_state
     from trainer.tools.diagnostics.diagnose import diagnose
     from trainer.tools.runs.load import load_run
 
-    status = run_state(path)
-    step = status.get("last_step")
-    entry = RunEntry(str(path), str(status.get("state", "unknown")), step, reason=status.get("reason") or None)
+    run = load_run(path, is_one_of_many=True)
+    step, steps, verdict, age = run.status.get("last_step"), run.setting("train.steps"), None, math.inf
+    if not isinstance(steps, int):  # the file may have been edited by hand
+        steps = None
     # A run that has logged nothing yet has written its state.
     for file in (path / "status.json", path / "metrics.jsonl"):
         if file.is_file() and file.stat().st_size:
-            entry.age_sec = max(now - file.stat().st_mtime, 0.0)
-    try:
-        run = load_run(path)
-    except UserError:
-        entry.verdict = "record unreadable"
-        return entry
-    if isinstance(run.setting("train.steps"), int):
-        entry.steps = run.setting("train.steps")
-    entry.loss = next(reversed(run.column("loss")[1]), None)
-    entry.eval_loss = next(reversed(run.column("eval_loss")[1]), None)
+            age = max(now - file.stat().st_mtime, 0.0)
     if run.keys:
-        entry.verdict = diagnose(run).brief
-    entry.step = max([*run.steps[-1:], *filter(None, [step])], default=step)  # rows are some steps apart
-    return entry
+        verdict = diagnose(run).brief
+    elif run.notes:
+        verdict = "record unreadable"
+    return RunEntry(
+        run=str(path),
+        state=str(run.status.get("state", "unknown")),
+        step=max([*run.steps[-1:], *filter(None, [step])], default=step),  # rows are some steps apart
+        steps=steps,
+        loss=next(reversed(run.column("loss")[1]), None),
+        eval_loss=next(reversed(run.column("eval_loss")[1]), None),
+        age_sec=age,
+        verdict=verdict,
+        reason=run.status.get("reason") or None,
+    )
 
 
 def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
