@@ -255,7 +255,7 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, An
 def init(
     paths: Annotated[list[str], Argument(help="A directory, files or globs.", metavar="PATH_TO_DATA...")],
     out: Annotated[str | None, Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
-    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
+    force: shared.ForceOption = False,
     tokenizer: Annotated[
         str | None,
         Option(help="As data.tokenizer; default: bytes, or ids.", metavar="NAME"),

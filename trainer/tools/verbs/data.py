@@ -26,13 +26,12 @@ app.add_typer(build_app, name="build")
 app.add_typer(synth_app, name="synth")
 
 OutOption = Annotated[str, Option(help="Directory of the corpus.", metavar="DIR")]
-ForceOption = Annotated[bool, Option("--force", help="Replace an existing corpus.")]
 # Columns of the table of rows.
 SHOWN = ("source", "stream", "documents", "cell", "tokens")
 
 
 @build_app.command()
-def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
+def pytext(out: OutOption = "data/pytext", force: shared.ForceOption = False) -> None:
     """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
     from trainer.tools.corpora import build_pytext
 
@@ -45,7 +44,7 @@ def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
 def text(
     out: OutOption,
     modality: Annotated[list[str], Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
-    force: ForceOption = False,
+    force: shared.ForceOption = False,
 ) -> None:
     """Build a corpus of your own text: one document per file."""
     from trainer.tools.corpora import build_text
@@ -106,7 +105,7 @@ def key_recall(
     cells: Annotated[int, Option(min=2, help="Cells per group.")] = 16,
     seq_len: Annotated[int, Option(min=5, help="Bytes per cell.")] = 6,
     streams: Annotated[int, Option(min=1, help="Number of files.")] = 8,
-    force: ForceOption = False,
+    force: shared.ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
     from trainer.tools.corpora import NUM_SYMBOLS, build_key_recall

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -145,16 +144,16 @@ def evaluate(
 def _parse_source(text: str) -> EvalSourceTable:
     """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises
     UserError: it is not of this form."""
-    from trainer.config.data_tables import SOURCE_NAME, EvalSourceTable
+    from trainer.config.data_tables import EvalSourceTable
 
-    name, separator, path = text.partition("=")
-    is_plain = re.fullmatch(SOURCE_NAME, name) is not None and len(name) <= 100
-    if not (separator and path and is_plain):
-        fix = "write for example --source books=data/books"
-        raise UserError("--source", f"{text!r} is not NAME=PATH", fix)
+    name, _, path = text.partition("=")
     if os.path.isdir(path):
         path = os.path.join(glob.escape(path), "**", "*")
-    return EvalSourceTable(name=name, paths=[path])
+    try:
+        return EvalSourceTable(name=name, paths=[path])
+    except ValueError:  # as a config refuses such a name, or no path
+        fix = "write for example --source books=data/books"
+        raise UserError("--source", f"{text!r} is not NAME=PATH", fix) from None
 
 
 def export(
@@ -163,7 +162,7 @@ def export(
     format: Annotated[ExportFormat, Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
     step: shared.StepOption = None,
     ema: shared.EmaOption = False,
-    force: Annotated[bool, Option("--force", help="Replace an existing export.")] = False,
+    force: shared.ForceOption = False,
     trust_code: shared.TrustOption = False,
 ) -> None:
     """Write a run's weights: safetensors with its config, or as Hugging Face's."""

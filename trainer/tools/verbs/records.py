@@ -207,7 +207,7 @@ def _finding_lines(ruling: Ruling) -> list[str]:
 def report(
     runs: shared.RunsArgument,
     out: Annotated[str, Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
-    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
+    force: shared.ForceOption = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose

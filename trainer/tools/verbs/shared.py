@@ -24,6 +24,7 @@ from trainer.wording import printable_lines
 TRUST_HELP = "Import the code that the run's config names: your own, or of somebody you trust."
 FORMAT_HELP = "auto (by file extension), a format's name, or package.module:function."
 TextOption = Annotated[bool, Option("--text", help="The text of the rows too.")]
+ForceOption = Annotated[bool, Option("--force", help="Replace what exists.")]
 JsonOption = Annotated[bool, Option("--json", help="Print JSON.")]
 TrustOption = Annotated[bool, Option("--trust-code", help=TRUST_HELP)]
 RunDirArgument = Annotated[str, Argument(help="A run directory.", metavar="RUN_DIR")]
