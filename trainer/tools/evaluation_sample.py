@@ -199,7 +199,7 @@ def draw_sample(
         if len(tokens) or num_files == len(files):
             break
         num_files = min(2 * num_files, len(files))  # none of those is held out
-    is_counted = num_files == sum(len(dataset.streams) for dataset in read)
+    is_counted = num_files == len(files)
     cells = -(-tokens // seq_len)
     if not len(tokens) or (is_counted and (1 + runs * (cells - 1)).sum() <= budget):
         return f"all {counted(len(tokens), 'document')}, {counted(int(tokens.sum()), 'token')}", [*read], None

@@ -194,10 +194,8 @@ def ranks(run: RunRecord) -> int:
 
 def sources(run: RunRecord) -> list[Mapping[str, Any]]:
     """The tables `[[data.source]]`."""
-    found = run.setting("data.source")
-    if not isinstance(found, list):  # the file may have been edited by hand
-        return []
-    return [table for table in found if isinstance(table, Mapping)]
+    found: list[Mapping[str, Any]] = run.setting("data.source", [])
+    return found
 
 
 def has_full_rows(run: RunRecord) -> bool:

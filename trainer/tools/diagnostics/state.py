@@ -23,9 +23,8 @@ from trainer.wording import counted
 
 COLD_STARTS = "ledger/cold_starts"
 # By mode.
-FALSE_EVICTIONS, EVICTIONS = (
-    {mode: f"ledger/{kind}/{mode}" for mode in ("lru", "stale")} for kind in ("false_evictions", "evictions")
-)
+FALSE_EVICTIONS = {"lru": "ledger/false_evictions/lru", "stale": "ledger/false_evictions/stale"}
+EVICTIONS = {"lru": "ledger/evictions/lru", "stale": "ledger/evictions/stale"}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 

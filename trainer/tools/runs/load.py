@@ -138,10 +138,8 @@ class RunRecord:
     @property
     def world_size(self) -> int | None:
         """Number of ranks; None if neither env.json nor the status of another loop has it."""
-        size = self.environment.get("world_size", self.status.get("world_size"))
-        if isinstance(size, int) and size >= 1:
-            return size
-        return None
+        size: int | None = self.environment.get("world_size", self.status.get("world_size"))
+        return size or None
 
     @cached_property
     def document_losses(self) -> tuple[dict[str, Losses], str]:
