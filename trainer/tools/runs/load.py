@@ -84,13 +84,13 @@ class RowTable:
         return self._columns.get(key, (array("q"), array("d")))
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunRecord:
     """The files of one run, read back from its directory, or from a file of payloads."""
 
     path: Path
-    train: RowTable
-    evals: RowTable
+    train: RowTable = field(default_factory=RowTable)
+    evals: RowTable = field(default_factory=RowTable)
     # In order; rows after a restart may repeat steps above its `global_step`. Those of events.jsonl
     # have details, and are there also if the run ended before its next row.
     restarts: list[Restart] = field(default_factory=list)
@@ -174,36 +174,30 @@ class RunRecord:
         return found, ""
 
 
-class _Reader:
-    """Collects the rows and restarts of one file and counts the lines it could not use."""
-
-    def __init__(self) -> None:
-        self.train, self.evals = RowTable(), RowTable()
-        self.restarts: list[Restart] = []
-        self.steps_redone = self.num_skipped = self._last_step = 0
-        self.first_error = ""
-
-    def read(self, path: Path) -> None:
-        for number, line in enumerate(read_lines(path), start=1):
-            if line.isspace():
+def _read_rows(run: RunRecord, path: Path) -> tuple[int, str]:
+    """Add the rows and restarts of a file. Returns the number of lines that could not be used, and
+    what is wrong with the first."""
+    num_skipped, first_error, last_step = 0, "", 0
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.isspace():
+            continue
+        try:
+            found = _parse(line)
+        except PayloadError as error:
+            if line[:1] == b"{" and line[-1:] != b"\n":  # the run was killed or is still writing
                 continue
-            try:
-                self._take(_parse(line))
-            except PayloadError as error:
-                if line[:1] == b"{" and line[-1:] != b"\n":  # the run was killed or is still writing
-                    continue
-                self.num_skipped += 1
-                self.first_error = self.first_error or f"line {number}: {error}"
-
-    def _take(self, found: Payload) -> None:
+            num_skipped += 1
+            first_error = first_error or f"line {number}: {error}"
+            continue
         if found.restart is not None:
-            self.restarts.append(found.restart)
-            self.steps_redone += max(self._last_step - found.restart.global_step, 0)
-            for rows in (self.train, self.evals):
+            run.restarts.append(found.restart)
+            run.steps_redone += max(last_step - found.restart.global_step, 0)
+            for rows in (run.train, run.evals):
                 rows.drop_after(found.restart.global_step)
-        self._last_step = found.global_step
-        table = {"train": self.train, "eval": self.evals}[found.mode]
+        last_step = found.global_step
+        table = {"train": run.train, "eval": run.evals}[found.mode]
         table.add(found.global_step, found.values())
+    return num_skipped, first_error
 
 
 def _parse(line: bytes) -> Payload:
@@ -220,33 +214,36 @@ def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
     Raises UserError: there is no run, it cannot be read, or none of its lines is a payload. Of a
     directory that `is_one_of_many` this becomes a note: the others are looked at all the same.
     """
-    path, metrics, reader, problem, fix = Path(path), Path(path), _Reader(), "", ""
+    path = metrics = Path(path)
     if path.is_dir():
         metrics = path / METRICS_NAME
+    run, num_skipped, first_error, problem, fix = RunRecord(path), 0, "", "", ""
     try:
-        reader.read(metrics)
+        num_skipped, first_error = _read_rows(run, metrics)
     except OSError as error:
         # Only a run that has logged nothing yet may do without; what a link leads to may be gone.
         if os.path.lexists(metrics) or not (path / STATUS_NAME).is_file():
             problem, fix = f"cannot be read: {error.strerror}", f"pass a run directory or a {METRICS_NAME}"
-    if reader.first_error and not reader.train.steps and not reader.evals.steps:
-        problem = f"has no row that this reader can use; {reader.first_error}"
+    if first_error and not run.keys:
+        problem = f"has no row that this reader can use; {first_error}"
         fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
     if problem and not (is_one_of_many and path.is_dir()):
         raise UserError(str(metrics), problem, fix)
-    notes, others = [f"{METRICS_NAME} {problem}"] * bool(problem), dict[str, Any]()
-    if reader.num_skipped:
-        skipped = counted(reader.num_skipped, "damaged line")
-        notes.append(f"skipped {skipped}, the first at {reader.first_error}")
+    if problem:
+        run.notes.append(f"{METRICS_NAME} {problem}")
+    if num_skipped:
+        skipped = counted(num_skipped, "damaged line")
+        run.notes.append(f"skipped {skipped}, the first at {first_error}")
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
-        others = _read_others(metrics.parent, notes)
-        reached = others["status"].get("last_step")
-        if reached and not reader.train.steps:
-            notes.append(f"{METRICS_NAME} is missing or has no training row, though the run reached step {reached:,}")
-    restarts = list(filter(None, map(_restart_of, others.get("events", [])))) or reader.restarts
-    changes = [(each.global_step, each.details["changed"]) for each in restarts if each.details.get("changed")]
-    notes += [f"settings changed after step {step:,}: {_changes(changed)}" for step, changed in changes]
-    return RunRecord(path, reader.train, reader.evals, restarts, reader.steps_redone, notes=notes, **others)
+        _read_others(run, metrics.parent)
+    reached = run.status.get("last_step")
+    if reached and not run.steps:
+        run.notes.append(f"{METRICS_NAME} is missing or has no training row, though the run reached step {reached:,}")
+    for restart in run.restarts:
+        if restart.details.get("changed"):
+            changes = _changes(restart.details["changed"])
+            run.notes.append(f"settings changed after step {restart.global_step:,}: {changes}")
+    return run
 
 
 def _changes(changed: Any) -> str:
@@ -264,29 +261,27 @@ def _restart_of(event: Mapping[str, Any]) -> Restart | None:
     return Restart(step, event)
 
 
-def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
-    """The fields of a `RunRecord` that come from the files beside metrics.jsonl."""
+def _read_others(run: RunRecord, directory: Path) -> None:
+    """Read the files beside metrics.jsonl; what cannot be read becomes a note."""
 
     def read(name: str, how: Callable[[Path], Any]) -> Any:
-        """The content of a file; empty if it is absent, or cannot be read, which becomes a note."""
+        """The content of a file; empty if it is absent, or cannot be read."""
         try:
             return how(directory / name)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            notes.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
+            run.notes.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
 
     lines = read("events.jsonl", lambda path: [*map(_json_or_none, read_lines(path))])
-    events = [line for line in lines if isinstance(line, Mapping)]
-    if len(events) < len(lines):
-        notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")
-    return {
-        "status": judged(usable(read(STATUS_NAME, read_json)), directory),
-        "environment": usable(read("env.json", read_json)),
-        "config": read("config.resolved.toml", read_toml),
-        "events": events,
-    }
+    run.events = [line for line in lines if isinstance(line, Mapping)]
+    if len(run.events) < len(lines):
+        run.notes.append(f"skipped {counted(len(lines) - len(run.events), 'line')} of events.jsonl")
+    run.restarts = list(filter(None, map(_restart_of, run.events))) or run.restarts
+    run.status = judged(usable(read(STATUS_NAME, read_json)), directory)
+    run.environment = usable(read("env.json", read_json))
+    run.config = read("config.resolved.toml", read_toml)
 
 
 def _json_or_none(line: bytes) -> Any:
