@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.data_tables import SourceTable
 from trainer.config.rules import data_shards, reads_lanes
 from trainer.config.schema import RunConfig
 from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
+from trainer.data.layout import modalities_of
 from trainer.errors import UserError
 from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.metrics.logger import get_logger
@@ -33,7 +35,7 @@ def planned(plan: Plan) -> None:
     """Warn of settings of a run that work, but hardly as meant."""
     sources, eval_sources = plan.sources, plan.eval_sources
     found = [*trained_on(sources, eval_sources), *_doubted_settings(plan.config, eval_sources)]
-    found += _unmasked(sources, eval_sources)
+    found += [*_unread(sources, eval_sources), *_unmasked(sources, eval_sources)]
     if plan.config.eval.holdout_fraction > 0:
         found += _leaks(sources)
     for doubt in found:
@@ -70,6 +72,20 @@ def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, reached: int) -> N
     if length.is_in_tokens == plan.length.is_in_tokens and abs(now - then) > limits.RATE_MARGIN * max(then, now):
         text = "the learning rate jumps from %.3g to %.3g: the schedule spans the whole run"
         logger.warning(text, then, now)
+
+
+def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
+    """Modalities of a root that no source reads."""
+    readers: dict[str, list[SourceTable]] = {}
+    for source in (*sources, *eval_sources):
+        if source.streams and source.table.root is not None:
+            readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
+    for root, tables in readers.items():
+        read = {name for table in tables for name in table.modalities or ()}
+        unread = sorted(modalities_of(Path(root)).keys() - read)
+        if unread and all(table.modalities is not None for table in tables):
+            problem = f"has modalities that no source reads: {few(unread)}"
+            yield f"root {tables[0].root}", problem, "add them to modalities of a source, or a source of their own"
 
 
 def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:

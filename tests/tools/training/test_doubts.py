@@ -13,7 +13,7 @@ import torch
 
 from tests.support.in_process import plan_of, program, train_here
 from tests.support.models import pretrained
-from tests.support.runs import write_tiny_config
+from tests.support.runs import make_corpus, write_tiny_config
 from trainer.errors import UserError
 from trainer.tools import doubts
 from trainer.tools.doubts import contents, lane_doubts
@@ -131,6 +131,22 @@ def test_a_file_that_two_sources_name_differently_leaks_held_out_documents_and_i
         config, others[0], second.replace(f'paths=["{path}"]', f'root="{config.parent}/corpus"'), "ledger.capacity=4096"
     )
     assert "several names" not in caplog.text
+
+
+def test_modalities_that_no_source_reads_are_said(config, tmp_path, caplog):
+    make_corpus(tmp_path / "corpus")
+    others = ("data.mixing.batch_size_by_modality={}", "ledger.capacity=4096")
+    source = f'root="{tmp_path}/corpus", modalities=["a"]'
+    chosen = f'data.source=[{{name="x", {source}}}]'
+    plan_of(config, *others, chosen)
+    assert f"root {tmp_path}/corpus: has modalities that no source reads: b; add them to modalities" in caplog.text
+    caplog.clear()
+    both = f'data.source=[{{name="x", {source}}}, {{name="y", root="{tmp_path}/corpus/", modalities=["b"]}}]'
+    whole = f'data.source=[{{name="x", root="{tmp_path}/corpus"}}]'
+    validated = f'eval.source=[{{name="v", root="{tmp_path}/corpus", modalities=["b"]}}]'
+    for settings in ((both,), (whole,), (chosen, validated, "eval.every=2")):
+        plan_of(config, *others, *settings)
+        assert "modalities that no source" not in caplog.text
 
 
 @pytest.mark.parametrize(("family", "length", "code"), [("mamba2", 1, 2), ("mamba2", 2, 0), ("lfm2", 1, 0)])
