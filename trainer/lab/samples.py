@@ -5,7 +5,6 @@ It could go if text were only generated after a run.
 
 from __future__ import annotations
 
-import codecs
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.tokenizer import BytesTokenizer, Tokenizer, prompt_ids
+from trainer.data.tokenizer import Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
 from trainer.training.build import autocast_context
 from trainer.training.extension import Extension, RunView
 
 REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 8  # tokens that one character may take
 
 
 class GenerationError(Exception):
@@ -120,9 +118,15 @@ class Samples(Extension):
     def _text(self, step: int) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
         with forked_rng(device), self._autocast(), evaluating(model):
-            data, forbidden = self.run.config.data, [tokenizer.bos_id]
-            settings: Any = {"draw": self._draw, "cell": data.seq_len, "forbidden": forbidden, "eod": data.eod}
-            tokens = generate(model, self._prompt, device=device, **settings)
+            tokens = generate(
+                model,
+                self._prompt,
+                draw=self._draw,
+                cell=self.run.config.data.seq_len,
+                forbidden=[tokenizer.bos_id],
+                eod=self.run.config.data.eod,
+                device=device,
+            )
             stream = TextStream(tokenizer, self._prompt)
             text = ""
             for token in itertools.islice(tokens, self._table.tokens):
@@ -137,27 +141,21 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._is_bytes = isinstance(tokenizer, BytesTokenizer)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Already emitted; a tokenizer may join the next token to it.
-        self._context = [*prompt][-LONGEST_CHARACTER:]
+        self._context = [*prompt]
         self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
-        if self._is_bytes:
-            return self._decoder.decode(bytes([token])) if token < 256 else ""
         self._waiting.append(token)
         text = self._new_text()
-        if text.endswith(REPLACEMENT) and len(self._waiting) < LONGEST_CHARACTER:
+        if text.endswith(REPLACEMENT):  # the rest of the character may follow
             return ""
         self._context, self._waiting = self._waiting, []
         return text
 
     def flush(self) -> str:
         """The text still held back, with U+FFFD for incomplete characters."""
-        if self._is_bytes:
-            return self._decoder.decode(b"", final=True)
         text, self._waiting = self._new_text(), []
         return text
 
