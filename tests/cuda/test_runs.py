@@ -24,6 +24,7 @@ from trainer.lab.sharding import Sharded
 from trainer.on_device import scale_gradients
 from trainer.training import open_run
 from trainer.training.loop import Order
+from trainer.training.plan import Plan
 
 pytestmark = pytest.mark.cuda
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false", "train.on_non_finite=skip")
@@ -69,10 +70,10 @@ def test_a_run_in_shards_trains_as_the_whole_model_does(
     """A group of one rank, whose shards are the whole model; `train` itself shards nothing for one rank."""
     sets = ("train.steps=8", "checkpoint.every=0", 'distributed.strategy="fsdp"', f"train.precision={precision}")
     whole = losses(train_here(tmp_path / "whole", device, *sets) / "metrics.jsonl")
-    half, made = torch.bfloat16 if precision == "bf16" else None, list[Sharded]()
+    made = list[Sharded]()
 
-    def make_strategy(*_: object) -> Sharded:
-        made.append(Sharded(Layout(1, 1), device=device, param_dtype=half))
+    def make_strategy(plan: Plan, *_: object) -> Sharded:
+        made.append(Sharded(Layout(1, 1), plan.config, device))
         return made[0]
 
     monkeypatch.setattr(open_run, "make_strategy", make_strategy)
@@ -85,7 +86,7 @@ def test_a_run_in_shards_trains_as_the_whole_model_does(
         dist.destroy_process_group()
     assert len(made) == 1
     # With bf16 a unit's inputs and parameters are rounded where autocast would round them, not always in the same places.
-    assert losses(sharded / "metrics.jsonl") == pytest.approx(whole, rel=2e-2 if half else 1e-5)
+    assert losses(sharded / "metrics.jsonl") == pytest.approx(whole, rel=2e-2 if precision == "bf16" else 1e-5)
 
 
 def test_bf16_trains_as_fp32_does(tmp_path: Path, chosen_device: torch.device) -> None:

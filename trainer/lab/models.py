@@ -30,7 +30,7 @@ from trainer.lab.cuda_graph import make_graphs as make_graphs
 from trainer.lab.depth import Depth as Depth
 from trainer.lab.numbers import first_batch
 from trainer.lab.optimizers import build_optimizer as build_optimizer
-from trainer.lab.sharding import make_sharded as make_sharded
+from trainer.lab.sharding import Sharded as Sharded
 from trainer.lab.weights import load_weights as load_weights
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import CHUNK_KEY, evaluating, output_layer

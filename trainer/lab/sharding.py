@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,41 +26,20 @@ from trainer.distributed.strategy import (
 )
 from trainer.errors import UserError
 from trainer.model.protocol import ModelOutput, extras_of, output_layer
-from trainer.options import StrategyOptions
 from trainer.wording import few
 
 logger = logging.getLogger(__name__)
-
-
-def make_sharded(layout: Layout, config: RunConfig, device: torch.device) -> Strategy:
-    """The strategy of a run in shards. Every rank must call it: it makes process groups."""
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else None
-    prepare = partial(prepared_units, config)
-    return Sharded(layout, config.distributed, device=device, param_dtype=dtype, prepare=prepare)
 
 
 class Sharded(Strategy):
     """FSDP2 over all ranks, or within each of several replicas of neighbouring ranks.
 
     Each rank holds some rows of each parameter. Every rank must make it: it makes process groups.
-
-    Args:
-        param_dtype: in which parameters are gathered and used; gradients are averaged in float32.
-        prepare: prepares a model, and returns the modules that are gathered one at a time; without
-            it, they are its `shard_units`.
     """
 
     is_sharded = True
 
-    def __init__(
-        self,
-        layout: Layout,
-        options: StrategyOptions = StrategyOptions(),  # noqa: B008 - immutable
-        *,
-        device: torch.device,
-        param_dtype: torch.dtype | None = None,
-        prepare: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, config: RunConfig, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -69,13 +47,12 @@ class Sharded(Strategy):
         names = ("replicate", "shard")[first:]
         mesh = init_device_mesh(device.type, tuple(layout)[first:], mesh_dim_names=names)
         self.copies, self.groups = layout.replicas, mesh.get_all_groups()
-        self._device, self._prepare = device, prepare or shard_units
-        self._reshard_after_forward = options.reshard_after_forward
+        self._device, self._config = device, config
         self._sharding: dict[str, Any] = {"mesh": mesh}
-        if param_dtype is not None:
-            # Inputs are not cast: a carried state stays in float32.
+        if config.train.precision == "bf16":
+            # Gradients are averaged in float32. Inputs are not cast: a carried state stays in float32.
             self._sharding["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
 
     def shard(self, model: nn.Module) -> None:
@@ -83,8 +60,9 @@ class Sharded(Strategy):
         # A unit's parameters are whole while it runs; those of no unit throughout a step.
         from torch.distributed.fsdp import fully_shard
 
-        for unit in self._prepare(model):
-            fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._sharding)
+        reshards = self._config.distributed.reshard_after_forward
+        for unit in prepared_units(self._config, model):
+            fully_shard(unit, reshard_after_forward=reshards, **self._sharding)
         fully_shard(model, **self._sharding)  # last: the parameters of no unit
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:

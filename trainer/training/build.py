@@ -142,7 +142,7 @@ def make_strategy(plan: Plan, info: RankInfo, device: torch.device) -> Strategy:
     layout = layout_for(plan.config.distributed, info)
     if layout is None:
         return Replicated(plan.config.distributed, world_size=info.world_size, device=device)
-    return need(plan.parts.models, "distributed.strategy").make_sharded(layout, plan.config, device)
+    return need(plan.parts.models, "distributed.strategy").Sharded(layout, plan.config, device)
 
 
 def evaluated_rows(plan: Plan) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.gloo import make_step, run_on_ranks
+from trainer.config.schema import RunConfig
 from trainer.data.loader import MicroBatch
 from trainer.distributed.strategy import Layout, Replicated, Strategy
 from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
@@ -20,6 +21,7 @@ from trainer.options import ObjectiveOptions
 from trainer.training.extension import StepOutcome
 
 CPU = torch.device("cpu")
+CONFIG = RunConfig.model_validate({"train": {"steps": 1}, "data": {"source": [{"name": "a", "root": "a"}]}})
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
 LENGTHS = (12, 1, 7, 3, 12, 0, 5, 9)  # of the rows: uneven, and one has nothing to predict
 WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "peak": 0.4}
@@ -117,7 +119,7 @@ def one_step(rank: int, world: int, micros: int, kind: str, loss: str, poison: f
     strategy: Strategy = Strategy()
     if world > 1:
         is_sharded = kind == "fsdp"
-        strategy = Sharded(Layout(1, world), device=CPU) if is_sharded else Replicated(world_size=world, device=CPU)
+        strategy = Sharded(Layout(1, world), CONFIG, CPU) if is_sharded else Replicated(world_size=world, device=CPU)
     strategy.shard(model)
     group = torch.distributed.group.WORLD if world > 1 else None
     gns = GradientNoiseScale(model, process_group=group)
