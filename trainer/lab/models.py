@@ -45,7 +45,7 @@ def carry_flat(model: nn.Module, *, config: RunConfig | None, vocab_size: int) -
     if config is None:
         return nested_state.carry_flat(model)
     micro = first_batch(model, config, vocab_size)
-    return nested_state.carry_flat(model, lengths=(config.data.seq_len,), micro=micro)
+    return nested_state.carry_flat(model, seq_len=config.data.seq_len, micro=micro)
 
 
 def recompute_blocks(model: nn.Module) -> None:

@@ -6,7 +6,6 @@ For models without `state_width`. It can go when every model states the width of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,18 +111,18 @@ class NestLayout:
         return ", ".join(f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves)
 
 
-def carry_flat(model: nn.Module, *, lengths: Sequence[int] = (), micro: MicroBatch | None = None) -> nn.Module:
+def carry_flat(model: nn.Module, *, seq_len: int | None = None, micro: MicroBatch | None = None) -> nn.Module:
     """Let a model take and return a nested state as rows [B, state_width], by hooks.
 
     Sets `model.state_layout` and `model.state_width`: the layout of the state that forwards without
     gradient return in `eval()`, or None and 0 if they return none.
 
-    `lengths`: tokens of the rows that the model is for, tried after `FEW_TOKENS`; the forward's own
-    error is raised if it takes none. `micro`: tried in their place, of a model that takes more than
-    tokens. Raises UserError: the state's tensors do not have the batch first.
+    `seq_len`: tokens of the rows that the model is for, tried if it does not take `FEW_TOKENS`; the
+    forward's own error is raised if it takes neither. `micro`: tried in their place, of a model that
+    takes more than tokens. Raises UserError: the state's tensors do not have the batch first.
     """
     with evaluating(model):
-        states = _first_states(model, lengths, micro)
+        states = _first_states(model, seq_len, micro)
     layout, width = None, 0
     if all(state is not None for state in states):
         try:
@@ -162,22 +161,24 @@ def shapes_of(micro: MicroBatch) -> str:
 
 
 @torch.no_grad()
-def _first_states(model: nn.Module, lengths: Sequence[int], micro: MicroBatch | None) -> list[Any]:
+def _first_states(model: nn.Module, seq_len: int | None, micro: MicroBatch | None) -> list[Any]:
     """The states after rows of the first batch, or of the first length that the model takes, for each
     of `TRIED_ROWS`."""
     if micro is not None:
         with users_code("model.target", f"forward fails on {shapes_of(micro)}"):
             return [model(**some_rows(micro, rows), state=None).state for rows in TRIED_ROWS]
     device = next(model.parameters(), torch.empty(0)).device
-    problem = None
-    for length in (FEW_TOKENS, *lengths):
-        try:
-            tried = [torch.zeros(rows, length, dtype=torch.long, device=device) for rows in TRIED_ROWS]
-            return [model(tokens=tokens, state=None).state for tokens in tried]
-        except Exception as error:  # noqa: BLE001 - a custom model may raise anything
-            problem = error  # that of the last length, the model's own, tells its author most
-    assert problem is not None
-    raise problem
+
+    def states(length: int) -> list[Any]:
+        tried = [torch.zeros(rows, length, dtype=torch.long, device=device) for rows in TRIED_ROWS]
+        return [model(tokens=tokens, state=None).state for tokens in tried]
+
+    try:
+        return states(FEW_TOKENS)
+    except Exception:  # a custom model may raise anything
+        if seq_len is None:
+            raise
+        return states(seq_len)  # the error of this length, the model's own, tells its author most
 
 
 def _take_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

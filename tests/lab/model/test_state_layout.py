@@ -122,9 +122,9 @@ def test_the_layout_is_found_at_a_length_that_the_model_takes():
     def make() -> nn.Module:
         return Takes48(lambda end: {"sum": end})
 
-    assert carry_flat(make(), lengths=(48,)).state_width == 5
+    assert carry_flat(make(), seq_len=48).state_width == 5
     with pytest.raises(RuntimeError, match="got 50"):  # the error is that of the length that a run has
-        carry_flat(make(), lengths=(50,))
+        carry_flat(make(), seq_len=50)
 
 
 def test_a_state_that_is_missing_later_is_told_as_missing():

@@ -136,7 +136,7 @@ def _find_state(model: nn.Module, seq_len: int) -> None:
     from trainer.lab.nested_state import carry_flat  # of such models alone
 
     try:
-        carry_flat(model, lengths=(seq_len,))
+        carry_flat(model, seq_len=seq_len)
     except UserError as error:
         raise CallFailed(f"{error.problem}{_place_of_forward(model)}") from error
     except Exception as error:  # a user's model may raise anything
