@@ -18,6 +18,7 @@ from trainer.distributed.strategy import gathered, layout_of, own_part
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.lab.weights import own_rows
+from trainer.on_device import step_unless
 from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, keep_buffers, plain_values
 from trainer.wording import counted, few
 
@@ -103,11 +104,12 @@ class MuonWithAdamW(CombinedOptimizer):
         super().__init__([*matrices, *others], {"lr": table.lr})
         self.parts = {}
         if matrices:
-            settings: Any = {"momentum": table.momentum, "adjust_lr_fn": "match_rms_adamw"}
-            self.parts["muon"] = SkippingMuon(matrices, lr=table.lr, **settings)
+            self.parts["muon"] = SkippingMuon(
+                matrices, lr=table.lr, momentum=table.momentum, adjust_lr_fn="match_rms_adamw"
+            )
         if others:
-            settings = {"betas": tuple(table.betas), "eps": table.eps, "fused": True}
-            self.parts["adamw"] = torch.optim.AdamW(others, lr=table.lr, **settings)
+            betas = table.betas[0], table.betas[1]
+            self.parts["adamw"] = torch.optim.AdamW(others, lr=table.lr, betas=betas, eps=table.eps, fused=True)
         self._link_groups()
 
     def _link_groups(self) -> None:
@@ -118,12 +120,10 @@ class MuonWithAdamW(CombinedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step both."""
         for part in self.parts.values():
-            guarded: Any = part
-            guarded.found_inf = self.found_inf
-            try:
+            if self.found_inf is None:
                 part.step()
-            finally:
-                del guarded.found_inf
+            else:
+                step_unless(self.found_inf > 0, part)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each part, by its name."""
