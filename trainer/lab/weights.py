@@ -15,13 +15,14 @@ from trainer.errors import UserError
 from trainer.files import open_plain, parse_json
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import tied_names
+from trainer.training.train_state import misfits
+from trainer.wording import few
 
 logger = get_logger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"
 """In the metadata: JSON, name of an omitted tensor -> the stored one that shares its memory."""
-MOST_NAMED = 5  # tensors named in one message
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -82,23 +83,14 @@ def own_rows(whole: Tensor, like: Tensor) -> Tensor:
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
     """Refuse tensors that are not exactly those of `model` (on the meta device or any other)."""
     own = model.state_dict()
-    problems, missing = [], []
-    for name, tensor in own.items():
-        if name not in tensors:
-            missing.append(f"{name}: not in the file")
-        elif tensors[name].shape != tensor.shape:
-            found = list(tensors[name].shape)
-            problems.append(f"{name}: shape {found}, the model has {list(tensor.shape)}")
-        elif tensors[name].dtype.is_floating_point != tensor.dtype.is_floating_point:
-            problems.append(f"{name}: {tensors[name].dtype}, the model has {tensor.dtype}")
-    problems += missing
-    problems += [f"{name}: the model has no such tensor" for name in tensors if name not in own]
-    if not problems:  # only then does the file have every tied tensor
+    problems = misfits(own, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if not problems:  # only then does the file have every tensor
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() != own[name].is_floating_point():
+                problems.append(f"{name} is of {tensor.dtype}, the model's of {own[name].dtype}")
         for name, first in tied_names(model).items():
             if not torch.equal(tensors[first], tensors[name]):
-                problems.append(f"{name}: differs from {first}, which the model ties to it")
+                problems.append(f"{name} differs from {first}, which the model ties to it")
     if problems:
-        more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
-        listed = "; ".join(problems[:MOST_NAMED])
         fix = "use the [model], the data.tokenizer and the release that the weights were trained with"
-        raise UserError(key, f"{path} does not fit the model: {listed}{more}", fix)
+        raise UserError(key, f"{path} does not fit the model: {few(problems)}", fix)

@@ -138,35 +138,31 @@ def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> Tensor
 
 def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     """Load the weights that this rank holds. A UserError if they are those of another model."""
-    own, shared = model.state_dict(), tied_names(model)
-    problems = _misfits(own, shared, saved)
+    whole, shared = model.state_dict(), tied_names(model)
+    own = {name: value for name, value in whole.items() if name not in shared}  # tied ones are saved once
+    problems = misfits(own, {name: saved.shapes.get(f"model.{name}") for name in saved.values["model"]})
     if problems:
         problem = f"the checkpoint holds another model: {few(problems)}"
         fix = "resume with the [model] and the release it was trained with"
         raise UserError("--resume", problem, fix)
     given: dict[str, Any] = {}
     for name, value in own.items():
-        if name in shared:
-            continue
         if isinstance(value, Tensor):
             given[name] = read_like(saved, f"model.{name}", like=value)
         else:  # extra state of a module
             given[name] = unpack(saved.values["model"].get(name), saved.read)
-    # Tied weights are saved once.
     given.update({name: given[owner] for name, owner in shared.items()})
     model.load_state_dict(given)
 
 
-def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFiles) -> list[str]:
-    """How the saved weights differ from a model's own; `shared`: those that are tied to others."""
-    names = {name for name in own if name not in shared}  # tied ones are saved once
-    there = set(saved.values["model"])
-    found = [f"{name} is not in it" for name in sorted(names - there)]
-    found += [f"the model has no {name} of its own" for name in sorted(there - names)]
-    for name in sorted(names & there):
-        shape = saved.shapes.get(f"model.{name}")
-        if isinstance(own[name], Tensor) and shape != tuple(own[name].shape):
-            found.append(f"{name} has the shape {list(shape or ())}, the model's {list(own[name].shape)}")
+def misfits(own: Mapping[str, Any], there: Mapping[str, tuple[int, ...] | None]) -> list[str]:
+    """How saved weights of these shapes (None: no tensor) differ from a model's own."""
+    found = [f"{name} is not in it" for name in own if name not in there]
+    found += [f"the model has no {name} of its own" for name in there if name not in own]
+    for name, value in own.items():
+        shape = there.get(name)
+        if name in there and isinstance(value, Tensor) and shape != tuple(value.shape):
+            found.append(f"{name} has the shape {list(shape or ())}, the model's {list(value.shape)}")
     return found
 
 
