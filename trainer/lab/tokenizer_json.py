@@ -54,6 +54,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = self.bos_id + 1
         self.words.no_truncation()
         self.words.no_padding()
+        self.words.post_processor = None  # it adds special tokens, and may move where tokens begin
         added = self.words.get_added_tokens_decoder()
         self.special_tokens = {each.content: id for id, each in added.items() if each.special or id == eod}
         self.settings = ""
