@@ -136,13 +136,8 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     if not blocks:
         logger.info("%s has no nn.ModuleList of blocks: its children are sharded one by one", type(model).__name__)
         blocks = [child for child in model.children() if num_parameters(child) and has_forward(child)]
-    return _apart(model, blocks)
-
-
-def _apart(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """The units that share no parameter with another part of the model."""
     uses = _uses(model)
-    return [unit for unit in units if all(uses[parameter] == n for parameter, n in _uses(unit).items())]
+    return [block for block in blocks if all(uses[parameter] == n for parameter, n in _uses(block).items())]
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
