@@ -48,8 +48,7 @@ class Moments(NamedTuple):
             return math.nan
         ratio = self.mean()
         squares = self.total_sq - 2 * ratio * self.cross + ratio**2 * self.weight_sq
-        if squares < 0:  # by rounding; a NaN stays one
-            squares = 0.0
+        squares = max(squares, 0.0)  # it may be below by rounding; a NaN stays one
         error = math.sqrt(squares * num / (num - 1)) / self.weight
         error *= math.sqrt((num - 1) / num * effective / (effective - 1))
         return error * t_quantile(1.96, effective - 1) / 1.96
