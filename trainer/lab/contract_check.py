@@ -91,17 +91,21 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             refuse_align(plan, model, accepted)
             check_inputs({"features" if plan.config.data.features else "tokens"}, accepted)
         micro = first_batch(model, plan.as_read, plan.vocab_size)
-        given: dict[str, Any] = {"vocab_size": plan.vocab_size, "build": build, "seq_len": tokens}
-        judged = model
-        if micro is not None:
-            judged = OnPositions(model, micro)
-            given = {"vocab_size": judged.num, "build": lambda: OnPositions(build().to(device), micro)}
-            given["seq_len"] = micro.targets.shape[1]
-        autocast = AUTOCAST[plan.config.train.precision]
-        given["resets"] = "resets" in (accepted or ())
+        judge = partial(check_model, autocast=AUTOCAST[plan.config.train.precision], rows=evaluated_rows(plan))
+        resets = accepted is not None and "resets" in accepted
         if is_read_here:
-            given["resets"] = runs_on(plan, model)
-        report = check_model(judged, autocast=autocast, rows=evaluated_rows(plan), **given)
+            resets = runs_on(plan, model)
+        if micro is None:
+            report = judge(model, vocab_size=plan.vocab_size, build=build, seq_len=tokens, resets=resets)
+        else:
+            judged = OnPositions(model, micro)
+            report = judge(
+                judged,
+                vocab_size=judged.num,
+                build=lambda: OnPositions(build().to(device), micro),
+                seq_len=micro.targets.shape[1],
+                resets=resets,
+            )
         if micro is not None or (plan.config.objective.target and report["forward"].status == "held"):
             _check_loss(plan, model, micro, device)
     if is_full:  # nothing to add to what was checked

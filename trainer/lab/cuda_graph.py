@@ -154,8 +154,7 @@ class MicroGraphs:
         targets, state = inputs.pop("targets"), inputs.pop("state", None)
         pool = next((each.graph.pool() for each in self._graphs.values()), None)  # one for all
         micro = replace(micro, inputs=inputs, targets=targets)
-        how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, pool=pool, **how):
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             end, result = step.run_micro(micro, state, self._kappa)
             gradients: Sequence[Tensor | None] = [parameter.grad for parameter in step.parameters]
             if not averages:  # those averaged are in DDP's buckets

@@ -144,9 +144,9 @@ def refusal_here(device: int, width: int) -> str:
     """`refusal` of what is installed, on a CUDA device; on a machine without one, on an H100."""
     if find_spec("fla") is None:
         return "fla-core is not installed (extra: fla)"
-    capability = (
-        torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else HOPPER
-    )  # for `train check`
+    capability = HOPPER  # for `train check`
+    if torch.cuda.is_available():
+        capability, _ = torch.cuda.get_device_capability(device)
     return refusal(importlib.import_module("triton").__version__, capability, width)
 
 

@@ -43,15 +43,25 @@ HOST_KEYS = {*CARRY_KEYS, *OPTIONAL_CARRY_KEYS, *BATCH_EXTRAS}
 
 
 def own_batches(
-    plan: Plan, source: Source, info: RankInfo, model: nn.Module | None, kind: str = "source", **how: Any
+    plan: Plan,
+    source: Source,
+    info: RankInfo,
+    model: nn.Module | None,
+    kind: str = "source",
+    device: torch.device | None = None,
 ) -> OwnBatches:
     """The data set of a source on this data shard, for a model if one is given. A UserError if it
     fails, or cannot be iterated."""
     path, run, key = str(source.table.target), plan.config.run, f"{kind} {source.name}: "
     given = {"rank": info.rank, "world_size": info.world_size, "seed": run.seed, "seq_len": plan.config.data.seq_len}
-    dataset = make_own(path, {**given, **source.table.args}, f"{key}target")
-    how["num_targets"] = IdBounds.of(path, plan.tokenizer).num_ids
-    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"{key}{path}", model=model, **how)
+    return OwnBatches(
+        make_own(path, {**given, **source.table.args}, f"{key}target"),
+        vocab_size=plan.vocab_size,
+        key=f"{key}{path}",
+        model=model,
+        device=device,
+        num_targets=IdBounds.of(path, plan.tokenizer).num_ids,
+    )
 
 
 def make_own(path: str, given: Mapping[str, Any], key: str) -> Any:

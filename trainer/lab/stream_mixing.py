@@ -192,8 +192,8 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
             others = (part._replace(at=at) for at in range(part.num) if at != part.at)
             rows = (num_rows(left[in_order(each, left)], num_lanes) for each in others)
             longest = max(rows, default=0)
-        how = {"epoch": self.epoch, "num_lanes": num_lanes, "longest": longest, "taken": cursor[0]}
-        return StreamReader(source, in_order(part, left), left, **how)
+        order, taken = in_order(part, left), cursor[0]
+        return StreamReader(source, order, left, epoch=self.epoch, num_lanes=num_lanes, longest=longest, taken=taken)
 
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         picks, lanes = cursor
