@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -42,11 +42,11 @@ from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
 from trainer.lab.loss_mask import LossMask
-from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted, few, printable
 
 if TYPE_CHECKING:  # what starts each of the processes imports little
+    from trainer.config.data_tables import DataTable
     from trainer.distributed.env import RankInfo
     from trainer.training.plan import Plan, Source
 
@@ -55,19 +55,6 @@ LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it
 UNBOUNDED = 1 << 40  # larger than any vocabulary
 DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 POLL_SEC, HEAD_START_SEC, SECONDS_PER_LINE = 0.2, 5.0, 30.0
-
-
-class How(NamedTuple):
-    """How text is tokenized, for the processes."""
-
-    tokenizer: str
-    parse_special: bool
-    format: str
-    text_split: Any
-    column: str | None
-    text_eod: int | None
-    vocab_size: int = 0
-    loss_mask: LossMask | None = None
 
 
 Spelled: TypeAlias = Counter[tuple[str, ...]]
@@ -112,7 +99,9 @@ def _say(source: str, found: Spelled, *, parse_special: bool) -> None:
         logger.warning(text, source, f"{number:,}", documents, few([*names]), reads[parse_special])
 
 
-def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, look: Callable[[], None]) -> Spelled:
+def tokenize_files(
+    files: Mapping[str, Path], options: ReadOptions, *, workers: int, look: Callable[[], None]
+) -> Spelled:
     """Write the tokens of the files that have none yet, in a pool of processes; what these spell.
 
     `files`: path -> the `.bin` to write; its index is last. `look` is called once a second at least;
@@ -125,7 +114,7 @@ def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, look: C
     said, last, total = time.monotonic(), "", sum(sizes.values())
     done = total - sum(sizes[path] for path in missing)
     # With fewer files than processes, each has the tokenizer's threads.
-    settings = (how, len(missing) < workers)
+    settings = (options, len(missing) < workers)
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
@@ -155,16 +144,14 @@ def tokenize_files(files: Mapping[str, Path], how: How, *, workers: int, look: C
 _options: ReadOptions  # of a process of the pool
 
 
-def _begin(how: How, has_threads: bool) -> None:
-    """Load in a process of the pool what all of its files need."""
+def _begin(options: ReadOptions, has_threads: bool) -> None:
+    """Keep in a process of the pool what all of its files need."""
     global _options
+    _options = options
     # A terminal sends it to all processes: the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = str(has_threads).lower()
-    given: dict[str, Any] = {"vocab_size": how.vocab_size, "parse_special": how.parse_special, "eod": how.text_eod}
-    words = load_tokenizer(how.tokenizer, **given)
-    _options = ReadOptions.of(how, tokenizer=words)
 
 
 def _end_with_parent() -> None:
@@ -175,7 +162,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _reader(path: str, options: ReadOptions | How) -> Any:
+def _reader(path: str, options: ReadOptions) -> Any:
     """What gives the documents of a file that may hold text (ids in it are copied); else None."""
     row = FORMATS.get(format_name(Path(path), options.format))
     return row and row.pieces
@@ -236,22 +223,22 @@ def tokenize_source(
     if it has little text. Raises UserError: a file is damaged, or the cache cannot be used;
     Stopped."""
     data, table = plan.config.data, source.table
-    mask = LossMask(table.loss_mask) if table.loss_mask is not None else None
-    fields = (table.format, table.text_split, table.column, data.eod, data.vocab_size, mask)
-    how = How(data.tokenizer, data.parse_special, *fields)
+    mask = None
+    if table.loss_mask is not None:
+        mask = LossMask(table.loss_mask)
+    options = ReadOptions.of(table, tokenizer=plan.tokenizer, text_eod=data.eod, loss_mask=mask)
     streams = [
         each for each in source.streams if not source.is_off and is_copied(each.path, table.format, plan.tokenizer)
     ]
-    say = partial(_say, source.name, parse_special=how.parse_special)
+    say = partial(_say, source.name, parse_special=data.parse_special)
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:  # not worth a process
         if info.is_main:
-            options = ReadOptions.of(how, tokenizer=plan.tokenizer)
             say(sum((spelled(stream.path, options) for stream in streams), Spelled()))
         return {}
     own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
     cache = Path(data.cache_dir or own).expanduser().absolute()
-    place = cache / _key(streams, how)
+    place = cache / _key(streams, options, data)
     names = {each.path: f"{number:06d}.bin" for number, each in enumerate(streams)}
     what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
 
@@ -273,7 +260,7 @@ def tokenize_source(
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         if not is_made():
                             logger.info("%s", what)
-                            say(_make(place, names, how, look))
+                            say(_make(place, names, options, look))
                         break
                 if not has_said:
                     logger.info("waiting for another process that is %s", what)
@@ -287,7 +274,7 @@ def tokenize_source(
     return {path: str(place / name) for path, name in names.items() if os.path.getsize(place / name)}
 
 
-def _make(place: Path, names: Mapping[str, str], how: How, look: Callable[[], None]) -> Spelled:
+def _make(place: Path, names: Mapping[str, str], options: ReadOptions, look: Callable[[], None]) -> Spelled:
     """Make an entry of the cache, in the place of a damaged one; what its texts spell."""
     if os.path.lexists(place):
         logger.warning("%s is damaged: it is made again", place)
@@ -298,19 +285,20 @@ def _make(place: Path, names: Mapping[str, str], how: How, look: Callable[[], No
     making.mkdir(exist_ok=True)
     remove_leftovers(making)  # of a write that was killed
     files = {path: making / name for path, name in names.items()}
-    found = tokenize_files(files, how, workers=len(os.sched_getaffinity(0)), look=look)
+    found = tokenize_files(files, options, workers=len(os.sched_getaffinity(0)), look=look)
     making.rename(place)
     return found
 
 
-def _key(streams: Sequence[Stream], how: How) -> str:
+def _key(streams: Sequence[Stream], options: ReadOptions, data: DataTable) -> str:
     """The key of the tokens of these files: another one for files that changed."""
     found = [(os.path.abspath(each.path), os.stat(each.path)) for each in streams]
     files = [(path, status.st_size, status.st_mtime_ns) for path, status in found]
-    tokenizer = how.tokenizer
+    tokenizer = data.tokenizer
     if tokenizer.endswith(".json"):
         tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
-    settings = [*how[1:6], *filter(None, how[6:])]
+    settings = [data.parse_special, options.format, options.text_split, options.column, options.text_eod]
+    settings += filter(None, (data.vocab_size, options.loss_mask))
     text = json.dumps(["tokens 3", tokenizer, *settings, files])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 

@@ -6,6 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class HuggingFaceTokenizer:
                 fix = "run: pip install tokenizers"
             raise UserError("data.tokenizer", f"{path} is not a readable tokenizer.json ({error})", fix) from error
         self.name = Path(path).name
+        self._given = path, parse_special, eod
         self.bos_id = int(max(ids)) + 1  # not their number: ids may have gaps
         self.vocab_size = self.bos_id + 1
         self.words.no_truncation()
@@ -60,6 +62,11 @@ class HuggingFaceTokenizer:
         self.settings = ""
         if not parse_special:
             self._read_as_text(tokenizers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads the file: a pickle of the package's tokenizer forgets what was set here."""
+        path, parse_special, eod = self._given
+        return partial(HuggingFaceTokenizer, path, parse_special=parse_special, eod=eod), ()
 
     def _read_as_text(self, package: Any) -> None:
         """Make what spells a special token ordinary text."""

@@ -30,7 +30,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.lab import tokenized
 from trainer.lab.loss_mask import LossMask
-from trainer.lab.tokenized import How, tokenize_files, tokenize_source
+from trainer.lab.tokenized import tokenize_files, tokenize_source
 from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.read_step import find_origin
 from trainer.training.plan import Source
@@ -88,8 +88,8 @@ def write(source, out, workers=1, look=lambda: None):
     (source / out).mkdir(exist_ok=True)
     texts = sorted(path for path in (source / "text").rglob("*") if path.is_file())
     files = {str(path): source / out / f"{path.name}.bin" for path in texts}
-    how = How(str(source / "tokenizer.json"), False, "auto", "blank_line", None, None)
-    tokenize_files(files, how, workers=workers, look=look)
+    options = ReadOptions(load_tokenizer(str(source / "tokenizer.json")), text_split="blank_line")
+    tokenize_files(files, options, workers=workers, look=look)
     return texts
 
 
