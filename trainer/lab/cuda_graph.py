@@ -15,7 +15,7 @@ such as one that is compiled whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -117,10 +117,8 @@ class MicroGraphs:
         """Whether inputs have the shapes of the graphs' own, which the first ones decide."""
         if not self._inputs:
             return True
-        return given.keys() == self._inputs.keys() and all(
-            value.shape == own.shape and value.dtype == own.dtype
-            for value, own in zip(given.values(), self._inputs.values(), strict=True)
-        )
+        kinds = {name: (value.shape, value.dtype) for name, value in given.items()}
+        return kinds == {name: (own.shape, own.dtype) for name, own in self._inputs.items()}
 
     def _place(self, given: dict[str, Any], kappa: float) -> None:
         """Copy inputs to where the graphs read them. A TypeError if one is no tensor."""
@@ -203,7 +201,6 @@ def _set_gradients(step: TrainStep, gradients: Sequence[Tensor | None]) -> None:
 
 def _copied(result: ObjectiveOutput) -> ObjectiveOutput:
     """The result with tensors of its own."""
-    values = {each.name: getattr(result, each.name) for each in fields(result)}
-    clones: Any = {name: each.clone() for name, each in values.items() if isinstance(each, Tensor)}
+    clones: Any = {name: each.clone() for name, each in vars(result).items() if isinstance(each, Tensor)}
     parts = {name: type(term)(*map(torch.clone, term)) for name, term in result.parts.items()}
     return replace(result, **clones, parts=parts)
