@@ -225,13 +225,17 @@ def _save_as_llama(model: Any, directory: Path) -> None:
 
 def _save_as_qwen3_next(model: Any, directory: Path) -> None:
     """As layers of linear attention alone with plain MLPs."""
-    # Attention is that of no layer here, but its sizes are checked against each other.
-    kinds = ("linear_num_key", "linear_num_value", "num_attention", "num_key_value")
-    widths = ("linear_key_head_dim", "linear_value_head_dim", "head_dim")
+    heads, width = model.heads, model.dim // model.heads
     config = package().Qwen3NextConfig(
         **_common(model),
-        **{f"{kind}_heads": model.heads for kind in kinds},
-        **dict.fromkeys(widths, model.dim // model.heads),
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+        # Attention is that of no layer here, but its sizes are checked against each other.
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=width,
         layer_types=["linear_attention"] * model.num_layers,
         linear_conv_kernel_dim=model.blocks[0].mixer.taps.shape[0],
         num_experts=0,
@@ -246,8 +250,8 @@ def _save_as_qwen3_next(model: Any, directory: Path) -> None:
         inputs = (*mixer.inputs.weight.chunk(3), mixer.output_gate.weight)  # queries, keys, values
         decay, rate = mixer.gates.weight.chunk(2)
         weights |= {
-            f"{own}.linear_attn.in_proj_qkvz.weight": _by_head(model.heads, *inputs),
-            f"{own}.linear_attn.in_proj_ba.weight": _by_head(model.heads, rate, decay),
+            f"{own}.linear_attn.in_proj_qkvz.weight": _by_head(heads, *inputs),
+            f"{own}.linear_attn.in_proj_ba.weight": _by_head(heads, rate, decay),
             # [3 D, 1, taps], the oldest position first
             f"{own}.linear_attn.conv1d.weight": mixer.taps.flip(0).T[:, None],
             f"{own}.linear_attn.A_log": mixer.log_a,

@@ -70,10 +70,11 @@ class Series:
             "data.targets": {*data.targets} < {*range(self.width)},
             "data.tokenizer, vocab_size and eod": not of_text,
         }
-        for key in (key for key in fits if not fits[key]):
-            problem = f"does not fit data.features = {self.width}"
-            fix = "name as many columns, as targets some of them from 0, and nothing of text"
-            raise UserError(key, problem, fix)
+        for key, is_fit in fits.items():
+            if not is_fit:
+                problem = f"does not fit data.features = {self.width}"
+                fix = "name as many columns, as targets some of them from 0, and nothing of text"
+                raise UserError(key, problem, fix)
 
     def refuse_unfit(self, path: str, document: int, start: int, rows: npt.NDArray[Any]) -> None:
         """Refuse rows [n, F] of a document, from `start` on, with numbers that no model takes."""

@@ -91,12 +91,11 @@ def _say(source: str, found: Spelled, *, parse_special: bool) -> None:
     names = dict.fromkeys(name for names, _ in found.most_common() for name in names)
     if names:
         number, documents = found.total() - found[()], counted(found.total(), "document")
-        reads = {
-            False: "are read as text; data.parse_special = true makes them those tokens",
-            True: "become those tokens",
-        }
+        reads = "are read as text; data.parse_special = true makes them those tokens"
+        if parse_special:
+            reads = "become those tokens"
         text = "source %s: %s of %s spell special tokens (%s), which %s"
-        logger.warning(text, source, f"{number:,}", documents, few([*names]), reads[parse_special])
+        logger.warning(text, source, f"{number:,}", documents, few([*names]), reads)
 
 
 def tokenize_files(
