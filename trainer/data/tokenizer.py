@@ -20,11 +20,11 @@ class Tokenizer(Protocol):
     name: str  # for messages and fingerprints
     vocab_size: int  # number of ids, including `bos_id`
     bos_id: int  # the input before a document's first token
-    is_slow: bool  # so that a copy of a text's ids is worth its space
-    settings: str  # of it, for fingerprints; empty if it has none
-    token_type_names: tuple[str, ...]  # empty if the tokenizer has no token types
+    is_slow: bool = False  # so that a copy of a text's ids is worth its space
+    settings: str = ""  # of it, for fingerprints; empty if it has none
+    token_type_names: tuple[str, ...] = ()  # empty if the tokenizer has no token types
     # The type of each id as an index of the names, [vocab_size]; None without types.
-    token_type_table: npt.NDArray[np.int8] | None
+    token_type_table: npt.NDArray[np.int8] | None = None
 
     def encode(self, text: str) -> Ints:
         """The ids of a text, without any beginning or end mark, int64 [n]."""
@@ -59,19 +59,18 @@ def _byte_type(byte: int) -> str:
     return "punctuation" if character.isprintable() else "other"
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the UTF-8 text, 256 begins a document."""
 
     name = "bytes"
     vocab_size = 257
     bos_id = 256
-    is_slow, settings = False, ""
-    token_type_names: tuple[str, ...] = ("letter", "digit", "space", "newline", "punctuation", "other")
+    token_type_names = ("letter", "digit", "space", "newline", "punctuation", "other")
 
     def __init__(self) -> None:
         kinds = [*map(_byte_type, range(256)), "other"]
         types = [self.token_type_names.index(kind) for kind in kinds]
-        self.token_type_table: npt.NDArray[np.int8] | None = np.array(types, dtype=np.int8)
+        self.token_type_table = np.array(types, dtype=np.int8)
 
     def encode(self, text: str) -> Ints:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
@@ -87,13 +86,10 @@ class BytesTokenizer:
         return sizes, ""
 
 
-class IdsTokenizer:
+class IdsTokenizer(Tokenizer):
     """No tokenizer, for files of token ids: one id is added to begin documents."""
 
     name = "ids"
-    is_slow, settings = False, ""
-    token_type_names: tuple[str, ...] = ()
-    token_type_table: npt.NDArray[np.int8] | None = None
 
     def __init__(self, vocab_size: int) -> None:
         self.bos_id = vocab_size

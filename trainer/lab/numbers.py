@@ -49,16 +49,12 @@ class SquaredError:
         return (output.to(targets.dtype) - targets.masked_fill(~is_known(targets), 0.0)).square()
 
 
-class Series:
+class Series(Tokenizer):
     """Reads series, in the place of a tokenizer: the rows of documents are F numbers.
 
     Row t is predicted from row t - 1, the first one from zeros; or its columns `targets` from the
     others, unshifted. Raises UserError: the columns are not F.
     """
-
-    is_slow, settings = False, ""
-    token_type_names: tuple[str, ...] = ()
-    token_type_table: npt.NDArray[np.int8] | None = None
 
     def __init__(self, data: DataTable) -> None:
         self.vocab_size = self.bos_id = self.width = data.features

@@ -23,7 +23,7 @@ _CHARACTERS = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0
 PROBE = unicodedata.normalize("NFC", "".join(_CHARACTERS))
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. One id beyond its largest is added to begin documents.
 
     Saved truncation and padding are switched off: a document is never cut or filled up. Its
@@ -32,8 +32,6 @@ class HuggingFaceTokenizer:
     """
 
     is_slow = True
-    token_type_names: tuple[str, ...] = ()
-    token_type_table: npt.NDArray[np.int8] | None = None
 
     def __init__(self, path: str, *, parse_special: bool = False, eod: int | None = None) -> None:
         try:
@@ -59,7 +57,6 @@ class HuggingFaceTokenizer:
         self.words.post_processor = None  # it adds special tokens, and may move where tokens begin
         added = self.words.get_added_tokens_decoder()
         self.special_tokens = {each.content: id for id, each in added.items() if each.special or id == eod}
-        self.settings = ""
         if not parse_special:
             self._read_as_text(tokenizers)
 
