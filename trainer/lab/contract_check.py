@@ -91,7 +91,8 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             refuse_align(plan, model, accepted)
             check_inputs({"features" if plan.config.data.features else "tokens"}, accepted)
         micro = first_batch(model, plan.as_read, plan.vocab_size)
-        judge = partial(check_model, autocast=AUTOCAST[plan.config.train.precision], rows=evaluated_rows(plan))
+        autocast = AUTOCAST[plan.config.train.precision]
+        judge = partial(check_model, autocast=autocast, rows=evaluated_rows(plan))
         resets = accepted is not None and "resets" in accepted
         if is_read_here:
             resets = runs_on(plan, model)

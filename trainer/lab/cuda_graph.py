@@ -201,6 +201,6 @@ def _set_gradients(step: TrainStep, gradients: Sequence[Tensor | None]) -> None:
 
 def _copied(result: ObjectiveOutput) -> ObjectiveOutput:
     """The result with tensors of its own."""
-    clones: Any = {name: each.clone() for name, each in vars(result).items() if isinstance(each, Tensor)}
+    clones: Any = {name: x.clone() for name, x in vars(result).items() if isinstance(x, Tensor)}
     parts = {name: type(term)(*map(torch.clone, term)) for name, term in result.parts.items()}
     return replace(result, **clones, parts=parts)

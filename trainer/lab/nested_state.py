@@ -118,8 +118,8 @@ def carry_flat(model: nn.Module, *, seq_len: int | None = None, micro: MicroBatc
     gradient return in `eval()`, or None and 0 if they return none.
 
     `seq_len`: tokens of the rows that the model is for, tried if it does not take `FEW_TOKENS`; the
-    forward's own error is raised if it takes neither. `micro`: tried in their place, of a model that
-    takes more than tokens. Raises UserError: the state's tensors do not have the batch first.
+    forward's own error is raised if it takes neither. `micro`: tried in their place, of a model
+    that takes more than tokens. Raises UserError: the state's tensors do not have the batch first.
     """
     with evaluating(model):
         states = _first_states(model, seq_len, micro)

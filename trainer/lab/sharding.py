@@ -50,7 +50,7 @@ class Sharded(Strategy):
         self._device, self._config = device, config
         self._sharding: dict[str, Any] = {"mesh": mesh}
         if config.train.precision == "bf16":
-            # Gradients are averaged in float32. Inputs are not cast: a carried state stays in float32.
+            # Gradients are averaged in float32. A carried state stays in it: inputs are not cast.
             self._sharding["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
@@ -137,7 +137,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
         logger.info("%s has no nn.ModuleList of blocks: its children are sharded one by one", type(model).__name__)
         blocks = [child for child in model.children() if num_parameters(child) and has_forward(child)]
     uses = _uses(model)
-    return [block for block in blocks if all(uses[parameter] == n for parameter, n in _uses(block).items())]
+    return [block for block in blocks if all(uses[p] == n for p, n in _uses(block).items())]
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:

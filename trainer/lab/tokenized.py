@@ -296,8 +296,8 @@ def _key(streams: Sequence[Stream], options: ReadOptions, data: DataTable) -> st
     tokenizer = data.tokenizer
     if tokenizer.endswith(".json"):
         tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
-    settings = [data.parse_special, options.format, options.text_split, options.column, options.text_eod]
-    settings += filter(None, (data.vocab_size, options.loss_mask))
+    settings = [data.parse_special, options.format, options.text_split, options.column]
+    settings += [options.text_eod, *filter(None, (data.vocab_size, options.loss_mask))]
     text = json.dumps(["tokens 3", tokenizer, *settings, files])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 

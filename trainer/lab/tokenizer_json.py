@@ -61,7 +61,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._read_as_text(tokenizers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process reads the file: a pickle of the package's tokenizer forgets what was set here."""
+        """Another process reads the file: a pickle of `words` forgets what was set here."""
         path, parse_special, eod = self._given
         return partial(HuggingFaceTokenizer, path, parse_special=parse_special, eod=eod), ()
 

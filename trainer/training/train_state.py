@@ -139,8 +139,9 @@ def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> Tensor
 def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     """Load the weights that this rank holds. A UserError if they are those of another model."""
     whole, shared = model.state_dict(), tied_names(model)
-    own = {name: value for name, value in whole.items() if name not in shared}  # tied ones are saved once
-    problems = misfits(own, {name: saved.shapes.get(f"model.{name}") for name in saved.values["model"]})
+    own = {name: value for name, value in whole.items() if name not in shared}
+    there = {name: saved.shapes.get(f"model.{name}") for name in saved.values["model"]}
+    problems = misfits(own, there)
     if problems:
         problem = f"the checkpoint holds another model: {few(problems)}"
         fix = "resume with the [model] and the release it was trained with"
@@ -151,6 +152,7 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
             given[name] = read_like(saved, f"model.{name}", like=value)
         else:  # extra state of a module
             given[name] = unpack(saved.values["model"].get(name), saved.read)
+    # Tied weights are saved once.
     given.update({name: given[owner] for name, owner in shared.items()})
     model.load_state_dict(given)
 
