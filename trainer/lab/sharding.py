@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,9 +60,15 @@ class Sharded(Strategy):
         # A unit's parameters are whole while it runs; those of no unit throughout a step.
         from torch.distributed.fsdp import fully_shard
 
-        reshards = self._config.distributed.reshard_after_forward
-        for unit in prepared_units(self._config, model):
-            fully_shard(unit, reshard_after_forward=reshards, **self._sharding)
+        config, units = self._config, shard_units(model)
+        if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
+            units = [unit for unit in units if unit is not output_layer(model)]
+        if config.model.target is None:
+            # That a block returns a view matters only if its result is written to; the families do not.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        model.register_forward_hook(_with_known_fields)
+        for unit in units:
+            fully_shard(unit, reshard_after_forward=config.distributed.reshard_after_forward, **self._sharding)
         fully_shard(model, **self._sharding)  # last: the parameters of no unit
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
@@ -101,18 +107,6 @@ class Sharded(Strategy):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def prepared_units(config: RunConfig, model: nn.Module) -> Sequence[nn.Module]:
-    """Prepare a model for sharding. Returns the modules that are gathered one at a time."""
-    units = shard_units(model)
-    if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
-        units = [unit for unit in units if unit is not output_layer(model)]
-    if config.model.target is None:
-        # That a block returns a view matters only if its result is written to; the families do not.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    model.register_forward_hook(_with_known_fields)
-    return units
 
 
 def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
