@@ -228,7 +228,7 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
         raise UserError("data.align", problem, fix)
 
 
-def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int = 1) -> Any:
+def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int) -> Any:
     """The output for one row of a few tokens with ids under `below`, or of a cell of `seq_len`
     tokens if the model takes no such row."""
     few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))

@@ -64,11 +64,12 @@ class Sharded(Strategy):
         if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
             units = [unit for unit in units if unit is not output_layer(model)]
         if config.model.target is None:
-            # That a block returns a view matters only if its result is written to; the families do not.
+            # That a block returns a view matters only to who writes to it, as no family does.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         model.register_forward_hook(_with_known_fields)
+        reshards = config.distributed.reshard_after_forward
         for unit in units:
-            fully_shard(unit, reshard_after_forward=config.distributed.reshard_after_forward, **self._sharding)
+            fully_shard(unit, reshard_after_forward=reshards, **self._sharding)
         fully_shard(model, **self._sharding)  # last: the parameters of no unit
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
