@@ -117,7 +117,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
 
 
 def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: torch.device) -> None:
-    """Refuse a loss that cannot be computed, or has no gradient, of a few tokens or the first batch."""
+    """Refuse a loss that has no value, or no gradient, of a few tokens or the first batch."""
     run, loss = model_and_loss(model, plan, device)
     with evaluating(model), torch.no_grad():
         if micro is None:

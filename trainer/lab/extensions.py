@@ -1,4 +1,4 @@
-"""Extensions of a run: averaged weights, the best checkpoint, loss spikes, numbers by layer, and a profile.
+"""Extensions of a run: averaged weights, best checkpoint, loss spikes, numbers by layer, a profile.
 
 The sums by layer of a step are kept for each parameter until they have been added up over ranks.
 Layers are sums of those: the squares of their norms add up to that of the whole gradient. torch's

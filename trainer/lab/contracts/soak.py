@@ -242,7 +242,7 @@ class _Soak:
         return Verdict("soak", "held", f"to {largest:.0e}", largest)
 
     def _compare_inexact(self, way: Subject) -> Verdict:
-        """At low precision, an honest row is as far from the exact logits as its documents alone are."""
+        """At low precision, an honest row is as far from exact logits as its documents alone are."""
         batch, unit, cell = self._make_batch(), self.trial.rounding.unit, self.size.cell
         joined, own = self._read_batch(way, batch), self._read_alone(way, batch)
         wanted = self._read_alone(self.exact, batch)
