@@ -158,6 +158,13 @@ def files_of(path: Path, format: str) -> list[Path]:
     return [path, path.with_suffix(row.beside)]
 
 
+def _load(path: Path, row: Format, options: ReadOptions) -> TokenTable:
+    if row.load is not None:
+        return row.load(path, options)
+    assert row.pieces is not None
+    return table_from_pieces(row.pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+
+
 def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
     path = Path(path)
     name = format_name(path, options.format)
@@ -169,14 +176,11 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
             raise damaged(path, "the file is empty", "remove it")
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
         if options.reader is not None:
-            return options.reader.load(path, name, options)
-        if is_import_path(name):
-            return load_own(name, path, options)
-        row = FORMATS[name]
-        if row.load is not None:
-            return row.load(path, options)
-        assert row.pieces is not None
-        table = table_from_pieces(row.pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+            table = options.reader.load(path, name, options)
+        elif is_import_path(name):
+            table = load_own(name, path, options)
+        else:
+            table = _load(path, FORMATS[name], options)
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error}"
         if error.filename and str(error.filename) != str(path):

@@ -330,6 +330,10 @@ def test_columns_of_lists_are_rows_and_null_is_unknown(tmp_path):
         reader(columns=["a", "b"]).load(path, "parquet", None)
     with pytest.raises(UserError, match=r"a.parquet: has no field c \(its fields: b, a\)"):
         reader(columns=["a", "c"]).load(path, "parquet", None)
+    pyarrow = importlib.import_module("pyarrow")
+    save_parquet(path, {"a": pyarrow.array([], pyarrow.list_(pyarrow.float64()))})
+    with pytest.raises(UserError, match=r"a.parquet: has no documents"):
+        load_documents(path, ReadOptions(reader(features=1, columns=["a"])))
 
 
 def reader(features=2, **more):
