@@ -87,7 +87,8 @@ def refuse_arguments(
 ) -> None:
     """Refuse keyword arguments that a function does not take, if it shows its signature."""
     try:
-        with suppress(ValueError):  # it hides its signature, as one written in C may
+        with suppress(ValueError):  # hidden by one written in C; a `partial` may fail when it is called
             inspect.signature(function).bind(**given)
     except TypeError as error:
-        raise UserError(key, f"cannot call {name} with {', '.join(given)}: {error}", fix) from error
+        problem = f"cannot call {name} with {', '.join(given) or 'no arguments'}: {error}"
+        raise UserError(key, problem, fix) from error

@@ -9,7 +9,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from trainer.files import parse_count
 
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what is not part of a block
 
 
@@ -122,11 +125,13 @@ def scale_gradients(gradients: list[Tensor], loss_factor: Tensor, grad_sq: Tenso
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory that this rank may count on: of a CUDA device, or its part of the host's."""
+    """Bytes that this rank may count on: of a CUDA device, or its part of the host or container."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):  # a container's limit (cgroup v2); "max": none
+        whole = min(whole, parse_count(CONTAINER_LIMIT.read_text().strip()) or whole)
     return whole // ranks
 
 

@@ -107,9 +107,9 @@ class Watchdog:
         signs: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._info = dist.PrefixStore("watchdog", store), info
-        self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
-        # Shorter by the time that it takes all ranks to hear of it, and to end.
-        self._limit = timeout_sec - 4 * self._interval
+        self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 40)
+        # Shorter by two intervals to notice a hang, and the six of `_end`.
+        self._limit = timeout_sec - 8 * self._interval
         self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
         self._collectives, self._on_end = collectives, on_end
         self._reading, self._more_signs = reading, signs
@@ -257,8 +257,8 @@ class Watchdog:
             logger.error("%s", hang)
 
         within(LAST_WORDS_SEC, say)
-        # The others hear of it from the store that rank 0 hosts. It ends last: normally if it waits
-        # for one of them, since its collective then fails.
+        # Meanwhile the main thread may return, and the others read of the hang in the store. Rank 0
+        # hosts it and waits longer: a collective in which it waits for one of them then fails.
         intervals = 0
         if self._info.world_size > 1:
             intervals = 3 + 3 * self._info.is_main

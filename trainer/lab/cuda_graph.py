@@ -191,7 +191,8 @@ class MicroGraphs:
         else:
             _set_gradients(step, self._sums)
         if step.gns is not None:
-            step.gns.again()  # its hooks have seen the failed capture
+            # Its hooks have seen the failed capture.
+            step.diagnostics.best_effort("gns").run(step.gns.again)
 
 
 def _set_gradients(step: TrainStep, gradients: Sequence[Tensor | None]) -> None:

@@ -229,10 +229,13 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
 
 
 def _with_best(store: Store, run_dir: RunDir, found: Found | None) -> Found | None:
-    """Makes the best checkpoint a local one too, see `checkpoint.keep_best`."""
+    """`found`, once the best checkpoint is a local one too, if it is whole; see `checkpoint.keep_best`."""
     best = -1 if found is None else checkpoint.best_step(found[0])
     if best >= 0 and not (run_dir.checkpoints / checkpoint_name(best) / MARKER).exists() and best in store.steps():
-        store.get(best, run_dir.checkpoints)
+        try:
+            store.get(best, run_dir.checkpoints)
+        except CheckpointError as error:
+            logger.warning("%s; resuming without the best checkpoint", error)
     return found
 
 

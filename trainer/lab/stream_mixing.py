@@ -208,9 +208,10 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch; masked without any group.
+        """The next micro-batch; fully masked if this shard's slice is read, or has nothing.
 
-        UserError: a file is unreadable or damaged, or the split has no documents.
+        StopIteration: all is read, without `repeat`; UserError: a file is unreadable or damaged, or
+        the split has no documents.
         """
         was_ended = self.is_ended
         path, modality, position, lanes = None, self.modalities[0], 0, [Lane()]
@@ -233,7 +234,8 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         batch["dataset_segments"] = [modality for _ in range(rows)]
         located.origin = {"source": self.name, "stream": path, "epoch": self.epoch}
         located.origin["position"] = position
-        # As text: then the noise scale tells groups apart, which no two ranks share, and not documents.
+        # As text, without `documents`: `loader.take_apart` then tells the noise scale of groups, which no
+        # two ranks share.
         batch["instability_meta_json"] = str(located)
         return batch
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from trainer.metrics.logger import get_logger
-from trainer.wording import error_text, short_repr
+from trainer.wording import counted, error_text, short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,12 +144,12 @@ class Diagnostics:
             self._write(event)
 
     def summary(self) -> list[str]:
-        """Missing measurements, one line per diagnostic that failed or skipped a batch."""
+        """Missing measurements: a line for each diagnostic that failed, or that skipped; two for both."""
         lines = []
         for name, guard in self._guards.items():
             if not guard.enabled:
                 lines.append(f"{name} failed during the run; what it reports is missing since then")
             if guard.num_skipped:
-                count, why = guard.num_skipped, guard.last_skip
-                lines.append(f"{name} skipped {count} batch(es), the last one because: {why}")
+                skipped = counted(guard.num_skipped, "batch")
+                lines.append(f"{name} skipped {skipped}, the last one because: {guard.last_skip}")
         return lines

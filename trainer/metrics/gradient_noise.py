@@ -294,7 +294,8 @@ class GradientNoiseScale(NoiseScaleAverage):
     def grad_sq(self) -> Tensor:
         """[] float64: square norm of the `.grad` of all parameters, by the micro-batches' kernel.
 
-        With FSDP2 it is the rank's share, to be SUM-reduced over the ranks of the group.
+        It includes noise, unlike the estimate `gns/grad_sq`. With FSDP2 it is the rank's share, to be
+        SUM-reduced over the ranks of the group.
         """
         own = [own_part(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return square_sum([self._sums.new_zeros(1), *norms_of(own)]) / self._leaves.copies

@@ -150,7 +150,7 @@ class MetricsTracker:
         for sink in sinks:
             run: Callable[..., object] = operator.call
             if not getattr(sink, "is_essential", False):
-                run = self.diagnostics.best_effort(f"sink {getattr(sink, 'name', type(sink).__name__)}").run
+                run = self.diagnostics.best_effort(f"sink {_name_of(sink)}").run
             self._sinks.append((sink, run))
 
     def will_log(self, step: int) -> bool:
@@ -364,11 +364,20 @@ class MetricsTracker:
         self._smoothed = {name: Ema(SMOOTHING, state["smoothed"][name]) for name in _SMOOTHED}
 
     def close(self) -> None:
-        """Close all sinks, the last added first, whatever one raises; raises what an essential one did."""
+        """Close all sinks, the last added first, also those that have failed.
+
+        Raises what an essential one did.
+        """
         with ExitStack() as stack:
             while self._sinks:
                 sink, run = self._sinks.pop(0)
+                if run is not operator.call:  # the guard of one that has failed is off
+                    run = BestEffort(f"end of sink {_name_of(sink)}").run
                 stack.callback(run, sink.close)
+
+
+def _name_of(sink: Sink) -> str:
+    return getattr(sink, "name", type(sink).__name__)
 
 
 def _read(value: Any) -> float | None:

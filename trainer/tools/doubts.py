@@ -66,11 +66,11 @@ def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, reached: int) -> N
         before = RunConfig.model_validate(saved)
         length = Length.of(before, plan.facts.tokens_per_micro)
         then = make_schedule(before, length)(reached)
-    except (ValueError, UserError):  # of an earlier version; its differences are logged anyway
+    except ValueError:  # of an earlier version; its differences are logged anyway
         return
     now = make_schedule(plan.config, plan.length)(min(reached, plan.length.total))
     if length.is_in_tokens == plan.length.is_in_tokens and abs(now - then) > limits.RATE_MARGIN * max(then, now):
-        text = "the learning rate jumps from %.3g to %.3g: the schedule spans the whole run"
+        text = "the learning rate jumps from %.3g to %.3g: the schedule spans the whole run, as set now"
         logger.warning(text, then, now)
 
 

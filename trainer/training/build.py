@@ -233,15 +233,15 @@ def _largest_shares(weights: Sequence[ScheduledWeight]) -> list[float]:
     return largest
 
 
-def make_dataset(plan: Plan, source: Source, info: RankInfo, lanes: int = 0) -> StreamSource[Any, Any]:
-    """The training part of a source, for so many lanes."""
+def make_dataset(plan: Plan, source: Source, shard: RankInfo, lanes: int = 0) -> StreamSource[Any, Any]:
+    """The training part of a source that a data shard reads, for so many lanes."""
     kind: Callable[..., StreamSource[Any, Any]] = ShardSource
     if not reads_lanes(plan.config):
         kind = need(plan.parts.data, "data.mixing.batching_mode").StreamMixingDataset
     cut, read, mix = reading(plan, source)
     if lanes and not mix.num_streams_mixed:
         mix = replace(mix, num_streams_mixed=streams_open(source.streams, lanes, read))
-    return kind(source.streams, cut, read, mix, shard=info.rank, num_shards=info.world_size)
+    return kind(source.streams, cut, read, mix, shard=shard.rank, num_shards=shard.world_size)
 
 
 def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
@@ -276,20 +276,23 @@ def runs_on(plan: Plan, model: nn.Module | None) -> bool:
 
 def make_blend(
     plan: Plan,
-    info: RankInfo,
+    shard: RankInfo,
     model: nn.Module | None = None,
     lanes: Lanes = Lanes({}),  # noqa: B008 - immutable
     guards: Callable[[str], BestEffort] = BestEffort,
 ) -> BlendDataset:
-    """All sources, mixed by their weights. `model`: see `runs_on`."""
+    """All sources as a data shard reads them, mixed by their weights.
+
+    `model`: see `runs_on`; `lanes`: see `plan_lanes`.
+    """
     blended, num_lanes = [], lanes.num(plan.config.data.mixing.batch_size)
     for source in plan.sources:
         if source.is_off:
             dataset: Any = UnreadSource()  # keeps its place in the states of the blend
         elif source.table.target is None:  # files, read by the core
-            dataset = make_dataset(plan, source, info, num_lanes)
+            dataset = make_dataset(plan, source, shard, num_lanes)
         else:
-            dataset = need(plan.parts.data, f"source {source.name}: target").own_batches(plan, source, info, model)
+            dataset = need(plan.parts.data, f"source {source.name}: target").own_batches(plan, source, shard, model)
         blended.append(BlendSource(source.name, dataset, source.weight))
     config = plan.config
     options: dict[str, Any] = {

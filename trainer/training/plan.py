@@ -362,9 +362,12 @@ def family_of(table: ModelTable) -> Family:
 
 
 def resolve_builder(table: ModelTable, parts: Parts) -> tuple[str, str, Any, Mapping[str, Any]]:
-    """The model's builder: config key, name in messages, function, and its own arguments."""
+    """The model's builder: config key, name in messages, function, and its own arguments.
+
+    A UserError if there is none, or it cannot be imported.
+    """
     if table.target is not None:
         return "model.target", table.target, resolve_target(table.target, "model.target"), {}
-    family, key, builder = family_of(table), "model.family", family_of(table).builder
-    path = builder if ":" in builder else need(parts.families.get(builder), key)
+    family, key = family_of(table), "model.family"
+    path = family.builder if ":" in family.builder else need(parts.families.get(family.builder), key)
     return key, table.family or DEFAULT, resolve_target(path, key), family.args

@@ -115,16 +115,18 @@ def batch_size(run: RunRecord) -> Outcome:
 
 
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
-    """Towards the noise scale, at most tenfold; None where a rank has one sequence per step, and in other loops."""
+    """Towards the noise scale, at most tenfold up or down.
+
+    None in other loops, and where a rank's only sequence per step is too many.
+    """
     if not run.config:
         return None
     # A noise scale is an order of magnitude: no step beyond ten is suggested at once.
     middle = scale.low if scale.value is None else scale.value
-    factor = min(middle / scale.batch, 1 / limits.SMALL_BATCH)
+    factor = min(max(middle / scale.batch, limits.SMALL_BATCH), 1 / limits.SMALL_BATCH)
     micros, size = micro_batches(run, since=scale.step), run.setting("data.mixing.batch_size")
     if factor > 1 or micros > 1:
-        least = micros + 1 if factor > 1 else 1
-        return Knob("train.micro_batches", micros, max(round(micros * factor), least))
+        return Knob("train.micro_batches", micros, max(round(micros * factor), 1))
     # One micro-batch cannot be fewer: its rows can.
     if isinstance(size, int) and size > 1:
         return Knob("data.mixing.batch_size", size, max(round(size * factor), 1))

@@ -77,9 +77,9 @@ class RowTable:
         return [key for key, (steps, _) in self._columns.items() if steps]
 
     def column(self, key: str) -> Column:
-        """(steps, values) of one key, steps ascending and unique. Values may be NaN.
+        """(steps, values) of one key, steps ascending and unique; empty if no row has it.
 
-        Both arrays are shared with later calls: treat them as read-only.
+        Values may be NaN or infinite. Both arrays are the table's own: treat them as read-only.
         """
         return self._columns.get(key, (array("q"), array("d")))
 

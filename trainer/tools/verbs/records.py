@@ -148,7 +148,8 @@ def _steps(entry: RunEntry) -> str:
 
 
 def diagnose(run_dir: shared.RunArgument, as_json: shared.JsonOption = False) -> None:
-    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
+    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 2: nothing
+    to judge yet, 3: findings."""
     from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
     from trainer.tools.runs.load import load_run
 
@@ -162,8 +163,9 @@ def diagnose(run_dir: shared.RunArgument, as_json: shared.JsonOption = False) ->
         if state != "running":
             problem += f": the run is {state}"
         problem = "; ".join([problem, *diagnosis.run.notes])
-        message = UserError(run_dir, problem, "wait for the first logged step" * (state == "running")).message
-        refuse(message)
+        fix = "wait for the first logged step" * (state == "running")
+        # Not raised: with --json, `main` would print a second document.
+        refuse(UserError(run_dir, problem, fix).message)
     if diagnosis.findings:
         raise typer.Exit(EXIT_FINDINGS)
 
