@@ -67,7 +67,7 @@ def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
 def test_absent_checkpoints_are_refused(folder):
     with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
         generate(folder / "run", step=4)
-    with pytest.raises(UserError, match="has no complete checkpoint; name a run that has saved one"):
+    with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
         generate(folder / "nowhere")
     with pytest.raises(UserError, match="exported: has no complete checkpoint"):
         generate(folder / "exported", step=3)

@@ -16,7 +16,7 @@ from trainer.cli.parts import PARTS
 from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
 from trainer.errors import UserError
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import print_json, print_table, writing
+from trainer.tools.verbs.shared import print_json, print_table, require_run, writing
 from trainer.wording import counted, few
 
 app = typer.Typer(help="Build and tokenize data.", no_args_is_help=True)
@@ -130,7 +130,7 @@ def at_step(
     logging.disable(logging.INFO)  # what a run says as it starts
     with uncollected():
         from trainer.tools.read_step import find_origin, read_step
-    origin = find_origin(Path(run_dir), step, trust_code=trust_code)
+    origin = find_origin(require_run(run_dir), step, trust_code=trust_code)
     rows = read_step(origin, step, with_text=text)
     if as_json:
         print_json({"run": run_dir, "step": step, "from_step": origin.step, "rows": rows})

@@ -19,7 +19,7 @@ from trainer.cli.parts import PARTS
 from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
 from trainer.tools.verbs import shared
-from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, writing
+from trainer.tools.verbs.shared import coloured, output, print_json, print_table, refuse_existing, require_run, writing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +46,7 @@ def sample(
     trust_code: shared.TrustOption = False,
 ) -> None:
     """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
+    require_run(run_dir)
     with uncollected():
         from trainer.data.tokenizer import prompt_ids
         from trainer.distributed.env import pick_device
@@ -104,6 +105,7 @@ def evaluate(
     as_json: shared.JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint on --source, or on the eval.source sets of its config, or on its held-out documents."""
+    require_run(run_dir)
     sources = [_parse_source(text) for text in source or []]
     with uncollected():
         from trainer.distributed.env import pick_device

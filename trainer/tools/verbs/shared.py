@@ -47,6 +47,14 @@ COLOURS = {
 }  # fmt: skip
 
 
+def require_run(run_dir: str) -> Path:
+    """The directory, looked at before torch is imported. Raises UserError: there is none."""
+    if not Path(run_dir).is_dir():
+        fix = "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
+        raise UserError(run_dir, "is not a directory", fix)
+    return Path(run_dir)
+
+
 class _Console(Console):
     """Escapes what is in the texts that it shows, which come from anywhere."""
 
