@@ -73,7 +73,7 @@ def recovered(shuffled: Found, carried: Found, long: Found) -> str:
     (base, tokens), own, best = documents(shuffled), documents(carried)[0], documents(long)[0]
     gain, half = interval(base - best, tokens)
     if gain < half:
-        return "not known: that gain is not above 0 with certainty"
+        return "not known: that gain may be none"
     around = [(share, *interval(base - own - share * (base - best), tokens)) for share in SHARES]
     kept = [share for share, value, half in around if abs(value) <= half]
     return f"{(base - own).sum() / (base - best).sum():.0%} ({kept[0]:.0%} to {kept[-1]:.0%})"

@@ -90,5 +90,5 @@ def mean_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def markdown(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+    header, *lines = (f"| {' | '.join(map(str, cells))} |" for cells in (columns, *rows))
+    return "\n".join([header, "|---" * len(columns) + "|", *lines])

@@ -55,10 +55,9 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
 
 
 def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
-    """The layout by `fully_shard`, and the group that averages gradients.
+    """The layout by `fully_shard`, and the group that averages gradients, if one has just these ranks.
 
-    The group is None if replicas are a part of the ranks: none has exactly these. A ValueError for
-    any other layout; its text completes "not possible with".
+    A ValueError for another layout; its text completes "not possible with".
     """
     meshes = []
     for parameter in parameters:

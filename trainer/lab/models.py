@@ -30,10 +30,11 @@ from trainer.lab.cuda_graph import make_graphs as make_graphs
 from trainer.lab.depth import Depth as Depth
 from trainer.lab.numbers import first_batch
 from trainer.lab.optimizers import build_optimizer as build_optimizer
+from trainer.lab.sharding import CHUNK_KEY, output_layer
 from trainer.lab.sharding import Sharded as Sharded
 from trainer.lab.weights import load_weights as load_weights
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import CHUNK_KEY, evaluating, output_layer
+from trainer.model.protocol import evaluating
 from trainer.objective import Loss, Objective, ObjectiveError, ObjectiveOutput, Term
 from trainer.training.plan import Plan
 

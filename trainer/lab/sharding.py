@@ -25,10 +25,11 @@ from trainer.distributed.strategy import (
     unused_error,
 )
 from trainer.errors import UserError
-from trainer.model.protocol import ModelOutput, extras_of, output_layer
+from trainer.model.protocol import ModelOutput, extras_of
 from trainer.wording import few
 
 logger = logging.getLogger(__name__)
+CHUNK_KEY = "objective.chunk_tokens"
 
 
 class Sharded(Strategy):
@@ -138,3 +139,13 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """In how many places each parameter is."""
     return Counter(p for part in module.modules() for p in part._parameters.values() if p is not None)
+
+
+def output_layer(model: nn.Module) -> nn.Linear:
+    """The layer that gives the logits: `model.get_output_embeddings()`, or `model.head`."""
+    getter = getattr(model, "get_output_embeddings", None)
+    layer = getattr(model, "head", None) if getter is None else getter()
+    if not isinstance(layer, nn.Linear):
+        problem = f"the model's output layer is not known ({type(model).__name__} has no nn.Linear named head)"
+        raise UserError(CHUNK_KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
+    return layer

@@ -364,10 +364,7 @@ class MetricsTracker:
         self._smoothed = {name: Ema(SMOOTHING, state["smoothed"][name]) for name in _SMOOTHED}
 
     def close(self) -> None:
-        """Close all sinks, the last added first, also those that have failed.
-
-        Raises what an essential one did.
-        """
+        """Close all sinks, also failed ones, the last added first; raises what an essential one did."""
         with ExitStack() as stack:
             while self._sinks:
                 sink, run = self._sinks.pop(0)

@@ -12,12 +12,9 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import UserError
-
 GATE_SHARPNESS: Final = 8.0
 """c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
 FEW_TOKENS = 8
-CHUNK_KEY = "objective.chunk_tokens"
 Role = Literal["embedding", "output", "matrix", "kernel", "vector"]
 """Of a parameter: a table of embeddings; the layer that gives the logits; another matrix; one with
 more dimensions; norms, biases, decay rates and what else is a number for each of some features."""
@@ -93,16 +90,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(modes[0][1])  # some layers do more than to note it
         for module, was_training in modes:
             module.training = was_training
-
-
-def output_layer(model: nn.Module) -> nn.Linear:
-    """The layer that gives the logits: `model.get_output_embeddings()`, or `model.head`."""
-    getter = getattr(model, "get_output_embeddings", None)
-    layer = getattr(model, "head", None) if getter is None else getter()
-    if not isinstance(layer, nn.Linear):
-        problem = f"the model's output layer is not known ({type(model).__name__} has no nn.Linear named head)"
-        raise UserError(CHUNK_KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
-    return layer
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
 from trainer.lab.models import ChunkedObjective, Headless, refuse_more_than_a_head
-from trainer.model.protocol import ModelOutput, output_layer
+from trainer.lab.sharding import output_layer
+from trainer.model.protocol import ModelOutput
 from trainer.objective import Objective
 from trainer.options import CoordOptions, ObjectiveOptions
 

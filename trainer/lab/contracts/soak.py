@@ -71,7 +71,7 @@ class _Batch(NamedTuple):
         for row in self.copies:
             starts = {edges[at] for at in range(len(self.lengths)) if self.begins[row, at]}
             if self.resets is not None:
-                starts |= set(self.resets[row, : edges[-1]].nonzero().flatten().tolist())
+                starts |= set(self.resets[row].nonzero().flatten().tolist())
             ends = {edges[at] for at in range(len(self.lengths)) if not self.is_read[row, at]}
             for begin, end in pairwise(sorted(starts | ends | {edges[-1]})):
                 if begin in ends:

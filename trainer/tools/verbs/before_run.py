@@ -182,10 +182,9 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
     from trainer.lab.remote import Store
-    from trainer.lab.sharding import shard_units
+    from trainer.lab.sharding import output_layer, shard_units
     from trainer.lab.weights import check_fit, read_weights
     from trainer.model.families import with_sizes
-    from trainer.model.protocol import output_layer
     from trainer.tools.survey import refuse_empty
     from trainer.training import checkpoint
     from trainer.training.optimizer import parameter_groups
