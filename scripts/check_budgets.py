@@ -27,12 +27,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
-# Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
+# Each with its goal, where the project is still above it. Given up: a core of 16,500 lines in 75 files, and a step of 15 modules,
+# 15 classes and 50 functions. 800 lines of the core are the reference model, without which a run needs the lab; and a step enters
+# the parts that others take alone: data 28 functions, ledger 12, noise scale 9, model 11. Both would cost what users have.
 CEILINGS = {
-    "core: lines": (17_625, 16_500),
-    "core: files": (78, 75),
-    "trainer: lines": (29_955, 29_500),
-    "trainer: files": (142, 140),
+    "core: lines": (17_625, 17_625),
+    "core: files": (78, 78),
+    "trainer: lines": (29_870, 29_500),
+    "trainer: files": (142, 142),
     "tests: lines": (28_500, 28_500),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
@@ -43,14 +45,14 @@ CEILINGS = {
     "conditional expressions in 1,000 lines of code": (13, 13),
     "lines above 100 characters in 1,000": (35, 29),
     "lines of code for each comment line": (13, 13),
-    "steady step: modules": (22, 15),
-    "steady step: classes": (25, 15),
-    "steady step: functions": (82, 50),
+    "steady step: modules": (22, 22),
+    "steady step: classes": (25, 25),
+    "steady step: functions": (82, 82),
     "steady step: switches": (470, 470),
     "logged step: modules": (28, 28),
-    "logged step: classes": (36, 30),
-    "logged step: functions": (161, 130),
-    "logged step: switches": (596, 596),
+    "logged step: classes": (36, 36),
+    "logged step: functions": (159, 159),
+    "logged step: switches": (592, 592),
 }
 SETTINGS = """
     train.device=cpu train.compile=false checkpoint.every=0 eval.every=0 scheduler.warmup_steps=1 data.seq_len=64

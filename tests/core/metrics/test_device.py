@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from trainer import on_device
 from trainer.metrics.tracker import Ema
-from trainer.on_device import compute_mfu, get_memory_stats, lookup_peak_tflops, peak_tflops_of
+from trainer.on_device import compute_mfu, get_memory_stats, lookup_peak_tflops, memory_of, peak_tflops_of
 
 
 def test_tensors_are_averaged_as_numbers_are() -> None:
@@ -50,6 +51,15 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
     assert mfu == pytest.approx(0.5)
     assert compute_mfu(tokens_per_sec=1e6, flops_per_token=6e9, num_devices=8, peak_tflops=None) is None
     assert compute_mfu(tokens_per_sec=1e6, flops_per_token=0.0, num_devices=8, peak_tflops=1.0) is None
+
+
+def test_a_rank_has_its_part_of_what_its_container_may_use(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(on_device, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    whole = memory_of(torch.device("cpu"))
+    for limit, expected in (("8000000\n", 4_000_000), ("max\n", whole // 2)):
+        (tmp_path / "memory.max").write_text(limit)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert memory_of(torch.device("cpu")) == expected
 
 
 @pytest.mark.cuda

@@ -198,6 +198,12 @@ class Broken(Recorder):
         raise OSError("disk gone")
 
 
+class Full(Recorder):
+    """Cannot write, but close."""
+
+    log = Broken.log
+
+
 class Essential(Broken):
     is_essential = True
 
@@ -205,18 +211,20 @@ class Essential(Broken):
 def test_a_sink_that_fails_costs_one_warning_and_an_essential_one_stops_the_run_with_all_closed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first, last = Recorder(), Recorder()
-    run = Run(sinks=[Broken(), last], log_interval=1)
+    first, last, full = Recorder(), Recorder(), Full()
+    run = Run(sinks=[Broken(), full, last], log_interval=1)
     for step in (1, 2):
         run.step(step)
     assert [payload["global_step"] for payload in last.payloads] == [1, 2]
     assert capsys.readouterr().err.count("sink Broken failed and is off") == 1
+    run.tracker.close()
+    assert (full.num_closed, last.num_closed) == (1, 1)
     run = Run(sinks=[first, Essential(), last])
     for call in (lambda: run.step(1), run.tracker.close):
         with pytest.raises(OSError, match="disk gone"):
             call()
     run.tracker.close()
-    assert (first.num_closed, last.num_closed) == (1, 1)
+    assert (first.num_closed, last.num_closed) == (1, 2)
 
 
 def test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice() -> None:

@@ -284,7 +284,7 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
 
 
 EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
-ONE_SEQUENCE = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
+ONE_SEQUENCE, MANY_ROWS = ({**mixed(batch_size=rows), "train": {"micro_batches": 1}} for rows in (1, 512))
 OWN_MODEL = full_rows({"target": "mine:build"})
 PADDED = full_rows({"target": "mine:build"}, align="document")
 UNPADDED = "stream, with a model that takes resets; or a shorter data.seq_len"
@@ -316,6 +316,11 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
+    (
+        "batch_size",
+        make_run({**BATCH, "gns/b_big": [6000.0] * 40}, config=MANY_ROWS),
+        ("data.mixing.batch_size", 512, 51),
+    ),
     ("non_finite", changed("non_finite", optimizer={"lr": 0.1}), ("optimizer.lr", 0.1, 0.05)),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9, "blend/longest_share": [0.0] * 9}), None),
     ("model_contract", contract_run("gradient"), None),
