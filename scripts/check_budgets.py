@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = ("lab", "tools")
 MOST_PARAMETERS = 10
-# Each with its goal, where the project is still above it. Given up: a core of 16,500 lines in 75 files, a step of 15 modules, 15
+# Each with its goal, where the project is above it. Given up: a core of 16,500 lines in 75 files, a step of 15 modules, 15
 # classes and 50 functions. 800 lines of the core are the reference model, without which a run would need the lab; a step enters
 # the parts that others take alone: data 28 functions, ledger 12, noise scale 9, model 11. Either would cost what users have.
 CEILINGS = {
