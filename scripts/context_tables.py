@@ -73,7 +73,7 @@ def recovered(shuffled: Found, carried: Found, long: Found) -> str:
     (base, tokens), own, best = documents(shuffled), documents(carried)[0], documents(long)[0]
     gain, half = interval(base - best, tokens)
     if gain < half:
-        return "not known: that gain may be none"
+        return "undefined: that gain is not above 0"
     around = [(share, *interval(base - own - share * (base - best), tokens)) for share in SHARES]
     kept = [share for share, value, half in around if abs(value) <= half]
     return f"{(base - own).sum() / (base - best).sum():.0%} ({kept[0]:.0%} to {kept[-1]:.0%})"
@@ -109,7 +109,7 @@ def text_table(found: Mapping[Kind, Found], lrs: Mapping[Kind, str], kinds: Sequ
     share = recovered(*(found[kind] for kind in (kinds[0], carried, long)))
     title = f"{carried.family}, {TITLES[carried.task]}; "
     title += f"share of the gain of ({long.rows}) that ({carried.rows}) recovers: {share}"
-    columns = ("rows", "learning rate", "loss", "gain", "loss, reset at each row", "tokens/s", "MB a row")
+    columns = ("rows", "learning rate", "loss", "gain", "reset", "tokens/s", "MB a row")
     return title, columns, rows
 
 

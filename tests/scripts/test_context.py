@@ -54,7 +54,7 @@ def test_intervals_hold_the_truth_and_a_share_is_that_of_the_gains():
     share, low, high = map(int, re.findall(r"-?\d+", context_tables.recovered(runs(2.0), runs(1.85), runs(1.8))))
     assert low < 75 < high
     assert abs(share - 75) < 6
-    assert context_tables.recovered(runs(2.0), runs(1.85), runs(2.0)).startswith("not known")
+    assert context_tables.recovered(runs(2.0), runs(1.85), runs(2.0)).startswith("undefined")
 
 
 @pytest.mark.slow
