@@ -39,7 +39,7 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
         raise damaged(where, "tokens, starts and lengths must be integers", "return arrays [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     tokens = tokens.astype(tokens.dtype.newbyteorder("="), copy=False)
-    if ((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens))).any():
+    if ((starts < 0) | (lengths < 0) | (lengths > len(tokens) - starts)).any():
         problem = f"a document does not lie within its {len(tokens):,} tokens"
         raise damaged(where, problem, "return where each begins, and its length")
     IdBounds.of(path, options.tokenizer).check_sample(tokens)

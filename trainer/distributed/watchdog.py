@@ -55,7 +55,7 @@ def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float) -> str | N
     """Describes the ranks that others wait for, or that make no progress; None if there are none.
 
     Args:
-        beats: the last heartbeat of each rank; None before its first.
+        beats: the last heartbeat of each rank; None before its first and after its end.
         limit_sec: duration from which a wait counts as a hang.
     """
     heard = {rank: beat for rank, beat in enumerate(beats) if beat is not None}
@@ -74,7 +74,7 @@ def find_hang(beats: Sequence[Heartbeat | None], *, limit_sec: float) -> str | N
 
 def _describe(rank: int, beat: Heartbeat | None, most: int) -> str:
     if beat is None:
-        return f"rank {rank} is missing: no heartbeat since the run began"
+        return f"rank {rank} is missing: it has not begun, or has ended; see its own log"
     where = f"{beat.activity}, for {beat.stayed_sec:.1f} s"
     if beat.collectives == most:
         return f"rank {rank} makes no progress: {where}"

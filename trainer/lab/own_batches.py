@@ -149,7 +149,8 @@ class OwnBatches:
             with suppress(ValueError):  # lists of unequal lengths stay lists
                 array = np.asarray(values)
                 if array.ndim and array.dtype.kind in "biuf":
-                    values = torch.tensor(array.astype(np.int64) if array.dtype.kind == "u" else array)
+                    wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(array.dtype.kind, np.bool_)
+                    values = torch.from_numpy(array.astype(wide, order="C"))  # of any order of bytes
         if key in HOST_KEYS or not isinstance(values, Tensor):
             return copy.deepcopy(values)
         dtype = torch.get_default_dtype() if values.is_floating_point() else torch.long

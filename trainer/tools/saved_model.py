@@ -105,7 +105,11 @@ def read_checkpoint(run_dir: str | Path, step: Step = None, *, ema: bool = False
     """The checkpoint after `step`, or the newest whole one; with `ema`, its averaged weights.
     Raises UserError: no run, no such checkpoint, a damaged one, or another version's."""
     named = find_checkpoint(run_dir, step)
-    found = checkpoint.find(named.parent, "auto" if step is None else str(named))
+    try:
+        found = checkpoint.find(named.parent, "auto" if step is None else str(named))
+    except UserError as error:
+        error.key, error.fix = str(run_dir), "name another one with --step"
+        raise
     assert found is not None
     path, state = found
     try:

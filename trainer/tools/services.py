@@ -71,7 +71,7 @@ def to_services(
             config=settings,
             guard=guard,
         )
-        run_id = wandb.run_id
+        run_id = wandb.run_id or run_id  # kept for the next resume if wandb fails now
         sinks.append(BackgroundSink(wandb, name="wandb", guard=guard, close_sec=CLOSE_SEC))
     if table.tensorboard:
         from trainer.lab.tensorboard import TensorboardSink

@@ -248,7 +248,7 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
     table, sets = plan.config.eval, []
     if not table.every:
         return []
-    own = [source for source in plan.sources if source.streams]
+    own = [source for source in plan.sources if source.streams and not source.is_off]
     if table.holdout_fraction > 0 and own:
         runs = 1
         if table.depth and has_state:

@@ -171,7 +171,7 @@ class Extension:
         """
 
     def updated(self) -> Tensor | None:
-        """After the update. Returns float64 [num_sums], to be summed over ranks."""
+        """After the update. Returns float64 [num_sums], to be summed over ranks; None: `num_sums` is 0."""
 
     def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         """The step's numbers are known, usually after the next step is launched.
@@ -215,11 +215,12 @@ class _Guarded:
         return self.guard.run(getattr(self.extension, moment), *args, **kwargs)
 
     def fill(self, part: Tensor) -> None:
-        """Write 1 and the result of `updated`, if any, into its part [1 + num_sums] of the sums."""
-        sums = self.extension.updated()
-        if sums is not None:
-            part[1:] = sums.reshape(self.extension.num_sums)  # too few would be broadcast
-            part[0].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
+        """Write 1 and the result of `updated` into its part [1 + num_sums] of the sums."""
+        sums, length = self.extension.updated(), self.extension.num_sums
+        if sums is None:
+            raise TypeError(f"updated() gave None, and num_sums is {length}")
+        part[1:] = sums.reshape(length)  # too few would be broadcast
+        part[0].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
 
 
 class Measured(NamedTuple):

@@ -46,7 +46,7 @@ SEVERAL_POOLS = not_measured("with several sources these keys do not say which s
 def stuck_reader(run: RunRecord) -> Outcome:
     """A reader that is no longer picked."""
     surprise, mode = series(run, SURPRISE), run.setting("data.mixing.pick_mode")
-    if mode == "round_robin":
+    if mode == "round_robin" and not any(surprise.values):  # a source may have a mode of its own
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
     hits, chance = _improbable(surprise, series(run, PICKS).total)  # each pick ends a wait
     if not hits:
