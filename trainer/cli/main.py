@@ -176,6 +176,6 @@ def _with_settings(arguments: list[str]) -> list[str]:
         if not is_whole:
             value = next(given, "--")
         if not is_whole and value.startswith("--"):
-            raise UserError(argument, "has no value", f"write {argument} VALUE")
+            raise UserError(argument, "has no value", f"write {argument}=VALUE")
         found += ["--set", f"{key}={value}"]
     return found

@@ -158,16 +158,10 @@ def files_of(path: Path, format: str) -> list[Path]:
     return [path, path.with_suffix(row.beside)]
 
 
-def _load(path: Path, row: Format, options: ReadOptions) -> TokenTable:
-    if row.load is not None:
-        return row.load(path, options)
-    assert row.pieces is not None
-    return table_from_pieces(row.pieces(path, options), options.tokenizer.vocab_size, where=str(path))
-
-
 def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
     path = Path(path)
     name = format_name(path, options.format)
+    row = FORMATS.get(name)  # None: an import path
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -177,10 +171,13 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
         if options.reader is not None:
             table = options.reader.load(path, name, options)
-        elif is_import_path(name):
+        elif row is None:
             table = load_own(name, path, options)
+        elif row.load is not None:
+            table = row.load(path, options)
         else:
-            table = _load(path, FORMATS[name], options)
+            assert row.pieces is not None
+            table = table_from_pieces(row.pieces(path, options), options.tokenizer.vocab_size, where=str(path))
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error}"
         if error.filename and str(error.filename) != str(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import chdir
 from dataclasses import dataclass
@@ -224,10 +225,11 @@ def export_model(
     saved = read_checkpoint(run_dir, step, ema=ema)
     config = saved.config
     tokenizer = tokenizer_of(config.data, parts=PARTS)
-    run_dir, place = run_dir.absolute(), out.absolute()
-    staging = place.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        staging.mkdir(parents=True)
+    run_dir, place = run_dir.absolute(), Path(os.path.realpath(out))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as work:
+        staging = Path(work, "new")
+        staging.mkdir()
         if as_hugging_face:
             refuse_code(config, run_dir, "model", trusted=trust_code)
             with chdir(os.curdir):  # which the model's code may leave
@@ -245,8 +247,6 @@ def export_model(
         # The caller has made sure that only an export is replaced.
         shutil.rmtree(place, ignore_errors=True)
         staging.rename(place)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return saved
 
 

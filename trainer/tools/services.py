@@ -241,9 +241,10 @@ class WandbSink:
         import wandb
 
         messages.disabled = True
-        if self._is_online:
+        run = self._run  # `close` in its thread may end meanwhile
+        if self._is_online and run is not None:
             text = "wandb: not everything has reached the server; upload it with: wandb sync %s"
-            logger.info(text, self._run.settings.sync_dir)
+            logger.info(text, run.settings.sync_dir)
 
         def leave() -> None:
             try:

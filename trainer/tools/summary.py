@@ -149,7 +149,8 @@ def begun(view: RunView) -> None:
 
 def alignment(plan: Plan, model: nn.Module | None) -> str:
     """How documents lie in full rows, and why; empty if there are none. `model`: see `runs_on`."""
-    if not reads_lanes(plan.config) or not any(each.streams and not each.is_off for each in plan.sources):
+    has_files = any(each.streams and not each.is_off for each in plan.sources)
+    if not has_files or not reads_lanes(plan.config):
         return ""
     if runs_on(plan, model):
         return "stream: documents begin within rows, and no position is padded"

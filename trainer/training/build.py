@@ -180,6 +180,11 @@ class Lanes(NamedTuple):
         return max(self.sets.values(), default=0) * rows
 
 
+def host_limits(device: torch.device) -> tuple[int, int]:
+    """Bytes of memory and open files that this rank may have."""
+    return memory_of(device), allow_open_files()
+
+
 def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     """How many sets of lanes each data shard has. A UserError if a file is damaged."""
     config, facts = plan.config, plan.facts
@@ -192,13 +197,13 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
     by_name = dict(zip(documents, shares, strict=True))
     limits = document_limits(documents, by_name, facts.data_shards)
+    memory_here, files = plan.limits or host_limits(device)
     if state_width:
         needed = state_bytes(config.ledger, state_width) * facts.shards_per_rank
-        memory = STATES_SHARE * memory_of(device)
+        memory = STATES_SHARE * memory_here
         reason = f"a lane's state takes {needed / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
         limits.append(LaneLimit(memory / needed, reason))
     # A lane's document; and of each source the streams that are open, and a cache of twice as many.
-    files = allow_open_files()
     handles = (1 + 3 * len(own)) * facts.shards_per_rank
     limits.append(LaneLimit(0.8 * files / handles, f"a process may have {files:,} files open"))
     if config.ledger.capacity:

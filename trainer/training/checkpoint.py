@@ -101,8 +101,6 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
     left = complete_checkpoints(checkpoints)
     if moved and left:
         replace_link(checkpoints / LATEST, left[0].name)
-    elif moved:
-        (checkpoints / LATEST).unlink(missing_ok=True)
     return moved
 
 

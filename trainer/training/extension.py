@@ -171,7 +171,7 @@ class Extension:
         """
 
     def updated(self) -> Tensor | None:
-        """After the update. Returns float64 [num_sums], to be summed over ranks; None: `num_sums` is 0."""
+        """After the update. Returns float64 [num_sums], to be summed over ranks."""
 
     def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         """The step's numbers are known, usually after the next step is launched.
@@ -323,8 +323,8 @@ class Extensions:
             if num_ranks == self._world_size:
                 found[each.name] = sums
             elif each in self._all:
-                # Failed elsewhere: off here too, so that every rank drops its part of the vector.
-                each.guard.enabled = False
+                # Off here too, so that every rank drops its part of the vector.
+                each.guard.fail(RuntimeError(f"sums of {num_ranks:.0f} of {self._world_size} ranks"))
                 self._all.remove(each)
                 self._arrange()
         return found

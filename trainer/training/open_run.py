@@ -34,6 +34,7 @@ from trainer.options import MicroBatches
 from trainer.training import MISSING, NO_PARTS, Found, Graphs, Parts, Uploads, need
 from trainer.training.build import (
     autocast_context,
+    host_limits,
     make_state,
     make_strategy,
     max_tokens_per_micro,
@@ -150,6 +151,10 @@ def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Place
 def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack) -> Built:
     """Make the parts that have a state, and restore it."""
     plan, found = placed.plan, placed.found
+    # The same lanes on all ranks, whatever their hosts: a checkpoint has those of rank 0.
+    limits = gather_from_ranks(host_limits(device), world_size=info.world_size)
+    memory, files = map(min, zip(*limits, strict=True))
+    plan = replace(plan, limits=(memory, files))
     strategy = make_strategy(plan, info, device)
     with raise_on_all_ranks(world_size=info.world_size):
         state = make_state(plan, info, device, strategy)

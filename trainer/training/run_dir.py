@@ -23,6 +23,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.files import read_bytes, refuse_special, remove_leftovers, write_file, write_json, write_new
+from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, RunLock, run_state, take_lock, write_status
 from trainer.training.checkpoint import CHECKPOINTS, LATEST, refuse_absent
@@ -120,10 +121,14 @@ class RunDir:
             source: where the config was read from.
             sizes: of the model, and of a full step, for env.json.
         """
+        content = b""
+        # A run that continues from it keeps the one written by hand.
+        if source.resolve() != self.resolved_config.resolve():
+            with users_code(str(source), "is not there any more", "keep it until the run begins"):
+                content = read_bytes(source)
         with self._writing():
-            # A run that continues from it keeps the one written by hand.
-            if source.resolve() != self.resolved_config.resolve():
-                write_file(self.path / CONFIG, read_bytes(source))
+            if content:
+                write_file(self.path / CONFIG, content)
             write_file(self.resolved_config, to_toml(config))
             write_json(self.path / ENVIRONMENT, {**environment(info), "data": self.data, **sizes})
 

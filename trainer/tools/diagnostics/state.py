@@ -64,9 +64,9 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
 def cold_starts(run: RunRecord) -> Outcome:
     """Documents that continued without their state, which no other counter explains."""
     cold = series(run, COLD_STARTS)
-    if not cold.total:
+    if not cold.positive:
         return healthy("every chunk that continues a document found its state")
-    # Each of these is counted by a rule of its own, when its group continues.
+    # Each of these has a rule of its own. A refused row explains one at most.
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:

@@ -164,11 +164,12 @@ def non_finite(run: RunRecord) -> Outcome:
 def loss_spikes(run: RunRecord) -> Outcome:
     """Spikes of the loss, and losses that end far above where they began."""
     loss = series(run, LOSS)
-    diverged = _divergence(run, loss.at(loss.where(math.isfinite)))
+    finite = loss.at(loss.where(math.isfinite))
+    diverged = _divergence(run, finite)
     if diverged is not None:
         return diverged
-    if len(loss) <= limits.SPIKE_BEFORE:
-        return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(loss)}")
+    if len(finite) <= limits.SPIKE_BEFORE:
+        return not_yet(f"needs {limits.SPIKE_BEFORE + 1} finite losses, has {len(finite)}")
     hits = find_spikes(loss.values)
     if not hits:
         return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")

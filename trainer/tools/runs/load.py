@@ -215,19 +215,20 @@ def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
     directory that `is_one_of_many` this becomes a note: the others are looked at all the same.
     """
     path = metrics = Path(path)
-    if path.is_dir():
+    is_directory = os.path.isdir(path)  # also where it may not be entered
+    if is_directory:
         metrics = path / METRICS_NAME
     run, num_skipped, first_error, problem, fix = RunRecord(path), 0, "", "", ""
     try:
         num_skipped, first_error = _read_rows(run, metrics)
     except OSError as error:
         # Only a run that has logged nothing yet may do without; what a link leads to may be gone.
-        if os.path.lexists(metrics) or not (path / STATUS_NAME).is_file():
+        if os.path.lexists(metrics) or not os.path.isfile(path / STATUS_NAME):
             problem, fix = f"cannot be read: {error.strerror}", f"pass a run directory or a {METRICS_NAME}"
     if first_error and not run.keys:
         problem = f"has no row that this reader can use; {first_error}"
         fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
-    if problem and not (is_one_of_many and path.is_dir()):
+    if problem and not (is_one_of_many and is_directory):
         raise UserError(str(metrics), problem, fix)
     if problem:
         run.notes.append(f"{METRICS_NAME} {problem}")

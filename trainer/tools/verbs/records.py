@@ -65,11 +65,13 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     """The directories that are runs: the paths, or those in them. Raises UserError: one is missing."""
     found: dict[Path, None] = {}  # a set in order
     for given in map(Path, paths):
-        if not given.is_dir():
-            raise UserError(str(given), "is not a directory", "name a directory of runs, such as runs/")
-        for path in (given, *sorted(given.iterdir())):
-            files = (path / "status.json", path / "metrics.jsonl")
-            if path.is_dir() and any(map(os.path.isfile, files)):
+        try:
+            inside = sorted(given.iterdir())
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            raise UserError(str(given), problem, "name a directory of runs, such as runs/") from None
+        for path in (given, *inside):
+            if any(map(os.path.isfile, (path / "status.json", path / "metrics.jsonl"))):
                 found[path] = None
     return list(found)
 
