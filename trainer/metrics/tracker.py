@@ -150,7 +150,7 @@ class MetricsTracker:
         for sink in sinks:
             run: Callable[..., object] = operator.call
             if not getattr(sink, "is_essential", False):
-                run = self.diagnostics.best_effort(f"sink {_name_of(sink)}").run
+                run = self.diagnostics.best_effort(f"sink {getattr(sink, 'name', type(sink).__name__)}").run
             self._sinks.append((sink, run))
 
     def will_log(self, step: int) -> bool:
@@ -369,12 +369,8 @@ class MetricsTracker:
             while self._sinks:
                 sink, run = self._sinks.pop(0)
                 if run is not operator.call:  # the guard of one that has failed is off
-                    run = BestEffort(f"end of sink {_name_of(sink)}").run
+                    run = BestEffort(f"end of sink {type(sink).__name__}").run
                 stack.callback(run, sink.close)
-
-
-def _name_of(sink: Sink) -> str:
-    return getattr(sink, "name", type(sink).__name__)
 
 
 def _read(value: Any) -> float | None:
