@@ -64,8 +64,9 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: b
     stays a link, and a pipe or device is written to."""
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
-    if follow and path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
-        path.write_bytes(content)
+    if follow and path.exists() and (path.is_relative_to("/dev") or not path.is_file()):
+        with path.open("ab") as file:  # /dev/stdout, perhaps of a file with more; a pipe
+            file.write(content)
         return
     if follow:
         path = Path(os.path.realpath(path))

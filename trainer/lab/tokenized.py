@@ -24,7 +24,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -80,7 +80,7 @@ def spelled(path: str, options: ReadOptions) -> Spelled:
     look, found = Spelling(getattr(options.tokenizer, "special_tokens", ())), Spelled()
     if look.tokens:
         options = replace(options, tokenizer=look, text_eod=None, loss_mask=None)
-        with suppress(UserError, OSError):  # of which reading will tell
+        with suppress(OSError, ValueError):  # of which reading will tell
             for piece in _reader(path, options)(Path(path), options):
                 found[tuple(look.tokens[-1 - number] for number in piece[piece < 0].tolist())] += 1
     return found
@@ -174,14 +174,25 @@ def _tokenize_file(path: str, target: Path) -> Spelled:
     if _options.loss_mask is not None:
         pieces, vocab_size = _options.loss_mask.pieces, 2 * vocab_size
     dtype = next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
+    if not os.path.getsize(path):  # which cannot be mapped
+        raise damaged(path, "the file is empty", "remove it")
     with replacing(target) as file:
-        for piece in pieces(Path(path), _options):
+        for piece in _documents(pieces(Path(path), _options), path):
             lengths.append(len(piece))
             file.write(piece.astype(dtype).tobytes())
     if not lengths:
         raise UserError(path, "has no documents", "remove the file")
     write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), dtype)
     return spelled(path, _options)
+
+
+def _documents(pieces: Iterator[Any], path: str) -> Iterator[Any]:
+    """The documents of a file. Raises UserError: it cannot be read."""
+    try:
+        yield from pieces
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+        raise damaged(path, problem, "check the path and its mode") from error
 
 
 def _is_whole(tokens: Path) -> bool:

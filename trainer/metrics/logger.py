@@ -82,8 +82,8 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
     Args:
         name: usually `__name__`; the prefix `trainer.` is added if missing.
-        rank_zero_only: drop this logger's records on other ranks (the rank is RANK of the
-            environment, 0 if unset). The last call for a name applies.
+        rank_zero_only: keep this logger's records of other ranks (RANK of the environment, 0 if
+            unset) off stderr; their log files have them. The last call for a name applies.
     """
     root = logging.getLogger(ROOT)
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):

@@ -23,6 +23,7 @@ from trainer.files import (
     parse_json,
     read_bytes,
     read_json,
+    refuse_special,
     write_json,
     write_new,
 )
@@ -120,7 +121,7 @@ def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
     """Make a run's directory this process's. A UserError if another one's run is there.
 
     A process of another host or container cannot be looked up: this waits until it shows itself,
-    and is refused, or until it has not for `timeout_sec`.
+    and is refused, or until it has not for 0.8 times `timeout_sec`.
     """
     lock, first_sign = RunLock(directory, timeout_sec), 0.0
     limit_sec = 0.8 * timeout_sec  # the other ranks may wait for this one in a collective
@@ -130,6 +131,7 @@ def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
             break
         owner, sign = read_owner(directory), _last_sign(directory)
         if owner is None:  # just removed
+            refuse_special(directory / LOCK_NAME)  # a link to nothing would stay
             continue
         if not owner.lives(sign, limit_sec):
             write_json(directory / LOCK_NAME, lock.owner._asdict(), sync=False)

@@ -284,6 +284,8 @@ def kept_for_payloads() -> Iterator[Output]:
         try:
             yield PayloadStream(own)
         finally:
+            with suppress(OSError, ValueError):  # what it still holds is no payload
+                stdout.flush()
             os.dup2(own, descriptor)
 
 

@@ -108,7 +108,7 @@ class _GatedScan(torch.autograd.Function):
 
 @torch.library.custom_op("trainer::linear_scan", mutates_args=())
 def _scan_op(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
-    """The scan in about 3 * sqrt(T) vectorized operations instead of T."""
+    """The scan in about 5 * sqrt(T) vectorized operations instead of T."""
     # Time is split into chunks of about sqrt(T). All chunks run at once from zero, for their end
     # states and the products of their decays; then the true state is carried from chunk to chunk;
     # then all chunks run again from their true initial states, and the remainder step by step. The

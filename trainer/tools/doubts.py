@@ -171,15 +171,18 @@ def contents(plan: Plan) -> dict[str, Content]:
 
 def _opened(plan: Plan, source: Source) -> Content:
     cut, read, _ = reading(plan, source)
-    opened = [open_stream(stream, read, cut) for stream in source.streams]
-    if plan.config.data.features:
-        from trainer.lab.numbers import Series  # which a run of text does without
+    found = []
+    for stream in source.streams:  # one at a time: a mapped file keeps a descriptor
+        opened = open_stream(stream, read, cut)
+        found.append(opened.num_tokens())
+        if plan.config.data.features:
+            from trainer.lab.numbers import Series  # which a run of text does without
 
-        assert isinstance(plan.tokenizer, Series)
-        for each in opened:
-            for document, length in enumerate(each.documents.lengths.tolist()):
-                plan.tokenizer.refuse_unfit(each.stream.path, document, 0, each.documents.read(document, 0, length))
-    sizes = np.concatenate([each.num_tokens() for each in opened])
+            assert isinstance(plan.tokenizer, Series)
+            for document, length in enumerate(opened.documents.lengths.tolist()):
+                content = opened.documents.read(document, 0, length)
+                plan.tokenizer.refuse_unfit(stream.path, document, 0, content)
+    sizes = np.concatenate(found)
     if not len(sizes):
         raise nothing_left(f"source {source.name}")
     return Content(int(sizes.sum()), len(sizes), int((-(-sizes // cut.seq_len)).sum()) * cut.seq_len)

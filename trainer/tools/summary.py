@@ -38,6 +38,8 @@ every_rank_logger = get_logger(f"{__name__}.memory", rank_zero_only=False)
 def ended(run: Run, state: str, reason: str) -> None:
     """Log the outcome, and the command that resumes the run or trains it further."""
     position, run_dir, of = run.position, run.view.run_dir, f" of {run.view.config.train.steps}"
+    if run.length.is_in_tokens:  # its steps are only those of full batches
+        of = ""
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     if isinstance(sys.exc_info()[1], UserError):  # which is printed last of all
         run.watchdog.write(lines[0])

@@ -180,11 +180,6 @@ class Lanes(NamedTuple):
         return max(self.sets.values(), default=0) * rows
 
 
-def host_limits(device: torch.device) -> tuple[int, int]:
-    """Bytes of memory and open files that this rank may have."""
-    return memory_of(device), allow_open_files()
-
-
 def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     """How many sets of lanes each data shard has. A UserError if a file is damaged."""
     config, facts = plan.config, plan.facts
@@ -197,7 +192,7 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
     by_name = dict(zip(documents, shares, strict=True))
     limits = document_limits(documents, by_name, facts.data_shards)
-    memory_here, files = plan.limits or host_limits(device)
+    memory_here, files = plan.limits or (memory_of(device), allow_open_files())
     if state_width:
         needed = state_bytes(config.ledger, state_width) * facts.shards_per_rank
         memory = STATES_SHARE * memory_here

@@ -20,6 +20,7 @@ from trainer.distributed.strategy import compile_blocks
 from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.ending import StopRequest
 from trainer.errors import UserError
+from trainer.files import allow_open_files
 from trainer.import_path import resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog import plain_names
@@ -30,11 +31,11 @@ from trainer.metrics.sinks import Output
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
 from trainer.objective import Auxiliary, Loss
+from trainer.on_device import memory_of
 from trainer.options import MicroBatches
 from trainer.training import MISSING, NO_PARTS, Found, Graphs, Parts, Uploads, need
 from trainer.training.build import (
     autocast_context,
-    host_limits,
     make_state,
     make_strategy,
     max_tokens_per_micro,
@@ -152,7 +153,8 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
     """Make the parts that have a state, and restore it."""
     plan, found = placed.plan, placed.found
     # The same lanes on all ranks, whatever their hosts: a checkpoint has those of rank 0.
-    limits = gather_from_ranks(host_limits(device), world_size=info.world_size)
+    own = memory_of(device), allow_open_files()
+    limits = gather_from_ranks(own, world_size=info.world_size)
     memory, files = map(min, zip(*limits, strict=True))
     plan = replace(plan, limits=(memory, files))
     strategy = make_strategy(plan, info, device)

@@ -63,7 +63,7 @@ class Plan:
     parts: Parts = NO_PARTS  # the parts that a run may have beyond the core
     recorded_sets: Mapping[int, int] = field(default_factory=dict)
     """Those of the checkpoint that is resumed; see `recorded_sets`."""
-    limits: tuple[int, int] | None = None  # the least `host_limits` of any rank; None: of this one
+    limits: tuple[int, int] | None = None  # memory, open files: the least of any rank
 
     @property
     def vocab_size(self) -> int:

@@ -75,6 +75,7 @@ def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] 
     """Print columns of rich markup by their headings; what is too wide for the terminal is folded.
     `right`: headings of those aligned at the right. `options`: of `rich.table.Table`."""
     table = Table(**{"title_justify": "left", **options})
+    table.title = table.title and escape(str(table.title))  # a path may look like markup
     for heading in columns:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in zip(*columns.values(), strict=True):
