@@ -309,11 +309,11 @@ class Extensions:
         """Pass on a step and its sums; one whose sums failed on any rank is off on all from now on."""
         found: dict[str, Sequence[float]] = {}
         if measured is not None:
-            found = self._read(measured)
+            found = self._read(measured, step)
         for each in self._by_moment["settled"]:
             each.call("settled", step, found.get(each.name))
 
-    def _read(self, measured: Measured) -> dict[str, Sequence[float]]:
+    def _read(self, measured: Measured, step: Step) -> dict[str, Sequence[float]]:
         """The sums by name."""
         found: dict[str, Sequence[float]] = {}
         numbers = measured.numbers.read()
@@ -323,8 +323,10 @@ class Extensions:
             if num_ranks == self._world_size:
                 found[each.name] = sums
             elif each in self._all:
-                # Off here too, so that every rank drops its part of the vector.
-                each.guard.fail(RuntimeError(f"sums of {num_ranks:.0f} of {self._world_size} ranks"))
+                # Off here too, so that every rank drops its part; rank 0 records it.
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    each.guard.fail(RuntimeError(f"it failed on another rank, at step {step.number}"))
+                each.guard.enabled = False
                 self._all.remove(each)
                 self._arrange()
         return found

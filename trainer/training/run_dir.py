@@ -121,13 +121,11 @@ class RunDir:
             source: where the config was read from.
             sizes: of the model, and of a full step, for env.json.
         """
-        content = b""
-        # A run that continues from it keeps the one written by hand.
-        if source.resolve() != self.resolved_config.resolve():
-            with users_code(str(source), "is not there any more", "keep it until the run begins"):
-                content = read_bytes(source)
         with self._writing():
-            if content:
+            # A run that continues from it keeps the one written by hand.
+            if source.resolve() != self.resolved_config.resolve():
+                with users_code(str(source), "is gone", "keep it until the run has begun"):
+                    content = read_bytes(source)
                 write_file(self.path / CONFIG, content)
             write_file(self.resolved_config, to_toml(config))
             write_json(self.path / ENVIRONMENT, {**environment(info), "data": self.data, **sizes})

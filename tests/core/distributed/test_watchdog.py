@@ -33,7 +33,10 @@ TABLE = {
         "rank 2 is missing: step 2: data, for 11.0 s (it entered 7 collectives, the others 8)",
     ),
     "a rank that comes late": ([beat(8, stayed=9, idle=9), beat(7, stayed=20)], None),
-    "a rank that never was": ([beat(8, **LONG), None], "rank 1 is missing: no heartbeat since the run began"),
+    "a rank that never was": (
+        [beat(8, **LONG), None],
+        "rank 1 is missing: it has not begun, or has ended; see its own log",
+    ),
 }
 
 

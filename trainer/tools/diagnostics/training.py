@@ -169,7 +169,7 @@ def loss_spikes(run: RunRecord) -> Outcome:
     if diverged is not None:
         return diverged
     if len(finite) <= limits.SPIKE_BEFORE:
-        return not_yet(f"needs {limits.SPIKE_BEFORE + 1} finite losses, has {len(finite)}")
+        return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(finite)} finite")
     hits = find_spikes(loss.values)
     if not hits:
         return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")

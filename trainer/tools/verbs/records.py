@@ -68,7 +68,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
         try:
             inside = sorted(given.iterdir())
         except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
+            problem = f"is not a directory that can be read: {error.strerror}"
             raise UserError(str(given), problem, "name a directory of runs, such as runs/") from None
         for path in (given, *inside):
             if any(map(os.path.isfile, (path / "status.json", path / "metrics.jsonl"))):
