@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +97,11 @@ def test_a_link_that_a_user_names_stays_one_and_a_device_is_written_to(tmp_path:
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "new"
     write_file(Path(os.devnull), "nowhere", follow=True)
+    code = "import pathlib, trainer.files as files; files.write_file(pathlib.Path('/dev/stdout'), 'new', follow=True)"
+    with (tmp_path / "target").open("a") as log:  # as `>> log` of a shell
+        subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
+    assert (tmp_path / "target").read_text() == "newnew"
+    (tmp_path / "target").write_text("new")
     write_file(tmp_path / "link", "own")
     assert not (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "new"

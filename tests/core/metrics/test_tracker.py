@@ -198,12 +198,6 @@ class Broken(Recorder):
         raise OSError("disk gone")
 
 
-class Full(Recorder):
-    """Cannot write, but close."""
-
-    log = Broken.log
-
-
 class Essential(Broken):
     is_essential = True
 
@@ -211,7 +205,7 @@ class Essential(Broken):
 def test_a_sink_that_fails_costs_one_warning_and_an_essential_one_stops_the_run_with_all_closed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first, last, full = Recorder(), Recorder(), Full()
+    first, last, full = Recorder(), Recorder(), type("Full", (Recorder,), {"log": Broken.log})()
     run = Run(sinks=[Broken(), full, last], log_interval=1)
     for step in (1, 2):
         run.step(step)

@@ -213,6 +213,8 @@ def test_over_draws_the_loss_of_drawn_documents_is_that_of_all(tmp_path, monkeyp
     assert "eval_loss_se" not in whole
     drawn = [eval_sets(plan_of(tmp_path, "eval.batches=60", f"run.seed={seed}"), RankInfo(), CPU)[0] for seed in (1, 2)]
     assert {*drawn[0].sample.units} == {*drawn[1].sample.units}
+    (off,) = eval_sets(plan_of(tmp_path, "eval.batches=9", "data.source.second.weight=0"), RankInfo(), CPU)
+    assert {source for source, _, _ in off.sample.names.values()} == {"first"}
     plan, rows = plan_of(tmp_path, "eval.batches=60"), []
     for draw in range(8):
         monkeypatch.setattr(evaluation_sample, "keyed_generator", partial(keyed_generator, draw))
