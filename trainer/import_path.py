@@ -33,6 +33,7 @@ def resolve_target(target: str, key: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
+        found = getattr(module, name, None)  # which a lazy module may fail to import
     except UserError:  # which names its own key
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
@@ -40,9 +41,9 @@ def resolve_target(target: str, key: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             fix = f"install {error.name}, or add it to PYTHONPATH"
         raise UserError(key, problem, fix) from error
-    found = getattr(module, name, None)
     if not callable(found):
-        problem = f"{module_name} ({module.__file__}) has no function {name}"
+        file = getattr(module, "__file__", None) or "no file: built in, or a directory"
+        problem = f"{module_name} ({file}) has no function {name}"
         raise UserError(key, problem, "name a function of the module")
     return found
 

@@ -94,7 +94,7 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def step_unless(is_bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, which changes nothing if `is_bad` (bool [], on the device).
 
-    The first step creates the optimizer's state, zeros, even if it is bad.
+    The first step creates the optimizer's state, even if it is bad; see `optimizer.keep_buffers`.
     """
     guarded: object = optimizer
     # torch knows the attribute, its types do not.

@@ -24,7 +24,7 @@ from trainer.wording import few, short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
 KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
-_HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
+_HEADER = re.compile(r"\s*(\[\[?)([^\[\],]+)\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")

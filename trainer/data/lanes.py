@@ -15,8 +15,8 @@ into these. More lanes than a source has documents would put copies of one docum
 that few documents, or little memory for the states of the lanes, make g smaller (`num_sets`).
 
 Claims decide which source the next document comes from, so that weights are shares of tokens:
-whenever a lane reads n tokens, each source that can be read gains its current share of n, and the
-one they came from loses n; the largest claim is served next. Nothing is computed from the
+whenever a lane reads n tokens of a source that can be read, each of these gains its current share of
+n, and the one they came from loses n; the largest claim is served next. Nothing is computed from the
 past, so a weight that changes causes no catching up.
 """
 
@@ -295,13 +295,14 @@ class LaneBlend(BlendDataset):
     def _charge(self, index: int, num_tokens: int) -> None:
         """Settle the claims for tokens of a source that are read."""
         claims, due, whole = self._claims, self._due, self._whole
+        owed = num_tokens * self._open[index][1]  # one that cannot be read only ends its documents
         for i, (share, is_open) in enumerate(self._open):
             if is_open:
-                claims[i] += num_tokens * share / whole
+                claims[i] += owed * share / whole
             else:  # nothing is owed to a source that cannot be read
                 claims[i] = 0.0
             due[i] += share * num_tokens
-        claims[index] -= num_tokens
+        claims[index] -= owed
         self._counts[index] += num_tokens
         self._total += num_tokens
 

@@ -146,7 +146,7 @@ class OwnBatches:
         """A copy. Numbers for the model become a tensor, on the device but for ids, which are looked at:
         integers int64, floats the type of the weights. All else stays as it is."""
         if key not in HOST_KEYS and not isinstance(values, Tensor):
-            with suppress(ValueError):  # lists of unequal lengths stay lists
+            with suppress(ValueError, TypeError, RuntimeError):  # of unequal lengths, on a device
                 array = np.asarray(values)
                 if array.ndim and array.dtype.kind in "biuf":
                     wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(array.dtype.kind, np.bool_)

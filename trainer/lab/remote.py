@@ -302,8 +302,10 @@ class Uploads:
             self._uploaded, seconds = path, time.monotonic() - started
             self._event("remote_uploaded", global_step=step, seconds=round(seconds, 3))
             best = checkpoint.best_step(path)
-            if best >= 0 and best not in self._store.steps():  # a newer one came before its turn, or it failed
-                self._store.put(path.with_name(checkpoint_name(best)))
+            source = path.with_name(checkpoint_name(best))  # a newer best may have had it pruned
+            if best >= 0 and best not in self._store.steps() and (source / MARKER).exists():
+                self._busy = source
+                self._store.put(source)
             self._store.prune(**self._retention, spared=best)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises
             self._event("remote_failed", global_step=step, error=error_text(error))

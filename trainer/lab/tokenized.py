@@ -41,6 +41,7 @@ from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
+from trainer.import_path import users_code
 from trainer.lab.loss_mask import LossMask
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted, few, printable
@@ -247,7 +248,8 @@ def tokenize_source(
             say(sum((spelled(stream.path, options) for stream in streams), Spelled()))
         return {}
     own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
-    cache = Path(data.cache_dir or own).expanduser().absolute()
+    with users_code("data.cache_dir", "has no default", "name a directory"):  # without a home
+        cache = Path(data.cache_dir or own).expanduser().absolute()
     place = cache / _key(streams, options, data)
     names = {each.path: f"{number:06d}.bin" for number, each in enumerate(streams)}
     what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         init_matrix(self.out.weight, residual_scale)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """Mix x [B, T, D]. `mask`: the keys that a query sees, bool [B, 1, T, T]; None: causal."""
+        """Mix x [B, T, D]. `mask`: keys of a query, bool [B, 1, T, T] or blocks; None: causal."""
         # [B, each head, T, head_dim]
         inputs = self.inputs(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         turned, values = inputs.tensor_split((self.heads + self.kv_heads,), dim=1)

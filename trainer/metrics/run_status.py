@@ -33,7 +33,7 @@ STATUS_NAME: Final = "status.json"
 LOCK_NAME: Final = ".lock"
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20  # has the last row of any file
-_ROOM_BYTES, _LONGEST_REASON = 4096, 2000
+_ROOM_BYTES, _LONGEST_REASON = 32_768, 2000  # JSON takes up to 12 bytes for a character
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "host"), str),
     **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),

@@ -41,9 +41,7 @@ FAMILIES: dict[str, Family] = {
     "lstm": Family("torch_rnn", {"kind": "LSTM"}, is_own=False),
     "mamba2": _hugging_face("mamba2", least_tokens=2),
     "bamba": _hugging_face("bamba", least_tokens=2),
-    "lfm2": _hugging_face("lfm2"),
-    "qwen3_next": _hugging_face("qwen3_next"),
-    "kimi_linear": _hugging_face("kimi_linear"),
+    **{name: _hugging_face(name) for name in ("lfm2", "qwen3_next", "kimi_linear")},
 }
 
 

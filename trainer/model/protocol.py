@@ -81,7 +81,7 @@ class SequenceModel(Protocol):
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode for a while, uncompiled: other shapes would be compiled anew."""
     modes = [(module, module.training) for module in model.modules()]  # a part may be in eval()
-    is_compiled = any(each._compiled_call_impl is not None for each in model.modules())
+    is_compiled = any(each._compiled_call_impl or hasattr(each, "_orig_mod") for each, _ in modes)
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():

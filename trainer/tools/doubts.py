@@ -34,10 +34,11 @@ Doubt = tuple[str, str, str]
 def planned(plan: Plan) -> None:
     """Warn of settings of a run that work, but hardly as meant."""
     sources, eval_sources = plan.sources, plan.eval_sources
-    found = [*trained_on(sources, eval_sources), *_doubted_settings(plan.config, eval_sources)]
+    read = [source for source in sources if not source.is_off]
+    found = [*trained_on(read, eval_sources), *_doubted_settings(plan.config, eval_sources)]
     found += [*_unread(sources, eval_sources), *_unmasked(sources, eval_sources)]
     if plan.config.eval.holdout_fraction > 0:
-        found += _leaks(sources)
+        found += _leaks(read)
     for doubt in found:
         logger.warning("%s", UserError(*doubt).message)
 

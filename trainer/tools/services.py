@@ -85,15 +85,17 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
     """(mode, why) of `auto`: WANDB_MODE, else online with a login; disabled without wandb."""
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "the package is not installed (pip install wandb)"
-    match environ.get("WANDB_MODE"):
-        case ("online" | "offline" | "disabled") as mode:
-            return mode, f"WANDB_MODE={mode}"
-        case str(mode):  # wandb would refuse it
+    mode = environ.get("WANDB_MODE") or None
+    match {"dryrun": "offline", "run": "online"}.get(mode or "", mode):
+        case ("online" | "offline" | "disabled") as known:
+            return known, f"WANDB_MODE={mode}"
+        case str():
             return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
     if environ.get("WANDB_API_KEY"):
         return "online", "there is a login"
     server = urlsplit(environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
-    with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):  # as `wandb login` leaves it
+    # As `wandb login` leaves it; a process may have no home.
+    with suppress(OSError, RuntimeError, netrc.NetrcParseError, UnicodeDecodeError):
         logins = netrc.netrc(Path(environ.get("NETRC") or Path.home() / ".netrc"))
         if logins.authenticators(server) is not None:
             return "online", "there is a login"

@@ -115,19 +115,18 @@ class RunDir:
             raise UserError(where, problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
-        """Write config and environment (rank 0).
-
-        Args:
-            source: where the config was read from.
-            sizes: of the model, and of a full step, for env.json.
-        """
+        """Write config, read from `source`, and environment, with `sizes` of model and full step."""
+        data = config.data.model_dump()
+        for each in data["source"]:  # relative to a file that lies elsewhere
+            each["include"] = each["include"] and str(source.absolute().parent / each["include"])
+        resolved = config.model_copy(update={"data": type(config.data).model_validate(data)})
         with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
                 with users_code(str(source), "is gone", "keep it until the run has begun"):
                     content = read_bytes(source)
                 write_file(self.path / CONFIG, content)
-            write_file(self.resolved_config, to_toml(config))
+            write_file(self.resolved_config, to_toml(resolved))
             write_json(self.path / ENVIRONMENT, {**environment(info), "data": self.data, **sizes})
 
     def lock(self, timeout_sec: float) -> RunLock:
@@ -208,7 +207,7 @@ def refuse_unlike(config: RunConfig, info: RankInfo) -> None:
 def choose_run_dir(
     config: RunConfig, given: str | None, resume: str, *, is_restarted: bool = False, now: float | None = None
 ) -> RunDir:
-    """The run's directory; rank 0 decides, and tells the others.
+    """The run's directory; called on rank 0 alone, since others might see another one.
 
     `given` (--run-dir) wins. Otherwise `resume = auto` takes the newest run of this name that has a
     checkpoint and is not done, and a checkpoint's path the run that it belongs to. Otherwise it is

@@ -157,7 +157,7 @@ class Subject:
 
     @contextmanager
     def perturbed(self, relative: float) -> Iterator[None]:
-        """Within it, all parameters are changed by a random relative amount."""
+        """Within it, all parameters but complex ones are changed by a random relative amount."""
         parameters = [p for p in self.model.parameters() if p.is_floating_point()]
         saved = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
