@@ -127,9 +127,10 @@ def carry_flat(model: nn.Module, *, seq_len: int | None = None, micro: MicroBatc
     if all(state is not None for state in states):
         try:
             layout, other = map(NestLayout, states)
+            sizes = [len(pytree.tree_leaves(state)[0]) for state in states]
             for leaf, again in zip(layout.leaves, other.leaves, strict=True):
-                if leaf.shape != again.shape:
-                    raise ValueError(f"{leaf.path} has the batch in another dimension than the first")
+                if leaf.shape != again.shape or sizes != [*TRIED_ROWS]:
+                    raise ValueError(f"{leaf.path} has the batch in another dimension than the first, or in none")
         except ValueError as error:
             fix = "return tensors [B, ...], in any nest of tuples, lists and dicts"
             raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
