@@ -218,8 +218,8 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
 
 
 def _has_the_same_groups(saved: Mapping[str, Any], plan: Plan) -> bool:
-    """Whether a shard goes on with the groups that it had open: not if batches of one stream have
-    other sizes, or are of other numbers of streams."""
+    """Whether each shard can keep the groups it had open. It cannot if a source that reads batches
+    of one stream has changed their size, or how many streams it keeps open."""
     if reads_lanes(plan.config) or any(source.table.target is not None for source in plan.sources):
         return True
     before, now = map(_stream_sizes, (saved["data"], plan.config.data.model_dump(mode="json")))
