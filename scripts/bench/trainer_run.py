@@ -98,7 +98,7 @@ def plan_of(folder: Path, given: Path | None, *, steps: int, device: str, sets: 
     given = given or write_config(folder)
     watched = 'extension=[{target="trainer_run:WatchSteps"}]'
     config = load_config(given, [*overrides(steps, device), watched, *sets])
-    return make_plan(config, given, ALONE.world_size, parts=PARTS)
+    return make_plan(config, ALONE.world_size, parts=PARTS)
 
 
 def overrides(steps: int, device: str) -> list[str]:

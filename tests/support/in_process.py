@@ -66,7 +66,7 @@ def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0, parts: Pa
 
 
 def plan_of(config: Path, *sets: str, ranks: int = 1) -> Plan:
-    return make_plan(load_config(config, sets), config, ranks, parts=PARTS)
+    return make_plan(load_config(config, sets), ranks, parts=PARTS)
 
 
 @contextmanager

@@ -237,13 +237,16 @@ class FilesTable(Table):
             raise ValueError(f"needs exactly one of {', '.join(keys)}; got {given}")
         if self.modalities is not None and self.root is None:
             raise ValueError("modalities needs root")
+        others = sorted(self.model_fields_set - {"name", "weight", "include"})
+        if "include" in origins and others:
+            raise ValueError(f"{others[0]} is a source's own: set it in the file that is included")
 
 
 class SourceTable(FilesTable):
     """`[[data.source]]`: a source. Needs exactly one of root, paths, include and target."""
 
     include: Text | None = None
-    """A dataset file with `[[source]]` tables, relative to this file; weights are multiplied."""
+    """A dataset file, relative to this file: its `[[source]]` tables are read instead, weights multiplied."""
     weight: Weight = 1.0
     """Share of the tokens (micro-batches, if rows are not full): a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.data_tables import FORMS, TAGS, DatasetFile
+from trainer.config.data_tables import FORMS, TAGS, DatasetFile, ScheduleTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import read_bytes
@@ -34,15 +34,52 @@ _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count",
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The validated config at `path`, changed by `overrides` (`table.key=value`, the later wins).
 
+    The sources of included files are in the place of those that include them.
+
     Raises:
         UserError, UserErrors: one or all mistakes, each with its file and line or its override.
     """
-    return _load(RunConfig, path, overrides)
+    config = _load(RunConfig, path, overrides)
+    if all(source.include is None for source in config.data.source):
+        return config
+    data = config.data.model_copy(update={"source": [*_leaves(config.data.source, Path(path))]})
+    return config.model_copy(update={"data": data})
 
 
-def load_dataset_file(path: str | Path) -> DatasetFile:
-    """The validated dataset file of a source's `include`. Raises UserError: see `load_config`."""
-    return _load(DatasetFile, path)
+def _leaves(tables: Sequence[SourceTable], file: Path, *including: Path) -> Iterator[SourceTable]:
+    """The sources of a `file`, and of those it includes; it is itself included by `including`."""
+    including = (*including, file.resolve())
+    for table in tables:
+        if table.include is None:
+            yield table
+            continue
+        included = file.parent / table.include
+        if included.resolve() in including:
+            problem = f"{table.include} includes itself"
+            raise UserError(f"{table.name}.include", problem, "break the circle", where=str(file))
+        inner = _load(DatasetFile, included).source
+        yield from _leaves([_below(table, each, included) for each in inner], included, *including)
+
+
+def _below(outer: SourceTable, table: SourceTable, file: Path) -> SourceTable:
+    """A source in a `file` that `outer` includes: under its full name, and with both weights."""
+    name, above, own = f"{outer.name}.{table.name}", outer.weight, table.weight
+    if isinstance(above, ScheduleTable):
+        if isinstance(own, ScheduleTable):
+            problem = f"is a schedule, and so is the weight of {outer.name} above it; the two cannot be multiplied"
+            raise UserError(f"{name}.weight", problem, "make one of them a constant", where=str(file))
+        above, own = own, above
+    weight: float | ScheduleTable
+    if isinstance(own, ScheduleTable):
+        weight = own.model_copy(update={"scale": own.scale * above})
+    else:
+        weight = own * above
+    changed = table.model_copy(update={"name": name, "weight": weight}).model_dump(exclude_unset=True)
+    try:
+        return SourceTable.model_validate(changed)
+    except ValidationError as error:
+        raise_found(user_errors(error, SourceTable, lambda _: f"{file}: {name}"))
+        raise  # as in `_load`
 
 
 def to_toml(config: BaseModel, *, with_defaults: bool = True) -> str:
@@ -101,7 +138,8 @@ class _Source:
             return tuple(key.split("."))
         table = "eval" if named[1] else "data"
         sources = self.raw.get(table, {}).get("source", [])
-        indices = [index for index, source in enumerate(sources) if source.get("name") == named[2]]
+        # One of an included file has the name of the source that includes it before its own.
+        indices = [at for at, source in enumerate(sources) if f"{named[2]}.".startswith(f"{source.get('name')}.")]
         return (table, "source", *indices[:1], *named[3].split("."))
 
 
@@ -179,19 +217,20 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
     node: Any = raw
     path: KeyPath = ()
-    for part in parts:
-        step: Any = part
+    while parts:
+        step: Any = parts[0]
+        num_parts = 1
         if isinstance(node, list):
-            step = _element(node, part)
+            step, num_parts = _element(node, parts)
         if step is None or not isinstance(node, dict | list):
             held, fix = short_repr(node), "use a key of a table"
             if isinstance(node, list):
                 names = [str(one["name"]) for one in node if isinstance(one, dict) and "name" in one]
-                held, fix = f"a list of {few(names or ['values'])}", f"use 0 to {len(node) - 1}, or a name"
-            problem = f"{'.'.join(map(str, path))} has no {part!r}: it is {held}"
+                held, fix = f"a list of {few(names or ['values'])}", "use a number from 0, or a name"
+            problem = f"{'.'.join(map(str, path))} has no {parts[0]!r}: it is {held}"
             raise UserError(f"--set {text}", problem, fix)
-        path = (*path, step)
-        if len(path) == len(parts):
+        path, parts = (*path, step), parts[num_parts:]
+        if not parts:
             node[step] = parse_value(value.strip())
         elif isinstance(node, dict):
             node = node.setdefault(step, {})
@@ -200,13 +239,15 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     return path
 
 
-def _element(elements: list[Any], name: str) -> int | None:
-    """The index of the first element of this name, or else of this index; None if there is none."""
+def _element(elements: list[Any], parts: list[str]) -> tuple[int | None, int]:
+    """The index of the element that the first parts name (with its dots) or number, and how many they
+    are; None if there is none."""
     for index, element in enumerate(elements):
-        if isinstance(element, dict) and element.get("name") == name:
-            return index
+        name = str(element.get("name")).split(".") if isinstance(element, dict) else []
+        if name and parts[: len(name)] == name:
+            return index, len(name)
     indices = list(map(str, range(len(elements))))
-    return indices.index(name) if name in indices else None
+    return (indices.index(parts[0]) if parts[0] in indices else None), 1
 
 
 def parse_value(text: str) -> Any:

@@ -47,9 +47,9 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
     return config.data.mixing.model_copy(update=source.mixing.model_dump(exclude_none=True))
 
 
-def _mixings(config: RunConfig, sources: list[SourceTable]) -> list[MixingTable]:
+def _mixings(config: RunConfig) -> list[MixingTable]:
     """How the sources are mixed that are not the user's own."""
-    return [mixing_of(config, source) for source in sources if source.target is None]
+    return [mixing_of(config, source) for source in config.data.source if source.target is None]
 
 
 def reads_lanes(config: RunConfig) -> bool:
@@ -67,15 +67,15 @@ def largest_batch(mixing: MixingTable) -> int:
     return max([mixing.batch_size, *mixing.batch_size_by_modality.values()])
 
 
-def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
+def check_rules(config: RunConfig, world_size: int) -> Facts:
     """The numbers that follow from a config. Raises UserError or `UserErrors` if it cannot work."""
-    mixings = _mixings(config, sources)
+    mixings = _mixings(config)
     # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
     in_flight = sum(mixing.streams_open * largest_batch(mixing) for mixing in mixings)
     if reads_lanes(config):
         in_flight = config.data.mixing.batch_size  # a document in each row
     num_shards = data_shards(config, world_size)
-    micro_tokens = tokens_per_micro(config, sources, num_shards)
+    micro_tokens = tokens_per_micro(config, num_shards)
     facts = Facts(
         world_size=world_size,
         data_shards=num_shards,
@@ -86,13 +86,13 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         capacity_to_change_ranks=in_flight * (num_shards + 1),
         ledger_capacity=config.ledger.slots,
     )
-    raise_found([UserError(*each) for each in _broken_rules(config, sources, facts)])
+    raise_found([UserError(*each) for each in _broken_rules(config, facts)])
     return facts
 
 
-def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: int) -> int:
+def tokens_per_micro(config: RunConfig, num_shards: int) -> int:
     """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
-    mixings = _mixings(config, sources)
+    mixings = _mixings(config)
     return max(map(largest_batch, mixings), default=0) * num_shards * config.data.seq_len * config.data.values
 
 
@@ -104,17 +104,17 @@ def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
     return config.micro_batches.step_of(batches - 1)
 
 
-def _broken_rules(config: RunConfig, sources: list[SourceTable], facts: Facts) -> Iterator[Mistake]:
+def _broken_rules(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
     yield from _broken_lengths(config, facts)
     yield from _broken_pairs(config)
-    yield from _broken_lanes(config, sources)
+    yield from _broken_lanes(config)
     yield from _broken_sharding(config, facts.world_size)
     ledger, in_flight = config.ledger, facts.groups_in_flight
-    names = [source.name for source in sources]
+    names = [source.name for source in config.data.source]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     spread = config.data.mixing.spread
-    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and any(each.target is None for each in sources):
+    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and _mixings(config):
         if ledger.stale_threshold < spread:
             problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later "
             problem += "(data.mixing.spread)"
@@ -155,10 +155,10 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "objective.chunk_tokens", problem, "set one of them off"
 
 
-def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mistake]:
+def _broken_lanes(config: RunConfig) -> Iterator[Mistake]:
     """Settings of full rows, which hold documents of all sources, that conflict."""
     given = {"data.mixing.": config.data.mixing.model_dump(exclude={"batch_size"})}
-    own = {f"source {each.name}: mixing.": each.mixing.model_dump(exclude_none=True) for each in sources}
+    own = {f"source {each.name}: mixing.": each.mixing.model_dump(exclude_none=True) for each in config.data.source}
     mode = config.data.mixing.batching_mode
     modes = {mode, *(each.get("batching_mode", mode) for each in own.values())}
     if len(modes) > 1 and "per_row" in modes:
@@ -170,7 +170,7 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
         if config.data.mixing.spread != MixingTable.model_fields["spread"].default:
             yield "data.mixing.spread", 'needs batching_mode "per_row"', "remove it"
         return
-    if len({source.target is None for source in sources if source.weight != 0}) > 1:
+    if len({source.target is None for source in config.data.source if source.weight != 0}) > 1:
         problem = '"per_row" reads documents, and a source with a target gives whole batches'
         yield "data.mixing.batching_mode", problem, 'set it to "per_stream", or keep one kind'
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy.typing as npt
 from pydantic import Field
 
 from trainer.arrays import Ints
-from trainer.errors import UserError
 from trainer.options import MicroBatches, Options, part_options
 
 # Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a
@@ -73,17 +72,6 @@ class ConstantWeight(ScheduledWeight):
 
     def __init__(self, value: float, path: str = "weight") -> None:
         super().__init__("step", {0: value}, path=path)
-
-
-def compose_weights(a: ScheduledWeight, b: ScheduledWeight, *, path_a: str, path_b: str) -> ScheduledWeight:
-    """The product of two weights of a nested blend. Raises UserError if both are schedules."""
-    if len(a.points) > 1 and len(b.points) > 1:
-        problem = f"is a schedule, and so is {path_a} above it; the two cannot be multiplied"
-        raise UserError(path_b, problem, "make one of them a constant")
-    constant, other = sorted((a, b), key=lambda weight: len(weight.points))
-    if len(other.points) == 1:
-        return ConstantWeight(constant.evaluate(0) * other.evaluate(0), path_b)
-    return replace(other, scale=constant.evaluate(0) * other.scale)
 
 
 Batches = TypeVar("Batches", int, Ints)

@@ -75,7 +75,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         return OFF
     from trainer.lab.contracts import check_model  # takes a while, and few runs need it
 
-    size = find_size(table, plan.vocab_size, tokens, plan.parts, plan.as_read)
+    size = find_size(table, plan.vocab_size, tokens, plan.parts, plan.config)
     if isinstance(size, str):
         return size
     is_full = (size.dim, size.num_layers) == (table.dim, table.num_layers)
@@ -90,7 +90,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if accepted is not None and is_read_here:
             refuse_align(plan, model, accepted)
             check_inputs({"features" if plan.config.data.features else "tokens"}, accepted)
-        micro = first_batch(model, plan.as_read, plan.vocab_size)
+        micro = first_batch(model, plan.config, plan.vocab_size)
         autocast = AUTOCAST[plan.config.train.precision]
         judge = partial(check_model, autocast=autocast, rows=evaluated_rows(plan))
         resets = accepted is not None and "resets" in accepted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +17,14 @@ from trainer.config.schema import DistributedTable, RunConfig, SchedulerTable
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
-from trainer.files import read_json
 from trainer.lab.loss_mask import LossMask
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import trained_on
-from trainer.tools.saved_model import Step, config_path_of, load_model, refuse_code
+from trainer.tools.saved_model import Step, load_model, refuse_code
 from trainer.training.build import model_and_loss, reading
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
-from trainer.training.plan import Plan, Source, leaf_tables, make_auxiliary, make_plan, resolve_sources
-from trainer.training.run_dir import ENVIRONMENT
+from trainer.training.plan import Plan, Source, make_auxiliary, make_plan, resolve_sources
 
 logger = get_logger(__name__)
 
@@ -75,10 +73,7 @@ def evaluate_checkpoint(
         what = "no" if held_out else "neither [[eval.source]] nor"
         problem = f"has {what} held-out documents to evaluate on"
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
-    environment: Mapping[str, Any] = {}
-    with suppress(OSError, ValueError):  # an export has none
-        environment = read_json(Path(directory) / ENVIRONMENT)
-    plan = _plan(config, sets, config_path_of(environment, Path(directory)), batches, takes_mask=bool(sources))
+    plan = _plan(config, sets, batches, takes_mask=bool(sources))
     info, diagnostics = RankInfo(), Diagnostics()
     row_model, loss = model_and_loss(saved.model, plan, device)
     read = eval_sets(plan, info, device)
@@ -91,9 +86,7 @@ def evaluate_checkpoint(
     return saved.step, found
 
 
-def _plan(
-    config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batches: int | None, *, takes_mask: bool
-) -> Plan:
+def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], batches: int | None, *, takes_mask: bool) -> Plan:
     """The plan of an evaluation, whose sets get the `loss_mask` of training if it `takes_mask`."""
     changed = {
         "train": config.train.model_copy(update={"steps": 1, "tokens": 0, "micro_batches": 1, "ema": 0.0}),
@@ -106,7 +99,7 @@ def _plan(
     trained, config = config, config.model_copy(update=changed)
     if not sets:
         held_out = _with_eval(config, source=[], every=1, batches=batches or ALL)
-        return make_plan(held_out, path, 1, parts=PARTS)
+        return make_plan(held_out, 1, parts=PARTS)
     if batches is not None:
         sets = [each.model_copy(update={"batches": batches}) for each in sets]
     # The training data may be elsewhere: the sets, of any modalities, take its place.
@@ -114,18 +107,17 @@ def _plan(
     taken = {"source": [each.as_source() for each in sets], "mixing": MixingTable(batching_mode=mode)}
     data = config.data.model_copy(update=taken)
     without = _with_eval(config, source=[], target=None, every=0, holdout_fraction=0.0)
-    plan = make_plan(without.model_copy(update={"data": data}), path, 1, parts=PARTS)
+    plan = make_plan(without.model_copy(update={"data": data}), 1, parts=PARTS)
     data = data.model_copy(update={"mixing": config.data.mixing})
     planned = _with_eval(plan.config, source=sets, target=config.eval.target, every=1)
     planned = planned.model_copy(update={"data": data})
     plan = replace(plan, config=planned, eval_sources=plan.sources)
     training: list[Source] = []
     with suppress(UserError):  # the training data are no longer where the run read them
-        training = resolve_sources(trained, path, 1)
+        training = resolve_sources(trained, 1)
     for doubt in trained_on(training, plan.eval_sources):
         logger.warning("%s", UserError(*doubt).message)
-    tables = leaf_tables(training) or trained.data.source
-    masks = {each.loss_mask for each in tables if each.loss_mask}
+    masks = {each.loss_mask for each in trained.data.source if each.loss_mask}
     if not (takes_mask and masks):
         return plan
     return replace(plan, eval_sources=[_masked(plan, each, masks) for each in plan.eval_sources])

@@ -26,7 +26,7 @@ from trainer.lab.loss_mask import MaskedTable
 from trainer.lab.tokenized import tokenize_once
 from trainer.metrics.run_status import usable
 from trainer.tools.runs.load import load_run
-from trainer.tools.saved_model import config_of, config_path_of, refuse_code
+from trainer.tools.saved_model import config_of, refuse_code
 from trainer.training import checkpoint
 from trainer.training.build import make_blend, plan_lanes, recorded_sets
 from trainer.training.plan import Plan, make_plan, width_of
@@ -72,7 +72,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         raise UserError(str(run_dir), problem, "name one of them, or the run that it branched from")
     environment = usable(environment)
     size = environment.get("world_size") or 1
-    plan = make_plan(config, config_path_of(environment, run_dir), size, parts=replace(PARTS, messages=None))
+    plan = make_plan(config, size, parts=replace(PARTS, messages=None))
     # A run's beginning has no record of its data: its first checkpoint says what they were.
     witness = state or saved or None
     try:

@@ -26,11 +26,9 @@ from trainer.files import parse_count, replacing_path, write_file
 from trainer.import_path import users_code
 from trainer.lab.extensions import AVERAGES, BEST
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share
-from trainer.metrics.run_status import usable
 from trainer.model.families import DEFAULT
 from trainer.training import checkpoint
 from trainer.training.plan import build_model, tokenizer_of
-from trainer.training.run_dir import RunDir
 from trainer.training.tensor_files import CheckpointError, TensorFiles
 from trainer.training.train_state import open_model
 
@@ -93,15 +91,6 @@ def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
         raise UserError(str(path), problem, "use that version") from None
 
 
-def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
-    """The file that the run's included files are relative to."""
-    command, named = usable(environment).get("command", []), RunDir(run_dir).resolved_config
-    for word, following in zip(command, [*command, ""][1:], strict=True):
-        if word in ("--config", "-c") or word.startswith("--config="):
-            named = Path(word.partition("=")[2] or following)
-    return named
-
-
 def read_checkpoint(run_dir: str | Path, step: Step = None, *, ema: bool = False) -> SavedCheckpoint:
     """The checkpoint after `step`, or the newest whole one; with `ema`, its averaged weights.
     Raises UserError: no run, no such checkpoint, a damaged one, or another version's."""
@@ -128,15 +117,12 @@ def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: boo
     names code to import in one of `tables` (none: in any). Raises UserError, unless `trusted`."""
     for key, path in _named_code(config.model_dump()):
         if not trusted and (not tables or key.partition(".")[0] in tables):
-            what = "names code"
-            if key.endswith("include"):
-                what = "includes a file, which may name code"
             fix = "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
-            raise UserError(key, f"the config in {place} {what}: {path}", fix)
+            raise UserError(key, f"the config in {place} names code: {path}", fix)
 
 
 def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, name) of all code that is imported, and of included files, which may name some."""
+    """(key, name) of all code that is imported."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -144,7 +130,7 @@ def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         items = enumerate(value)
     for name, inner in items:
         place = f"{key}.{name}".lstrip(".")
-        names_code = name in ("target", "include") or (name == "format" and ":" in str(inner))
+        names_code = name == "target" or (name == "format" and ":" in str(inner))
         if isinstance(inner, str) and names_code:
             yield place, inner
         elif name != "args":

@@ -109,13 +109,11 @@ def _next_command(run: Run, state: str, reason: str) -> list[str]:
 def resume_command(run: RunView) -> str:
     """The command line that resumes a run from the same working directory, with all its settings.
 
-    Where it cannot be known, only the options to add: included files are relative to the first
-    config, and each of several nodes has its own launcher.
+    Of several nodes, which each have a launcher, only the options to add.
     """
     ranks, options = run.info.world_size, f"--resume auto --run-dir {shlex.quote(str(run.run_dir.path))}"
     local = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or (ranks if ranks == 1 else 0)
-    has_includes = any(source.include is not None for source in run.config.data.source)
-    if has_includes or ranks != local:
+    if ranks != local:
         return f"the same command line and {options}"
     config_path = shlex.quote(str(run.run_dir.resolved_config))
     if ranks == 1:

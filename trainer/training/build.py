@@ -81,7 +81,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
 def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
     """The model of a plan, or of another table, as `[train]` runs it."""
     config = plan.config
-    model = build_model(table or config.model, plan.vocab_size, config=plan.as_read, parts=plan.parts)
+    model = build_model(table or config.model, plan.vocab_size, config=config, parts=plan.parts)
     if config.train.activation_checkpointing == "block":
         need(plan.parts.models, "train.activation_checkpointing").recompute_blocks(model)
     return model

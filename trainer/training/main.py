@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from textwrap import shorten
 
 import torch
@@ -55,7 +54,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         launch = replace(launch, stdout=stdout)
         info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
-        plan = make_plan(config, launch.config_path or Path(), info.world_size, parts=launch.parts)
+        plan = make_plan(config, info.world_size, parts=launch.parts)
         tokenized = _with_tokens(plan, info, launch)
         if tokenized is None:
             logger.warning("stopped while text was tokenized; the same command continues")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable
-from trainer.config.load import load_dataset_file
 from trainer.config.rules import Facts, check_rules, data_shards, least_steps, tokens_per_micro
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.documents import IdBounds
 from trainer.data.formats import is_import_path
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
-from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights, first_all_zero
+from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, layout_for
 from trainer.errors import UserError
@@ -38,9 +36,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """One leaf of the blend."""
+    """A source of the blend, or a validation set."""
 
-    name: str  # names of the enclosing sources and its own, joined by `.`
+    name: str
     table: SourceTable
     weight: ScheduledWeight
     streams: list[Stream]  # empty for a custom target; perhaps also with weight 0
@@ -85,15 +83,9 @@ class Plan:
         """How the ranks share the model; None if each holds all of it."""
         return layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size))
 
-    @property
-    def as_read(self) -> RunConfig:
-        """The config, with the sources of included files in the place of their names."""
-        data = self.config.data.model_copy(update={"source": leaf_tables(self.sources)})
-        return self.config.model_copy(update={"data": data})
-
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""
-        return weightless(self.config.model, self.vocab_size, self.as_read, self.parts)
+        return weightless(self.config.model, self.vocab_size, self.config, self.parts)
 
 
 def weightless(table: ModelTable, vocab_size: int, config: RunConfig | None, parts: Parts) -> nn.Module:
@@ -115,13 +107,13 @@ def width_of(model: nn.Module) -> int:
     return width
 
 
-def make_plan(config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS) -> Plan:
+def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) -> Plan:
     """Check the config. `parts` have messages about settings that cannot be meant."""
     # First of all, so that every rank and every check sees the same settings.
     config = _for_this_device(config)
     num_shards = data_shards(config, world_size)
-    sources = resolve_sources(config, config_path, num_shards)
-    facts = check_rules(config, leaf_tables(sources), world_size)
+    sources = resolve_sources(config, num_shards)
+    facts = check_rules(config, world_size)
     if config.train.tokens:  # forecasts use the number of full steps
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
@@ -141,20 +133,19 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, parts: P
     return plan
 
 
-def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> list[Source]:
-    """Every leaf source, with its weight and streams."""
-    including = (config_path.resolve(),)
-    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including)]
-    micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
+def resolve_sources(config: RunConfig, num_shards: int) -> list[Source]:
+    """Every source, with its weight and streams."""
+    sources = [_source(table) for table in config.data.source]
+    micro_tokens = tokens_per_micro(config, num_shards)
     batches = config.micro_batches
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
     # A gap would end the run, perhaps after days.
-    weights = [leaf.weight for leaf in leaves]
+    weights = [source.weight for source in sources]
     gap = first_all_zero(weights, batches, num_batches)
     if gap is not None:
         problem = f"all weights are zero from batch {gap} on (the run has {num_batches} batches a rank)"
         raise UserError("data.source.weight", problem, "give a source a weight above 0 there")
-    return leaves
+    return sources
 
 
 def resolve_eval_sources(config: RunConfig) -> list[Source]:
@@ -164,58 +155,38 @@ def resolve_eval_sources(config: RunConfig) -> list[Source]:
     return [Source(name, each, weight, _streams(each, f"eval source {name}")) for name, each in tables.items()]
 
 
-def leaf_tables(sources: list[Source]) -> list[SourceTable]:
-    """The tables of the leaves under their full names, for the rules of the config."""
-    return [source.table.model_copy(update={"name": source.name}) for source in sources]
+def _source(table: SourceTable) -> Source:
+    assert table.include is None, "load_config replaces it"
+    name, key, weight = table.name, f"{table.name}.weight", table.weight
+    spec: ScheduledWeight
+    if isinstance(weight, ScheduleTable):
+        spec = ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit, path=key)
+    else:
+        spec = ConstantWeight(float(weight), key)
+    try:
+        return Source(name, table, spec, _streams(table, f"source {name}"))
+    except UserError:
+        off = Source(name, table, spec, [])
+        if not off.is_off:  # whose data may be gone
+            raise
+        return off
 
 
-def _leaves(
-    tables: list[SourceTable], path: Path, prefix: str, outer: ScheduledWeight, including: tuple[Path, ...]
-) -> Iterator[Source]:
-    """The leaves of the tables in a file `path`, whose weights are multiplied by `outer`."""
-    for table in tables:
-        name = f"{prefix}{table.name}"
-        key, own = f"{name}.weight", table.weight
-        spec: ScheduledWeight
-        if isinstance(own, ScheduleTable):
-            spec = ScheduledWeight(own.schedule, own.points, scale=own.scale, unit=own.unit, path=key)
-        else:
-            spec = ConstantWeight(float(own), key)
-        weight = compose_weights(outer, spec, path_a=f"the weight of {prefix.rstrip('.')}", path_b=key)
-        if table.include is None:
-            leaf = Source(name, table, weight, [])
-            try:
-                # `located` knows the line of a mistake in the config itself.
-                file = str(path) if prefix else ""
-                leaf = replace(leaf, streams=_streams(table, f"source {name}", file=file))
-            except UserError:
-                if not leaf.is_off:  # whose data may be gone
-                    raise
-            yield leaf
-            continue
-        included = path.parent / table.include
-        if included.resolve() in including:
-            problem = f"{table.include} includes itself"
-            raise UserError(f"{name}.include", problem, "break the circle", where=str(path))
-        nested = load_dataset_file(included).source
-        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()))
-
-
-def _streams(table: SourceTable, name: str, *, file: str = "") -> list[Stream]:
-    """The streams of a source, called `name` in messages. `file`: an included file that it is in."""
+def _streams(table: SourceTable, name: str) -> list[Stream]:
+    """The streams of a source, called `name` in messages."""
     root, paths = table.root, table.paths
     key, given = f"{name}: paths", paths or []
     if root is not None:
         key, given = f"{name}: root", [root]
     for url in filter(is_url, given):
         fix = "mount the store, or copy the data to a disk first (docs/mixing.md)"
-        raise UserError(key, f"{url} is a URL, and data is read from files", fix, where=file)
+        raise UserError(key, f"{url} is a URL, and data is read from files", fix)
     try:
         if root is not None:
             return discover_nested(root, table.modalities, format=table.format)
         return discover_direct(paths, format=table.format) if paths is not None else []
     except UserError as error:
-        raise UserError(key, f"{error.key}: {error.problem}", error.fix, where=file) from None
+        raise UserError(key, f"{error.key}: {error.problem}", error.fix) from None
 
 
 def check_reading(

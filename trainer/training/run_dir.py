@@ -116,17 +116,13 @@ class RunDir:
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
         """Write config, read from `source`, and environment, with `sizes` of model and full step."""
-        data = config.data.model_dump()
-        for each in data["source"]:  # relative to a file that lies elsewhere
-            each["include"] = each["include"] and str(source.absolute().parent / each["include"])
-        resolved = config.model_copy(update={"data": type(config.data).model_validate(data)})
         with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
                 with users_code(str(source), "is gone", "keep it until the run has begun"):
                     content = read_bytes(source)
                 write_file(self.path / CONFIG, content)
-            write_file(self.resolved_config, to_toml(resolved))
+            write_file(self.resolved_config, to_toml(config))
             write_json(self.path / ENVIRONMENT, {**environment(info), "data": self.data, **sizes})
 
     def lock(self, timeout_sec: float) -> RunLock:

@@ -66,9 +66,7 @@ def test_it_is_with_the_flag_and_an_export_names_code_as_well(here, capsys, tmp_
     assert (directory / "imported").exists()
 
 
-@pytest.mark.parametrize(
-    "key", ["eval.target", "data.source.0.format", "data.source.0.target", "data.source.0.include"]
-)
+@pytest.mark.parametrize("key", ["eval.target", "data.source.0.format", "data.source.0.target"])
 def test_an_evaluation_imports_no_other_code_of_it_either(here, key):
     content = read_checkpoint(here[1]).config.model_dump()
     content["model"]["target"] = None

@@ -132,7 +132,9 @@ def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_
     tmp_path, capsys
 ):
     config, metrics = write_tiny_config(tmp_path), tmp_path / "a run" / "metrics.jsonl"
-    same = ["--config", config, "--run-dir", tmp_path / "a run", "--steps", "2", *overrides("train.micro_batches=1")]
+    (tmp_path / "set.toml").write_text(f'[[source]]\nname = "v1.5"\nroot = "{tmp_path}/corpus"\nweight = 0.5\n')
+    sets = overrides("train.micro_batches=1", "data.source.second={name='more', include='set.toml', weight=3}")
+    same = ["--config", config, "--run-dir", tmp_path / "a run", "--steps", "2", *sets]
     first = run(*same)
     assert first.returncode == 0, first.stderr
     assert "the gradient noise scale is not measured: one micro-batch per step on one rank" in first.stderr
@@ -148,9 +150,10 @@ def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_
     assert metrics.read_bytes() == before
     [offered] = [line for line in first.stderr.splitlines() if "train beyond step 2 with: train --config" in line]
     name, *arguments = shlex.split(offered.partition(" with: ")[2])
-    longer = run(*arguments)
+    longer = run(*arguments, *overrides("data.source.more.v1.5.weight=1.25"))
     assert (name, longer.returncode) == ("train", 0), longer.stderr
     assert "resuming after step 2" in longer.stderr
-    assert longer.stderr.count("resuming with another config: train.steps: 2 -> 4") == 1
+    changes = [line.partition(" with another config: ")[2] for line in longer.stderr.splitlines()]
+    assert [*filter(None, changes)] == ["data.source.more.v1.5.weight: 1.5 -> 1.25", "train.steps: 2 -> 4"]
     assert sorted(losses(metrics)) == [1, 2, 3, 4]
     assert (tmp_path / "a run" / "config.toml").read_bytes() == config.read_bytes()

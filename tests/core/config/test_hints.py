@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
-from trainer.config.load import hint, load_dataset_file
+from trainer.config.load import hint, load_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
@@ -39,9 +39,14 @@ def test_dotted_options_set_keys(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_dataset_file_knows_its_own_keys(tmp_path):
-    path = tmp_path / "d.toml"
-    path.write_text('[[source]]\nname = "a"\nroot = "r"\n')
-    assert load_dataset_file(path).source[0].root == "r"
-    path.write_text('[[source]]\nname = "a"\nroot = "r"\nbatch_size = 4\n')
-    with pytest.raises(UserError, match=r"d\.toml:4: source\.0\.batch_size: unknown key; did you mean source\.mixing"):
-        load_dataset_file(path)
+    config, path = (
+        write_tiny_config(tmp_path, "[[data.source]]\nname = 'more'\ninclude = 'd.toml'\n"),
+        tmp_path / "d.toml",
+    )
+    for keys, said in {
+        "batch_size = 4": r"d\.toml:4: source\.0\.batch_size: unknown key; did you mean source\.mixing",
+        "weight = 1e15": r"d\.toml: more\.a: weight: must be less than or equal to 10{15}, got",
+    }.items():
+        path.write_text(f'[[source]]\nname = "a"\nroot = "r"\n{keys}\n')
+        with pytest.raises(UserError, match=said):
+            load_config(config, ["data.source.more.weight=2"])

@@ -55,7 +55,11 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be whole numbers"),
         ("data.source.second.weight={schedule='linear', points={0=1, 00=2}}", "two points have the same key"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
-        ("data.source.third.weight=1", "data.source has no 'third': it is a list of first, second; use 0 to 1, or"),
+        ("data.source.0={name='a', include='x.toml', eod=1}", "data.source.0: eod is a source's own: set it in the"),
+        (
+            "data.source.third.weight=1",
+            "data.source has no 'third': it is a list of first, second; use a number from 0,",
+        ),
         ("run.name='../x'", 'run.name: must be letters, digits, "_", "." and "-", starting with a letter'),
         ("model.target=build", 'model.target: must be an import path package.module:function; got "build"'),
         ("data.source={name='a'}", "data.source: must be a list, got a table; write [[data.source]]"),

@@ -15,7 +15,7 @@ def facts(tmp_path, *overrides: str, world_size: int = 1):
     path = tmp_path / "x.toml"
     path.write_text(TINY.format(runs="runs", corpus="corpus"), encoding="utf-8")
     config = load_config(path, overrides)
-    return check_rules(config, config.data.source, world_size)
+    return check_rules(config, world_size)
 
 
 def test_facts_count_the_largest_batch_on_all_ranks(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.pool import EXHAUST_EVENTS, PICKS, pool_metric_keys
-from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights
+from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
 
 PREFIX = "stream_mixing/active/"
@@ -230,18 +230,6 @@ def test_weights_that_are_no_weights_are_refused(value):
 def test_schedules_that_say_nothing_are_refused(kind, points, unit, message):
     with pytest.raises(UserError, match=message):
         ScheduledWeight(kind, points, unit=unit)
-
-
-def test_weights_multiply_down_a_nested_blend():
-    schedule = ScheduledWeight("linear", {0: 2.0, 10: 4.0}, unit="step")
-    with pytest.raises(UserError, match=r"inner\.weight.*outer\.weight"):
-        compose_weights(schedule, schedule, path_a="outer.weight", path_b="inner.weight")
-    assert issubclass(UserError, ValueError), "what a caller that knows no UserError catches"
-    assert compose_weights(ConstantWeight(2), ConstantWeight(3), path_a="a", path_b="b") == ConstantWeight(6)
-    for pair in ((schedule, ConstantWeight(3)), (ConstantWeight(3), schedule)):
-        product = compose_weights(*pair, path_a="a", path_b="b")
-        assert product.unit == "step"
-        assert [product.evaluate(x) for x in (0, 5, 10)] == [6, 9, 12]
 
 
 KEYS = pool_metric_keys(["a", "b"])

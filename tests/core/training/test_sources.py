@@ -32,7 +32,7 @@ def resolve(sources: str, **files: str) -> list[Source]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     Path("x.toml").write_text(HEAD + sources)
-    return resolve_sources(load_config("x.toml"), Path("x.toml"), 1)
+    return resolve_sources(load_config("x.toml"), 1)
 
 
 def planned(*sets: str, tables: str) -> Plan:

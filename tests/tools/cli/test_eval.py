@@ -159,7 +159,7 @@ def test_what_a_run_needs_refuses_no_evaluation(config):
     stale, held_out = "ledger={wipe_mode='periodic_stale', stale_threshold=2}", "eval.holdout_fraction=0.3"
     for ranks in ("strategy='hsdp', replicas=2", "shards=20000"):
         given = plan_of(config, f"distributed={{{ranks}}}", stale, held_out, ranks=4).config
-        assert all(_plan(given, sets, config, None, takes_mask=False) for sets in ([], given.eval.source))
+        assert all(_plan(given, sets, None, takes_mask=False) for sets in ([], given.eval.source))
 
 
 def test_evaluations_change_nothing_of_the_training(config, bare, tmp_path):

@@ -53,7 +53,7 @@ def check(
 
     resolved, logger = load_config(config_path, overrides or []), get_logger("check")
     with located(config_path, overrides or []):
-        plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
+        plan = make_plan(resolved, world_size, parts=PARTS)
         model = plan.weightless_model()  # built once: many layers take long
         _refuse_what_a_run_would(plan, model)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -83,7 +83,7 @@ def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
     path = require_config(config, "train data tokenize")
     with located(path, settings or []):
         whole = load_config(path, settings or []).model_copy(update={"distributed": DistributedTable()})
-        plan = make_plan(whole, Path(path), 1, parts=PARTS)
+        plan = make_plan(whole, 1, parts=PARTS)
     is_slow = plan.tokenizer.is_slow
     for source in (*plan.sources, *plan.eval_sources):
         found = tokenize_source(plan, source, RankInfo())
